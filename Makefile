@@ -1,0 +1,146 @@
+# `make` alone lists the targets. A fresh clone needs python3 (3.11 or newer), make and a package registry, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.set-up
+CODE := actors codecs experiments models runtime
+ID ?= 0
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.SUFFIXES:
+.PHONY: help setup demo run-controller run-client doctor test check lint format typecheck wheel smoke \
+	bench-federated bench-codecs lock clean distclean
+
+# uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
+FETCH_UV :=
+ifneq ($(NO_UV),)
+override UV :=
+else ifeq ($(origin UV),undefined)
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv || ls $(BIN)/uv 2>/dev/null)
+FETCH_UV := $(if $(UV),,yes)
+endif
+
+# uv does not read pip's configuration, and trusts the system's certificates only when it is told where they are.
+CERTS := /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/ca-bundle.pem /etc/ssl/cert.pem
+UV_ENV := UV_HTTP_TIMEOUT=$${UV_HTTP_TIMEOUT:-300}
+ifeq ($(SSL_CERT_FILE),)
+UV_ENV += $(addprefix SSL_CERT_FILE=,$(firstword $(wildcard $(CERTS))))
+endif
+
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-16s %s\n' "$$name" "$$text"; done
+	@echo "  Set ARGS='...' to pass flags on, as in: make demo ARGS='--rounds 3'"
+
+setup: $(STAMP)  ## make .venv and install everything into it (again only when pyproject.toml or constraints.txt changed)
+
+# A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { \
+		echo "make setup: needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
+			"Install one, then: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PY) $(NEW_ENOUGH) 2>/dev/null || rm -rf $(VENV)
+	@if [ -n "$(UV)" ]; then $(UV_ENV) $(UV) venv -q --allow-existing --python "$$(command -v $(PYTHON))" $(VENV); \
+	elif [ ! -x $(PY) ]; then $(PYTHON) -m venv $(VENV); fi || { \
+		echo "make setup: $(VENV) could not be made. Install Python's venv module (Debian: python3-venv), then: make setup" >&2; exit 1; }
+	@uv='$(UV)'; \
+	if [ -n "$(FETCH_UV)" ]; then \
+		echo "fetching uv into $(VENV)"; \
+		if $(PY) -m pip install -q --disable-pip-version-check uv && $(BIN)/uv --version; then uv=$(BIN)/uv; \
+		else echo "uv could not be fetched: going on with pip, which takes minutes"; fi; \
+	fi; \
+	if [ -n "$$uv" ]; then \
+		$(UV_ENV) $$uv pip install --python $(PY) -c constraints.txt -e '.[dev]' && exit 0; \
+		echo "uv could not install the packages: going on with pip, which takes minutes"; \
+	fi; \
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+		echo "make setup: the packages could not be installed. Check that the package registry can be reached" \
+			"(PIP_INDEX_URL and UV_DEFAULT_INDEX name another one) and that 6 GB of disk are free, then: make setup" >&2; exit 1; }
+	@touch $@
+	@echo "ready: $(BIN)/gradbus --help, or make demo"
+
+demo: $(STAMP)  ## a controller and its clients train one model on this machine, over DDS
+	@$(BIN)/gradbus demo $(ARGS)
+
+run-controller: CONFIG ?= experiments/configs/controller.conf.json
+run-controller: $(STAMP)  ## start one controller: make run-controller CONFIG=my.json
+	@$(BIN)/gradbus controller $(CONFIG) $(ARGS)
+
+run-client: CONFIG ?= experiments/configs/client.conf.json
+run-client: $(STAMP)  ## start one client: make run-client ID=0 CONFIG=my.json
+	@$(BIN)/gradbus client $(CONFIG) --id $(ID) $(ARGS)
+
+doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
+	@$(BIN)/gradbus doctor $(ARGS)
+
+# `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
+test: $(STAMP)  ## run every test
+	$(BIN)/pytest $(ARGS)
+
+check: lint typecheck  ## formatting, lint, strict types and the fast tests
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+lint: $(STAMP)  ## formatting and lint alone
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+format: $(STAMP)  ## format the code, mend what lint can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+# mypy cannot follow the editable install's mapping, and from the root it would read ./codecs as the standard library's module.
+# It sees the packages through links laid out as they are installed; `_front` is `gradbus` itself, not `gradbus.runtime._front`.
+typecheck: $(STAMP)  ## strict types
+	@rm -rf build/tree && mkdir -p build/tree/gradbus && cd build/tree/gradbus && \
+		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done
+	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
+		--exclude '/_front/' -p gradbus
+
+# Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
+wheel: $(STAMP)  ## build the sdist and the wheel into dist/
+	@rm -rf build/lib build/bdist.* dist *.egg-info && mkdir -p build
+	@$(PY) -m build --no-isolation >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@rm -rf *.egg-info
+	@ls -l dist
+
+smoke: wheel  ## install the wheel into a fresh environment and use it from an empty folder
+	@rm -rf build/smoke && mkdir -p build/smoke/empty
+	@if [ -n "$(UV_NOW)" ]; then \
+		$(UV_ENV) $(UV_NOW) venv -q --python $(PY) build/smoke/venv && \
+		$(UV_ENV) $(UV_NOW) pip install -q --python build/smoke/venv/bin/python -c constraints.txt dist/*.whl; \
+	else \
+		$(PY) -m venv build/smoke/venv && \
+		build/smoke/venv/bin/python -m pip install -q --disable-pip-version-check --no-deps dist/*.whl && \
+		$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+			"$$(build/smoke/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"; \
+	fi
+	cd build/smoke/empty && ../venv/bin/python -I ../../../tests/wheel_smoke.py $(ARGS)
+	@rm -rf build/smoke
+
+# With pip alone the wheel's dependencies are borrowed from .venv (a .pth line adds the folder, not the editable install in it).
+UV_NOW = $(if $(NO_UV),,$(or $(UV),$(wildcard $(BIN)/uv)))
+
+bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
+	@$(PY) -m gradbus.experiments.bench_federated $(ARGS)
+
+bench-codecs: $(STAMP)  ## speed, size and error of every codec
+	@$(PY) -m gradbus.experiments.bench_codecs $(ARGS)
+
+# Needs uv. Pins that still fit are kept; LOCK_ARGS=--upgrade takes the newest of everything.
+lock:  ## write constraints.txt anew from pyproject.toml
+	@test -n "$(UV_NOW)" || { echo "make lock: needs uv. Install it (pip install uv), then: make lock" >&2; exit 1; }
+	@mkdir -p build && cp constraints.txt build/constraints.txt
+	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --no-header --no-annotate \
+		$(LOCK_ARGS) pyproject.toml -o build/constraints.txt
+	@{ echo "# Made by make lock: the versions that a set-up takes and the tests have seen."; cat build/constraints.txt; } >constraints.txt
+
+clean:  ## remove what building and testing left behind
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## the same, and .venv too
+	rm -rf $(VENV)

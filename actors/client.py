@@ -1,0 +1,362 @@
+"""A client of a federated run. It reacts: to what the controller says, and to what it holds itself.
+
+It needs no restart when the controller dies: it waits, is welcomed again, and goes on. What it should do next follows
+from its state (newest command, newest model, last round done), never from the order in which messages came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.local_training import LocalTraining, Update
+from gradbus.actors.model_copy import ModelCopy
+from gradbus.actors.residuals import Residuals
+from gradbus.actors.task import FederatedTask
+from gradbus.runtime.bus import Bus, Subscription
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.control import (
+    PROTOCOL,
+    Bye,
+    Failed,
+    Grant,
+    Hello,
+    Leave,
+    NeedModel,
+    NeedUpdate,
+    Receipt,
+    Refused,
+    Status,
+    Welcome,
+)
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusError, JoinRefused
+from gradbus.runtime.frames import CONTROLLER, FrameKey
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd, new_incarnation
+from gradbus.runtime.settings import ClientConfig
+from gradbus.runtime.tasks import single_error
+
+ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
+REPEAT_AFTER_S = 0.5  # without an answer, say it again
+
+log = get_logger("client")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSummary:
+    """What a client did.
+
+    Attributes:
+        rounds: rounds whose update was counted. refused: updates that were not.
+        bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
+    """
+
+    rounds: int
+    refused: int
+    bytes_up: int
+    train_s: float
+
+
+class Client:
+    """Trains on its own data when told to, and sends what it learnt."""
+
+    def __init__(self, bus: Bus, task: FederatedTask, *, client_id: int, config: ClientConfig | None = None) -> None:
+        """A client that has not started.
+
+        Args:
+            bus: joined to the job.
+            task: model, data and training.
+            client_id: 0 or more, one for each client of the job.
+            config: settings.
+        """
+        if not 0 <= client_id < 0x7FFF_FFFF:
+            raise ValueError(f"client_id must be within 0 .. 2^31 - 2, got {client_id}")
+        self.client_id = client_id
+        self._bus = bus
+        self._task = task
+        self._config = config or ClientConfig()
+        self._identity = Identity(client_id, new_incarnation())
+        self._compute = ComputeThread(f"client-{client_id}")
+        self._decode = ComputeThread(f"client-{client_id}-decode")  # a model may come while the old one still trains
+        self._changed = asyncio.Event()
+        self._welcome: Welcome | None = None
+        self._command: TrainCmd | None = None
+        self._update: Update | None = None
+        self._receipt: Receipt | None = None
+        self._ended: Bye | None = None
+        self._done_round = 0
+        self._failures = 0
+        self._phase = "idle"
+        self._transfers = 0
+        self._heard_s = time.monotonic()
+        self._rounds = self._refused = self._bytes_up = 0
+
+    def _open(self) -> None:
+        """Off the loop: building a model and reading residuals take their time."""
+        self._model = FlatModel(self._task.build_model())
+        residuals = Residuals(self._config.state_dir, self.client_id)
+        self._training = LocalTraining(self._task, self._identity, self._model, residuals)
+        # The longest message is a sparse one with raw indices: 8 bytes an element, and a header.
+        self._copy = ModelCopy(self._model.dim, max_bytes=8 * self._model.dim + 4096)
+
+    async def run(self) -> ClientSummary:
+        """Take part until the controller says that all rounds are done.
+
+        Raises:
+            JoinRefused: the controller does not want this client; the text says why.
+            BarrierTimeout: no controller was heard for ``controller_timeout_s``.
+        """
+        try:
+            await self._compute.run(self._open)
+            self._heard_s = time.monotonic()
+            with self._bus.subscribe(TrainCmd, ModelBlob, Control) as inbox:
+                self._bus.open_writer(ClientUpdate)
+                async with asyncio.TaskGroup() as group:
+                    helpers = [
+                        group.create_task(self._listen(inbox, group), name=f"client-{self.client_id}-listen"),
+                        group.create_task(self._beat(), name=f"client-{self.client_id}-heartbeat"),
+                    ]
+                    try:
+                        await self._work()
+                    finally:
+                        with contextlib.suppress(BusError):
+                            await self._bus.publish(self._identity, Leave("done" if self._ended else "stopped"))
+                        for helper in helpers:
+                            helper.cancel()
+        except BaseExceptionGroup as errors:
+            raise single_error(errors) from None
+        finally:
+            self._compute.close()
+            self._decode.close()
+            if hasattr(self, "_training"):
+                self._training.close()
+        return ClientSummary(self._rounds, self._refused, self._bytes_up, self._training.train_s)
+
+    # What it hears
+
+    async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                message = await inbox.get()
+            except BusClosed:
+                raise BusClosed("the bus was closed under a running client: stop the client first") from None
+            try:
+                self._handle(message, group)
+            except JoinRefused:
+                raise
+            except GradbusError as error:
+                log.warning("message not handled", kind=type(message).__name__, reason=str(error))
+
+    def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+        match message:
+            case TrainCmd():
+                if self._command is None or message.round_id != self._command.round_id:
+                    self._compute.stop_current()  # what is being trained now is no longer wanted
+                self._command = message
+            case ModelBlob():
+                complete = self._copy.feed(message)
+                if complete is not None:
+                    group.create_task(self._take_model(*complete), name=f"client-{self.client_id}-model")
+                return
+            case Control(sender=sender, body=body) if sender == CONTROLLER:
+                self._heard_s = time.monotonic()
+                self._hear_controller(body, group)
+            case _:
+                return
+        self._changed.set()
+
+    def _hear_controller(self, body: Any, group: asyncio.TaskGroup) -> None:
+        me = (self.client_id, self._identity.incarnation)
+        update = self._update
+        match body:
+            case Welcome() if (body.to, body.incarnation) == me:
+                if self._welcome is None or self._welcome.run_id != body.run_id:
+                    self._copy.start_run(body.run_id)
+                    self._update, self._done_round = None, 0
+                    log.info("welcomed", client=self.client_id, run=f"{body.run_id:016x}", from_round=body.next_round)
+                self._welcome = body
+                group.create_task(self._hello(), name=f"client-{self.client_id}-hello")
+            case Refused() if (body.to, body.incarnation) == me:
+                raise JoinRefused(body.why)
+            case Status() if self._welcome is not None and body.run_id != self._welcome.run_id:
+                self._welcome = None  # another run: be welcomed anew
+            case Grant() if (body.to, body.incarnation) == me and update is not None:
+                if body.transfer == update.key.transfer:
+                    group.create_task(self._send(update, None), name=f"client-{self.client_id}-send")
+            case NeedUpdate() if (body.to, body.incarnation) == me and update is not None:
+                if body.transfer == update.key.transfer:
+                    group.create_task(self._send(update, body.seqs), name=f"client-{self.client_id}-resend")
+            case Receipt() if (body.to, body.incarnation) == me:
+                if update is not None and body.transfer == update.key.transfer:
+                    self._receipt = body
+            case Bye() if self._welcome is not None and body.run_id == self._welcome.run_id and body.ok:
+                self._ended = body
+                self._compute.stop_current()
+            case _:
+                pass
+
+    async def _take_model(self, key: FrameKey, payload: memoryview) -> None:
+        await self._decode.run(self._copy.apply, key, payload)
+        self._changed.set()
+
+    async def _send(self, update: Update, only: list[int] | None) -> None:
+        if self._phase == "offering":
+            self._phase = "uploading"
+        try:
+            self._bytes_up += await self._bus.send_update(
+                update.key, update.offer.num_samples, update.payload, only=only
+            )
+        except BusError as error:
+            log.warning("update not sent", round=update.key.round_id, reason=str(error))
+
+    # What it says
+
+    async def _hello(self) -> None:
+        ready = self._bus.matched_readers(ClientUpdate) > 0
+        ready = ready and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
+        run_id = self._welcome.run_id if self._welcome is not None else 0
+        round_id = self._command.round_id if self._command is not None else -1
+        hello = Hello(
+            protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready, run_id=run_id,
+            phase=self._phase, round_id=round_id, model_round=self._copy.round_id,
+            host=f"{socket.gethostname()}:{os.getpid()}",
+        )  # fmt: skip
+        with contextlib.suppress(BusError):  # said again with the next heartbeat
+            await self._bus.publish(self._identity, hello)
+
+    async def _beat(self) -> None:
+        """Say that this client lives, at once when something about the matching changes."""
+        while True:
+            await self._hello()
+            heartbeat_s = self._welcome.heartbeat_s if self._welcome is not None else REPEAT_AFTER_S
+            seen = self._matching()
+            with contextlib.suppress(BarrierTimeout):
+                await self._bus.matched(lambda: self._matching() != seen, timeout_s=heartbeat_s)  # noqa: B023 - awaited here
+
+    def _matching(self) -> tuple[int, ...]:
+        bus = self._bus
+        return bus.matched_readers(ClientUpdate), *(
+            bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob, Control)
+        )
+
+    # What it does
+
+    async def _work(self) -> None:
+        prepared = False
+        while True:
+            self._changed.clear()
+            if self._ended is not None:
+                return
+            welcome, command = self._welcome, self._command
+            if welcome is not None and not prepared:
+                self._phase = "preparing"
+                await self._compute.run(self._training.prepare, welcome.num_clients)
+                self._phase, prepared = "idle", True
+                continue
+            if welcome is None or command is None or not self._wanted(welcome, command):
+                await self._wait(self._config.controller_timeout_s)
+            elif self._copy.round_id == command.round_id - 1 and self._copy.vector is not None:
+                await self._train_and_send(welcome, command, self._copy.vector)
+            elif self._copy.round_id >= command.round_id:
+                await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
+            else:
+                await self._fetch(welcome, command)
+
+    def _wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
+        return command.round_id > self._done_round and command.round_id >= welcome.next_round
+
+    async def _fetch(self, welcome: Welcome, command: TrainCmd) -> None:
+        """Wait for the model; ask for it if it does not come."""
+        self._phase = "fetching"
+        since_s = time.monotonic()
+        await self._wait(ASK_AFTER_S)
+        if (
+            self._copy.round_id < command.round_id - 1
+            and time.monotonic() - max(since_s, self._copy.progressed_s) >= ASK_AFTER_S
+        ):
+            transfer, seqs = self._copy.missing(command.round_id - 1)
+            with contextlib.suppress(BusError):
+                await self._bus.publish(self._identity, NeedModel(welcome.run_id, command.round_id - 1, transfer, seqs))
+        self._phase = "idle"
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Until something was heard, or the time is over. Raises BarrierTimeout: no controller for too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        limit_s = self._config.controller_timeout_s
+        if time.monotonic() - self._heard_s > limit_s:
+            raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s)
+
+    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
+        round_id = command.round_id
+        self._phase = "training"
+        try:
+            self._transfers += 1
+            update = await self._compute.run(
+                self._training.train, welcome, command, base, self._transfers, self._compute.should_stop
+            )
+        except Exception as error:
+            if self._superseded(command):
+                log.info("training given up", round=round_id, newer=self._command.round_id if self._command else None)
+                return
+            await self._report_failure(welcome, command, error)
+            return
+        finally:
+            self._phase = "idle"
+        if self._superseded(command):
+            return
+        self._update, self._receipt = update, None
+        try:
+            await self._deliver(command, update)
+        finally:
+            self._update, self._phase = None, "idle"
+
+    def _superseded(self, command: TrainCmd) -> bool:
+        """Whether the result of this command is no longer wanted."""
+        return self._command is not command or self._ended is not None or self._welcome is None
+
+    async def _deliver(self, command: TrainCmd, update: Update) -> None:
+        """Offer the update until the controller has said what became of it, or wants another."""
+        self._phase = "offering"
+        while self._receipt is None:
+            if self._superseded(command):
+                log.info("update came too late", round=command.round_id)
+                return
+            self._changed.clear()
+            with contextlib.suppress(BusError):
+                await self._bus.publish(self._identity, update.offer)
+            if self._receipt is None:
+                await self._wait_for_receipt(command)
+        receipt = self._receipt
+        self._done_round = command.round_id
+        if receipt.accepted:
+            self._rounds += 1
+            await self._compute.run(self._training.accepted, update)
+        else:
+            self._refused += 1
+            log.warning("update refused", client=self.client_id, round=command.round_id, reason=receipt.reason)
+
+    async def _wait_for_receipt(self, command: TrainCmd) -> None:
+        """Until the receipt, or it is time to offer again."""
+        until_s = time.monotonic() + REPEAT_AFTER_S
+        while self._receipt is None and not self._superseded(command) and time.monotonic() < until_s:
+            await self._wait(until_s - time.monotonic())
+            self._changed.clear()
+
+    async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
+        self._done_round = command.round_id
+        text = "".join(traceback.format_exception(error))
+        log.error("training failed", client=self.client_id, round=command.round_id, error=str(error), traceback=text)
+        sent = text[-8000:] if self._config.report_failures else type(error).__name__
+        with contextlib.suppress(BusError):
+            await self._bus.publish(self._identity, Failed(welcome.run_id, command.round_id, sent))

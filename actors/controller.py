@@ -1,0 +1,383 @@
+"""The controller of a federated run: a straight script of rounds.
+
+    async for report in gradbus.Controller(bus, task, FederatedConfig(rounds=10)).rounds(): ...
+
+It may die at any point. Started again with the same state directory it goes on with the same run: a round either was
+committed, or is done again from the same model, with the same result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import torch
+
+from gradbus import codecs
+from gradbus.actors.codec_options import codec_options
+from gradbus.actors.downlink import Downlink
+from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.gathering import Gathering
+from gradbus.actors.intake import Intake
+from gradbus.actors.members import Members
+from gradbus.actors.reception import Reception
+from gradbus.actors.report import Progress, RoundReport
+from gradbus.actors.rounds import Outcome, Round
+from gradbus.actors.run_state import RunState
+from gradbus.actors.strategy import Strategy, make_strategy
+from gradbus.actors.task import EvalOutcome, FederatedTask
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.control import Bye, Status
+from gradbus.runtime.errors import BusError, RoundTimeout
+from gradbus.runtime.failpoints import ENVIRONMENT, FailPoint
+from gradbus.runtime.frames import CONTROLLER
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
+from gradbus.runtime.settings import FederatedConfig
+from gradbus.runtime.tasks import single_error
+
+log = get_logger("controller")
+
+
+class Controller:
+    """Runs the rounds of one job on one bus.
+
+    Attributes:
+        progress: where it stands, for display; see :class:`Progress`.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        task: FederatedTask,
+        config: FederatedConfig,
+        *,
+        strategy: Strategy | None = None,
+        fail_at: str | None = None,
+    ) -> None:
+        """A controller that has not started.
+
+        Args:
+            bus: joined to the job.
+            task: gives the model, and evaluates it where it can.
+            config: the rules.
+            strategy: in place of the one that ``config.strategy`` names.
+            fail_at: a fail point for tests, ``name:round``; by default from the environment.
+
+        """
+        self._bus = bus
+        self._task = task
+        self._config = config
+        self._given_strategy = strategy
+        self._identity = Identity(CONTROLLER, new_incarnation())
+        self._fail = FailPoint(fail_at if fail_at is not None else os.environ.get(ENVIRONMENT))
+        self._compute = ComputeThread("controller")
+        self._round: Round | None = None
+        self._wakeup = asyncio.Event()
+        self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
+        # Made by _open, off the loop: building a model and reading a checkpoint take their time.
+        self._model: FlatModel
+        self._strategy: Strategy
+        self._state: RunState
+        self._members: Members
+
+    def _open(self) -> None:
+        config = self._config
+        self._model = FlatModel(self._task.build_model())
+        self._strategy = self._given_strategy or make_strategy(config, self._model.dim)
+        self._state = RunState(config, self._model, self._strategy)
+        self._members = Members(
+            dim=self._model.dim, layout=self._model.layout, run_id=self._state.run_id,
+            dead_after_s=config.dead_after_s, rival_after_s=2.4 * config.heartbeat_s,
+        )  # fmt: skip
+
+    def _connect(self) -> None:
+        """What belongs to the loop."""
+        self._bus.open_writer(TrainCmd)  # clients are ready when they are matched with it
+        config, state, dim = self._config, self._state, self._model.dim
+        down = codecs.get(config.downlink_codec, **codec_options(config.downlink_codec, config))
+        self._downlink = Downlink(
+            self._bus, self._identity, self._compute, down, run_id=state.run_id, weights=state.weights, held=state.held
+        )
+        up = codecs.get(config.codec, **codec_options(config.codec, config))
+        self._intake = Intake(
+            self._bus, self._identity, self._strategy, self._compute, dim=dim, run_id=state.run_id,
+            max_bytes=up.max_bytes(dim), budget_bytes=config.receive_budget_bytes, max_samples=config.max_samples,
+            on_change=self._changed,
+        )  # fmt: skip
+        self.progress.reports = list(state.history)
+        self.progress.round_id = state.round_id
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The global model, float32, shape (D,). It is changed in place while rounds run."""
+        return self._state.weights
+
+    @property
+    def run_id(self) -> int:
+        """Id of the run: new at a fresh start, kept over a resume."""
+        return self._state.run_id
+
+    async def run(self) -> list[RoundReport]:
+        """All rounds that are left. Returns the reports of the whole run, those before a resume included.
+
+        Raises:
+            BarrierTimeout: not enough clients came.
+            RoundTimeout: a round had too few updates, too often.
+            CheckpointError: the state cannot be written.
+        """
+        async for _ in self.rounds():
+            pass
+        return list(self.progress.reports)
+
+    async def rounds(self) -> AsyncIterator[RoundReport]:
+        """Run, and give each report as its round is committed. Closing the iterator ends the run in order.
+
+        Raises:
+            As :meth:`run`.
+        """
+        reports: asyncio.Queue[RoundReport | None] = asyncio.Queue()  # bounded by the number of rounds
+        running = asyncio.create_task(self._run(reports.put_nowait), name="controller")
+        running.add_done_callback(lambda _: reports.put_nowait(None))
+        try:
+            while (report := await reports.get()) is not None:
+                yield report
+            try:
+                await running
+            except BaseExceptionGroup as group:
+                raise single_error(group) from None
+        finally:
+            if not running.done():
+                running.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await running
+
+    async def _run(self, on_report: Callable[[RoundReport], None]) -> None:
+        config = self._config
+        finished, reason = False, "the controller was stopped"
+        try:
+            await self._compute.run(self._open)
+            self._connect()
+            state = self._state
+            with self._bus.subscribe(ClientUpdate, Control) as inbox:
+                async with asyncio.TaskGroup() as group:
+                    reception = Reception(
+                        self._bus, self._identity, self._members, self._intake, self._downlink, config,
+                        run_id=state.run_id, next_round=lambda: self.progress.round_id + 1,
+                        changed=self._membership_changed, failed=self._client_failed,
+                    )  # fmt: skip
+                    helpers = [
+                        group.create_task(reception.run(inbox, group), name="reception"),
+                        group.create_task(self._intake.run(), name="intake"),
+                        group.create_task(self._beat(), name="heartbeat"),
+                    ]
+                    try:
+                        if state.round_id < config.rounds:
+                            await self._wait_for_clients()
+                            await self._compute.run(state.save_initial)
+                            await self._downlink.publish_full(state.round_id)
+                        await self._evaluate_resumed()
+                        while state.round_id < config.rounds:
+                            on_report(await self._one_round(state.round_id + 1))
+                        finished, reason = True, "all rounds are done"
+                        self.progress.phase = "done"
+                    except Exception as error:
+                        self.progress.phase, reason = "failed", str(error)
+                        raise
+                    finally:
+                        with contextlib.suppress(BusError):
+                            await self._bus.publish(self._identity, Bye(state.run_id, finished, reason[:4096]))
+                        for helper in helpers:
+                            helper.cancel()
+        finally:
+            self._compute.close()
+            if hasattr(self, "_state"):
+                self._state.close()
+
+    # Who is there
+
+    async def _wait_for_clients(self) -> None:
+        """The subscription barrier: enough clients are matched both ways and have been welcomed."""
+        config, round_id = self._config, self._state.round_id + 1
+        self.progress.phase = "waiting"
+        gathering = Gathering(
+            minimum=config.min_clients, expected=config.num_clients, now_s=time.monotonic(),
+            timeout_s=config.start_timeout_s, grace_s=config.start_grace_s,
+            what=f"round {round_id} cannot start: clients",
+        )  # fmt: skip
+        while not gathering.may_start(ready := self._ready(round_id), time.monotonic()):
+            await self._sleep_until(gathering.next_check_s())
+        if len(ready) < (config.num_clients or 0):
+            log.warning("starting without all clients", ready=ready, expected=config.num_clients)
+
+    def _ready(self, round_id: int) -> list[int]:
+        """Clients that said they are ready, as far as our own side is matched as well."""
+        ready = self._members.ready(round_id)
+        # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
+        return ready if self._bus.matched_readers(TrainCmd) and self._bus.matched_writers(ClientUpdate) else []
+
+    def _membership_changed(self) -> None:
+        present = {member.client_id for member in self._members}
+        if self._round is not None:
+            for client_id in self._round.open - present:
+                self._round.lose(client_id)
+                log.warning("client lost", client=client_id, round=self._round.round_id)
+        self.progress.clients = tuple(sorted(present))
+        self._changed()
+
+    def _client_failed(self, client_id: int, round_id: int, text: str) -> None:
+        log.error("training failed on a client", client=client_id, round=round_id, traceback=text)
+        if self._round is not None and self._round.round_id == round_id:
+            self._round.fail(client_id, "training failed")
+            self._intake.dropped["training failed"] += 1
+        self._changed()
+
+    def _changed(self) -> None:
+        """Something happened that may end a wait."""
+        round_ = self._round
+        if round_ is not None:
+            ready, expected = len(round_.accepted), round_.needed
+            if (ready, expected) != (self.progress.ready, self.progress.expected):
+                self.progress.ready, self.progress.expected = ready, expected
+                log.info("final-ready=%d/%d (min=%d)", ready, expected, round_.minimum, round=round_.round_id)
+        self._wakeup.set()
+
+    async def _sleep_until(self, at_s: float) -> None:
+        """Until something happened, or that time."""
+        self._wakeup.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, at_s - time.monotonic())):
+                await self._wakeup.wait()
+
+    async def _beat(self) -> None:
+        """Say that the controller lives, and notice clients that do not."""
+        while True:
+            progress = self.progress
+            status = Status(self.run_id, progress.round_id, progress.phase, progress.ready, progress.expected)
+            with contextlib.suppress(BusError):
+                await self._bus.publish(self._identity, status)
+            dead = self._members.expire(time.monotonic())
+            for member in dead:
+                log.warning("client silent", client=member.client_id, host=member.hello.host)
+                self._intake.forget(member.client_id, member.incarnation)
+            if dead:
+                self._membership_changed()
+            await asyncio.sleep(self._config.heartbeat_s)
+
+    # A round
+
+    async def _one_round(self, round_id: int) -> RoundReport:
+        dropped: Counter[str] = Counter()
+        got = 0
+        for attempt in range(1, self._config.max_attempts + 1):
+            if not self._ready(round_id):
+                await self._wait_for_clients()
+            started_s = time.perf_counter()
+            round_, outcome = await self._collect(round_id)
+            dropped += self._intake.dropped
+            got = len(round_.accepted)
+            if outcome is not Outcome.TOO_FEW:
+                return await self._commit(round_, outcome, attempt, started_s, dropped)
+            log.warning("round repeated", round=round_id, updates=got, needed=round_.minimum, attempt=attempt)
+        raise RoundTimeout(round_id, got, self._config.min_clients, self._config.max_attempts)
+
+    async def _collect(self, round_id: int) -> tuple[Round, Outcome]:
+        """Command the round and take in updates until it is over."""
+        config = self._config
+        await self._compute.run(self._strategy.begin, round_id, self._downlink.held)
+        round_ = Round(
+            round_id, self._ready(round_id), minimum=config.min_clients, quorum=config.quorum,
+            now_s=time.monotonic(), deadline_s=config.round_timeout_s, grace_s=config.grace_s,
+        )  # fmt: skip
+        self._fail.reached("before_command", round_id)
+        self._round = round_
+        self._intake.open(round_)
+        self.progress.phase, self.progress.round_id = "training", round_id
+        self._changed()
+        command = TrainCmd(round_id, config.subset_size, config.epochs, config.lr, config.seed)
+        await self._bus.publish(self._identity, command)
+        self._fail.reached("after_command", round_id)
+        try:
+            reached = 0
+            while (outcome := round_.verdict(time.monotonic())) is None:
+                if len(round_.accepted) > reached:
+                    reached = len(round_.accepted)
+                    self._fail.reached("mid_collect", round_id)
+                await self._sleep_until(round_.next_check_s())
+        finally:
+            await self._intake.close()
+            self._round = None
+        # What was being added when the round ended has been counted by now; that can only have made it better.
+        return round_, round_.verdict(time.monotonic()) or outcome
+
+    async def _commit(
+        self, round_: Round, outcome: Outcome, attempt: int, started_s: float, dropped: Counter[str]
+    ) -> RoundReport:
+        """From the sum of the updates to the published, durable model."""
+        round_id, state, tally = round_.round_id, self._state, self._intake.tally
+        collected_s = time.perf_counter()
+        self.progress.phase = "aggregating"
+        await self._downlink.quiesce()
+        self._fail.reached("after_collect_before_aggregate", round_id)
+        await self._compute.run(self._strategy.finish, state.weights)
+        aggregated_s = time.perf_counter()
+        self._fail.reached("after_aggregate_before_commit", round_id)
+        report = RoundReport(
+            round_id=round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
+            expected=len(round_.expected), num_samples=tally.num_samples, loss=tally.loss(), bytes_up=tally.bytes_up,
+            train_s=tally.train_s, encode_s=tally.encode_s, dropped=dict(dropped),
+            wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
+            aggregate_s=tally.aggregate_s + aggregated_s - collected_s,
+            weights_crc32=zlib.crc32(state.weights.numpy().data),
+        )  # fmt: skip
+        # The message is made before the commit: what the clients will hold is part of the state.
+        size = await self._downlink.prepare(round_id)
+        await self._compute.run(state.commit, report, self._downlink.held_apart)
+        committed_s = time.perf_counter()
+        self._fail.reached("after_commit_before_publish", round_id)
+        await self._downlink.publish()
+        published_s = time.perf_counter()
+        self._fail.reached("after_publish", round_id)
+        evaluation = await self._evaluate(round_id)
+        report = state.amend(
+            report,
+            bytes_down=size * max(1, len(self._members)),
+            checkpoint_s=committed_s - aggregated_s,
+            publish_s=published_s - committed_s,
+            eval_s=time.perf_counter() - published_s,
+            seconds=published_s - started_s,
+            accuracy=None if evaluation is None else evaluation.accuracy,
+            eval_loss=None if evaluation is None else evaluation.loss,
+        )
+        self.progress.reports.append(report)
+        for reason, count in report.dropped.items():
+            self.progress.dropped[reason] = self.progress.dropped.get(reason, 0) + count
+        log.info(
+            "round done", round=round_id, accuracy=report.accuracy, loss=report.loss, clients=list(report.clients),
+            outcome=report.outcome, seconds=round(report.seconds, 3),
+        )  # fmt: skip
+        return report
+
+    async def _evaluate_resumed(self) -> None:
+        """The round before a crash was committed, but may not have been evaluated."""
+        reports = self.progress.reports
+        if reports and reports[-1].accuracy is None and (outcome := await self._evaluate(reports[-1].round_id)):
+            reports[-1] = self._state.amend(reports[-1], accuracy=outcome.accuracy, eval_loss=outcome.loss)
+
+    async def _evaluate(self, round_id: int) -> EvalOutcome | None:
+        every = self._config.eval_every
+        if not every or (round_id % every and round_id != self._config.rounds):
+            return None
+        self.progress.phase = "evaluating"
+        return await self._compute.run(self._evaluate_now)
+
+    def _evaluate_now(self) -> EvalOutcome | None:
+        if self._model.read().data_ptr() != self._state.weights.data_ptr():
+            self._model.write(self._state.weights)
+        return self._task.evaluate(self._model.module)

@@ -1,0 +1,82 @@
+"""A model as one vector: what travels on the wire and what is averaged."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatModel:
+    """All floating-point tensors of a module's state (parameters, and buffers such as running means), in its order.
+
+    Where they all are float32 on one device the module is made to live in the vector: :attr:`vector` then *is* the
+    model, without a second copy. Otherwise :meth:`read` and :meth:`write` copy. Integer buffers (counters) stay local.
+
+    Attributes:
+        module: the module.
+        dim: number of elements.
+        layout: 64-bit hash over names, shapes and dtypes: two nodes with equal layout mean the same vector.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        entries = [(name, tensor) for name, tensor in module.state_dict(keep_vars=True).items()]
+        self._tensors: list[Tensor] = []
+        seen: set[int] = set()
+        text: list[str] = []
+        for name, tensor in entries:
+            if tensor.is_floating_point() and id(tensor) not in seen:  # tied weights travel once
+                seen.add(id(tensor))
+                self._tensors.append(tensor)
+                text.append(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}")
+        self.dim = sum(tensor.numel() for tensor in self._tensors)
+        self.layout = int.from_bytes(hashlib.sha256("\n".join(text).encode()).digest()[:8], "little")
+        self._vector: Tensor | None = None
+        kinds = {(tensor.dtype, tensor.device) for tensor in self._tensors}
+        if len(kinds) == 1 and next(iter(kinds))[0] == torch.float32:
+            self._vector = torch.empty(self.dim, device=next(iter(kinds))[1])
+            for tensor, place in self._places():
+                view = self._vector[place].view(tensor.shape)
+                view.copy_(tensor.detach())
+                tensor.data = view
+
+    def _places(self) -> list[tuple[Tensor, slice]]:
+        start, places = 0, []
+        for tensor in self._tensors:
+            places.append((tensor, slice(start, start + tensor.numel())))
+            start += tensor.numel()
+        return places
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the module still lives in the vector: a training function may have moved it elsewhere."""
+        if self._vector is None:
+            return False
+        item = self._vector.element_size()
+        start = self._vector.data_ptr()
+        return all(
+            tensor.data_ptr() == start + place.start * item and tensor.is_contiguous() and tensor.dtype == torch.float32
+            for tensor, place in self._places()
+        )
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The model as float32 on the CPU, shape (D,). It may be the live vector: copy it if the model changes."""
+        if self._in_place:
+            assert self._vector is not None
+            return self._vector if self._vector.device.type == "cpu" else self._vector.cpu()
+        return torch.cat([tensor.detach().to("cpu", torch.float32).reshape(-1) for tensor in self._tensors])
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """Set the model to ``vector``, float32, shape (D,)."""
+        if vector.shape != (self.dim,):
+            raise ValueError(f"vector of shape {tuple(vector.shape)} for a model of {self.dim} values")
+        if self._in_place:
+            assert self._vector is not None
+            self._vector.copy_(vector)
+            return
+        for tensor, place in self._places():
+            tensor.copy_(vector[place].view(tensor.shape))

@@ -1,0 +1,51 @@
+"""When a run may start: a pure decision over who is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradbus.runtime.errors import BarrierTimeout
+
+
+class Gathering:
+    """Waits for all expected clients, or after a grace for enough of them.
+
+    It starts at once when all are there. With at least ``minimum`` it waits ``grace_s`` more for the others. With fewer
+    it gives up at the deadline.
+    """
+
+    def __init__(
+        self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float, what: str
+    ) -> None:
+        self._minimum = minimum
+        self._expected = expected
+        self._wanted = max(expected or 0, minimum)
+        self._timeout_s = timeout_s
+        self._deadline_at_s = now_s + timeout_s
+        self._grace_s = grace_s
+        self._grace_until_s: float | None = None
+        self._what = what
+
+    def may_start(self, ready: Sequence[int], now_s: float) -> bool:
+        """Whether to start with these clients now.
+
+        Raises:
+            BarrierTimeout: the deadline has passed with fewer than ``minimum``; it names who is missing.
+        """
+        if len(ready) >= self._wanted:
+            return True
+        if len(ready) >= self._minimum:
+            if self._grace_until_s is None:
+                self._grace_until_s = now_s + self._grace_s
+            return now_s >= self._grace_until_s
+        self._grace_until_s = None
+        if now_s >= self._deadline_at_s:
+            raise BarrierTimeout(
+                self._what, missing=[i for i in range(self._expected or 0) if i not in ready], ready=len(ready),
+                needed=self._minimum, timeout_s=self._timeout_s,
+            )  # fmt: skip
+        return False
+
+    def next_check_s(self) -> float:
+        """When the answer may change although nobody came or went."""
+        return self._deadline_at_s if self._grace_until_s is None else self._grace_until_s

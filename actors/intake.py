@@ -1,0 +1,300 @@
+"""Updates on their way into the controller: offer, grant, frames, sum, receipt.
+
+A client offers its update and sends it when it is told to. So the controller holds a bounded number of bytes however
+many clients there are, and a client that dies in the middle leaves nothing but a buffer that is dropped. An update is
+added to the sum only when all its bytes are there and checked: it counts in full or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradbus import codecs
+from gradbus.actors.rounds import Round
+from gradbus.actors.strategy import Strategy
+from gradbus.codecs import CodecError, NonFiniteError
+from gradbus.runtime.assembler import Assembler, Verdict
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.control import Grant, NeedUpdate, Offer, Receipt
+from gradbus.runtime.errors import FrameError, WriteTimeout
+from gradbus.runtime.frames import FrameKey, Kind
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import ClientUpdate, Identity
+
+REPAIR_AFTER_S = 0.3  # without a new frame, ask for those that are missing
+STALL_AFTER_S = 10.0  # without a new frame, give the place to somebody else
+
+log = get_logger("controller")
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """An update that was granted."""
+
+    client_id: int
+    incarnation: int
+    offer: Offer
+    key: FrameKey
+    progressed_s: float
+    frames: int = 0
+    asked_s: float = 0.0
+    payload: memoryview | None = None  # complete
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the updates of a round say, together."""
+
+    bytes_up: int = 0
+    num_samples: int = 0
+    losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
+    train_s: float = 0.0
+    encode_s: float = 0.0
+    aggregate_s: float = 0.0
+
+    def loss(self) -> float | None:
+        """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
+        known = sorted((samples, loss) for samples, loss in self.losses if math.isfinite(loss))
+        total = sum(samples for samples, _ in known)
+        return math.fsum(samples * loss for samples, loss in known) / total if total else None
+
+
+class Intake:
+    """The way in for the updates of one round at a time. All methods are called on the loop."""
+
+    def __init__(
+        self, bus: Bus, identity: Identity, strategy: Strategy, compute: ComputeThread, *, dim: int, run_id: int,
+        max_bytes: int, budget_bytes: int, max_samples: int, on_change: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """An intake with no round open.
+
+        Args:
+            max_bytes: the longest an encoded update can be.
+            budget_bytes: bytes on their way in at one time; one update is always let in.
+            max_samples: the most samples a client may claim.
+            on_change: called when an update was counted or refused.
+        """
+        self._bus = bus
+        self._identity = identity
+        self._strategy = strategy
+        self._compute = compute
+        self._dim = dim
+        self._run_id = run_id
+        self._max_bytes = max_bytes
+        self._budget_bytes = budget_bytes
+        self._max_samples = max_samples
+        self._on_change = on_change
+        self._assembler = Assembler()
+        self._round: Round | None = None
+        self._offers: dict[int, tuple[int, Offer]] = {}  # client -> (incarnation, offer), in order of arrival
+        self._transfers: dict[FrameKey, _Transfer] = {}
+        self._complete: deque[_Transfer] = deque()
+        self._folding = asyncio.Lock()
+        self._work = asyncio.Event()
+        self.tally = Tally()
+        self.dropped: Counter[str] = Counter()
+
+    def open(self, round_: Round) -> None:
+        """Take updates for this round."""
+        self._round = round_
+        self._offers.clear()
+        self.tally = Tally()
+        self.dropped = Counter()
+
+    async def close(self) -> None:
+        """Take nothing more for the open round. Returns when no update is being added any more."""
+        self._round = None
+        self._offers.clear()
+        for key in list(self._transfers):
+            self._drop(key)
+        async with self._folding:
+            pass
+
+    async def on_offer(self, client_id: int, incarnation: int, offer: Offer) -> None:
+        """A client has an update."""
+        round_ = self._round
+        if round_ is None or offer.run_id != self._run_id or offer.round_id != round_.round_id:
+            await self._refuse(client_id, incarnation, offer, "stale", f"round {offer.round_id} is not open")
+            return
+        why = round_.may_send(client_id)
+        if why == "repeated":
+            await self._receipt(client_id, incarnation, offer, accepted=True)
+        elif why is not None:
+            await self._refuse(
+                client_id, incarnation, offer, "unexpected", f"client {client_id} is {why} in this round"
+            )
+        elif not 1 <= offer.num_samples <= self._max_samples:
+            await self._reject(
+                client_id, incarnation, offer, "samples", f"{offer.num_samples} samples are out of range"
+            )
+        elif not 0 < offer.total_bytes <= self._max_bytes:
+            await self._reject(
+                client_id, incarnation, offer, "oversized",
+                f"{offer.total_bytes} bytes, at most {self._max_bytes} with this codec and model",
+            )  # fmt: skip
+        else:
+            granted = next((t for t in self._transfers.values() if t.client_id == client_id), None)
+            if granted is not None and (granted.incarnation, granted.offer) != (incarnation, offer):
+                self._drop(granted.key)  # it started again, or trained again: only its newest update counts
+                granted = None
+            if granted is None:
+                self._offers[client_id] = (incarnation, offer)
+            elif granted.payload is None and granted.frames == 0:
+                await self._send_grant(granted)  # it may not have got it
+            await self._grant_more()
+
+    async def on_frame(self, message: ClientUpdate) -> None:
+        """A frame of an update."""
+        transfer = self._transfers.get(message.frame.key)
+        if transfer is None:
+            self.dropped["late frame" if self._round is None else "unexpected frame"] += 1
+            return
+        if message.num_samples != transfer.offer.num_samples or message.frame.total_bytes != transfer.offer.total_bytes:
+            self.dropped["mismatch"] += 1
+            return
+        try:
+            verdict = self._assembler.feed(message.frame)
+        except FrameError as error:
+            self.dropped[error.reason] += 1
+            return
+        if verdict is Verdict.REPEATED:
+            self.dropped["repeated frame"] += 1
+            return
+        transfer.progressed_s = time.monotonic()
+        transfer.frames += 1
+        if verdict is Verdict.COMPLETE:
+            transfer.payload = self._assembler.take(transfer.key)
+            self._complete.append(transfer)
+            self._work.set()
+
+    def forget(self, client_id: int, incarnation: int) -> None:
+        """The client is gone. What it had not finished sending is dropped."""
+        offered = self._offers.get(client_id)
+        if offered is not None and offered[0] == incarnation:
+            del self._offers[client_id]
+        for transfer in [t for t in self._transfers.values() if t.client_id == client_id]:
+            if transfer.incarnation == incarnation and transfer.payload is None:
+                self._drop(transfer.key)
+                self.dropped["cut short"] += 1
+
+    async def run(self) -> None:
+        """Add complete updates, one after the other; ask for what is missing. Runs until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(REPAIR_AFTER_S / 2):
+                    await self._work.wait()
+            except TimeoutError:
+                await self._repair()
+                continue
+            self._work.clear()
+            while self._complete:
+                async with self._folding:
+                    await self._fold(self._complete.popleft())
+                await self._grant_more()
+
+    async def _fold(self, transfer: _Transfer) -> None:
+        payload, offer, round_ = transfer.payload, transfer.offer, self._round
+        transfer.payload = None
+        if round_ is None or self._transfers.get(transfer.key) is not transfer or payload is None:
+            return  # the round ended meanwhile
+        started_s = time.perf_counter()
+        try:
+            await self._compute.run(self._add, transfer.client_id, payload, offer.num_samples)
+        except NonFiniteError as error:
+            await self._reject(transfer.client_id, transfer.incarnation, offer, "non-finite", str(error))
+        except CodecError as error:
+            await self._reject(transfer.client_id, transfer.incarnation, offer, "malformed", str(error))
+        except ValueError as error:
+            await self._reject(transfer.client_id, transfer.incarnation, offer, "refused", str(error))
+        else:
+            tally = self.tally
+            tally.aggregate_s += time.perf_counter() - started_s
+            tally.bytes_up += offer.total_bytes
+            tally.num_samples += offer.num_samples
+            tally.losses.append((offer.num_samples, offer.loss))
+            tally.train_s = max(tally.train_s, offer.train_s)
+            tally.encode_s = max(tally.encode_s, offer.encode_s)
+            round_.accept(transfer.client_id, time.monotonic())
+            self._on_change()
+            await self._receipt(transfer.client_id, transfer.incarnation, offer, accepted=True)
+        finally:
+            self._transfers.pop(transfer.key, None)
+
+    def _add(self, client_id: int, payload: memoryview, num_samples: int) -> None:
+        self._strategy.add(client_id, codecs.parse(payload, expected_dim=self._dim), num_samples)
+
+    async def _grant_more(self) -> None:
+        """Grant offers in order of arrival while the budget lasts."""
+        for client_id, (incarnation, offer) in list(self._offers.items()):
+            in_flight = sum(transfer.offer.total_bytes for transfer in self._transfers.values())
+            if self._transfers and in_flight + offer.total_bytes > self._budget_bytes:
+                return
+            del self._offers[client_id]
+            key = FrameKey(Kind.UPDATE, self._run_id, offer.round_id, client_id, incarnation, offer.transfer)
+            transfer = _Transfer(client_id, incarnation, offer, key, time.monotonic())
+            self._transfers[key] = transfer
+            self._assembler.expect(key, max_bytes=offer.total_bytes)
+            await self._send_grant(transfer)
+
+    async def _send_grant(self, transfer: _Transfer) -> None:
+        offer = transfer.offer
+        await self._say(Grant(transfer.client_id, transfer.incarnation, offer.round_id, offer.transfer))
+
+    async def _repair(self) -> None:
+        now_s = time.monotonic()
+        for transfer in list(self._transfers.values()):
+            silent_s = now_s - max(transfer.progressed_s, transfer.asked_s)
+            if transfer.payload is not None or silent_s < REPAIR_AFTER_S:
+                continue
+            if now_s - transfer.progressed_s > STALL_AFTER_S:
+                self.dropped["stalled"] += 1
+                self._drop(transfer.key)  # its client repeats the offer when it can
+                await self._grant_more()
+                continue
+            transfer.asked_s = now_s
+            missing = self._assembler.missing(transfer.key)
+            if missing is None:
+                await self._send_grant(transfer)
+            else:
+                offer = transfer.offer
+                await self._say(
+                    NeedUpdate(
+                        transfer.client_id, transfer.incarnation, offer.round_id, offer.transfer, list(missing)
+                    )
+                )  # fmt: skip
+
+    def _drop(self, key: FrameKey) -> None:
+        self._transfers.pop(key, None)
+        self._assembler.forget(key)
+
+    async def _reject(self, client_id: int, incarnation: int, offer: Offer, reason: str, text: str) -> None:
+        """The update is bad. The client need not be waited for in this round."""
+        log.warning("update dropped", client=client_id, round=offer.round_id, reason=reason, detail=text)
+        if self._round is not None:
+            self._round.fail(client_id, reason)
+            self._on_change()
+        await self._refuse(client_id, incarnation, offer, reason, text)
+
+    async def _refuse(self, client_id: int, incarnation: int, offer: Offer, reason: str, text: str) -> None:
+        self.dropped[reason] += 1
+        await self._receipt(client_id, incarnation, offer, accepted=False, reason=text)
+
+    async def _receipt(
+        self, client_id: int, incarnation: int, offer: Offer, *, accepted: bool, reason: str = ""
+    ) -> None:
+        await self._say(
+            Receipt(client_id, incarnation, offer.run_id, offer.round_id, offer.transfer, accepted, reason[:4096])
+        )
+
+    async def _say(self, body: Any) -> None:
+        try:
+            await self._bus.publish(self._identity, body)
+        except WriteTimeout as error:  # it will be said again when asked again
+            log.warning("not sent", message=type(body).__name__, reason=str(error))

@@ -1,0 +1,103 @@
+"""What a client does off the event loop: train from the global model, and encode what was learnt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradbus import codecs
+from gradbus.actors.codec_options import codec_options
+from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.residuals import Residuals
+from gradbus.actors.task import FederatedTask
+from gradbus.codecs import Codec, NonFiniteError
+from gradbus.runtime.control import Offer, Welcome
+from gradbus.runtime.frames import FrameKey, Kind
+from gradbus.runtime.messages import Identity, TrainCmd
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What was trained in a round, encoded.
+
+    Attributes:
+        key: of its frames. offer: what the controller is told first. payload: its bytes.
+        residual: float32, shape (D,): owed after it, if it is accepted; None with a lossless codec.
+    """
+
+    key: FrameKey
+    offer: Offer
+    payload: bytes
+    residual: Tensor | None
+
+
+class LocalTraining:
+    """One client's model, task and residuals. All methods are for the compute thread."""
+
+    def __init__(self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals) -> None:
+        self._task = task
+        self._identity = identity
+        self._model = model
+        self._residuals = residuals
+        self.train_s = 0.0
+
+    def prepare(self, num_clients: int) -> None:
+        """Load data. ``num_clients``: of the run, as the controller says; 0 if it does not know."""
+        client_id = self._identity.sender
+        self._task.prepare(client_id, max(num_clients, client_id + 1))
+
+    def train(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool]
+    ) -> Update:
+        """Train from ``base``, float32, shape (D,), and encode the result.
+
+        Raises:
+            ValueError: training made the model non-finite. And whatever the task raises.
+        """
+        identity = self._identity
+        self._residuals.start_run(welcome.run_id)
+        started_s = time.perf_counter()
+        self._model.write(base)
+        outcome = self._task.train(
+            self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
+            lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop,
+        )  # fmt: skip
+        trained_s = time.perf_counter()
+        self.train_s += trained_s - started_s
+        codec = codecs.get(welcome.codec, version=welcome.codec_version, **codec_options(welcome.codec, welcome))
+        payload, residual = self._encode(codec, base, command.round_id)
+        key = FrameKey(
+            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
+        )  # fmt: skip
+        offer = Offer(
+            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
+            num_samples=int(outcome.num_samples), loss=float(outcome.loss), train_s=trained_s - started_s,
+            encode_s=time.perf_counter() - trained_s,
+        )  # fmt: skip
+        return Update(key, offer, payload, residual)
+
+    @torch.no_grad()
+    def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:
+        """The update's bytes, and what is owed after it with a lossy codec."""
+        local = self._model.read()
+        # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
+        vector = local if codec.version == 1 and not codec.v1_is_delta else local - base
+        try:
+            if codec.lossless:
+                return codec.encode(vector), None
+            return codecs.residual_step(vector, self._residuals.before(round_id), codec)
+        except NonFiniteError as error:
+            raise ValueError(f"training made the model non-finite: {error}. Lower the learning rate") from None
+
+    def accepted(self, update: Update) -> None:
+        """The update counts: what it did not say is owed from here on."""
+        if update.residual is not None:
+            self._residuals.accepted(update.key.round_id, update.residual)
+
+    def close(self) -> None:
+        """Let another process use the directory of the residuals."""
+        self._residuals.close()

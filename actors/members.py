@@ -1,0 +1,143 @@
+"""Who takes part: a pure table of clients, fed with what was heard and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from gradbus.runtime.control import PROTOCOL, Hello
+
+
+class Answer(Enum):
+    """What to say to a client that has said Hello."""
+
+    NOTHING = "nothing"
+    WELCOME = "welcome"
+    REFUSE = "refuse"
+
+
+@dataclass(slots=True)
+class Member:
+    """One client, as last heard.
+
+    Attributes:
+        from_round: the first round it takes part in.
+        heard_s: when it was heard last.
+    """
+
+    client_id: int
+    incarnation: int
+    hello: Hello
+    heard_s: float
+    from_round: int
+
+
+@dataclass(slots=True)
+class _Rival:
+    """A second process that uses an id which is taken."""
+
+    incarnation: int
+    since_s: float
+    host: str
+
+
+class Members:
+    """The clients of a controller.
+
+    A client that comes again with a higher incarnation replaces its older start as soon as that one is known to be
+    gone. While the older one still talks, the newcomer is told that the id is taken: two processes must not train
+    under one id.
+    """
+
+    def __init__(self, *, dim: int, layout: int, run_id: int, dead_after_s: float, rival_after_s: float) -> None:
+        """An empty table.
+
+        Args:
+            dim: size of the model; layout: its hash; run_id: the run. Clients that differ are refused.
+            dead_after_s: a client that is silent for so long is dead.
+            rival_after_s: when an id is used twice, how long after the newcomer's first word the older one must still
+                talk to keep it.
+        """
+        self._dim = dim
+        self._layout = layout
+        self._run_id = run_id
+        self._dead_after_s = dead_after_s
+        self._rival_after_s = rival_after_s
+        self._members: dict[int, Member] = {}
+        self._rivals: dict[int, _Rival] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, client_id: int, incarnation: int) -> Member | None:
+        """This start of this client, if it is a member."""
+        member = self._members.get(client_id)
+        return member if member is not None and member.incarnation == incarnation else None
+
+    def heard(self, client_id: int, incarnation: int, now_s: float) -> Member | None:
+        """Something came from it: it lives."""
+        member = self.get(client_id, incarnation)
+        if member is not None:
+            member.heard_s = now_s
+        return member
+
+    def hello(
+        self, client_id: int, incarnation: int, hello: Hello, *, now_s: float, next_round: int
+    ) -> tuple[Answer, str]:
+        """A client says Hello: what to answer, and why where it is refused."""
+        if hello.protocol != PROTOCOL:
+            return Answer.REFUSE, f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
+        if hello.dim != self._dim or hello.layout != self._layout:
+            detail = f"{hello.dim:,} values, here {self._dim:,}" if hello.dim != self._dim else "other names or shapes"
+            return Answer.REFUSE, f"its model is not the same as the controller's ({detail}): set the same model"
+        member = self._members.get(client_id)
+        if member is not None and incarnation < member.incarnation:
+            return Answer.REFUSE, f"client id {client_id} is in use by a later start ({member.hello.host})"
+        if member is not None and incarnation > member.incarnation:
+            return self._meet_rival(member, incarnation, hello, now_s, next_round)
+        if member is None:
+            member = self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
+        member.hello, member.heard_s = hello, now_s
+        if hello.run_id == self._run_id:
+            return Answer.NOTHING, ""
+        return Answer.WELCOME, ""
+
+    def _meet_rival(
+        self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int
+    ) -> tuple[Answer, str]:
+        rival = self._rivals.get(member.client_id)
+        if rival is None or rival.incarnation != incarnation:
+            rival = self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
+        if now_s - rival.since_s < self._rival_after_s:
+            return Answer.NOTHING, ""  # wait and see whether the older one is still there
+        del self._rivals[member.client_id]
+        if member.heard_s > rival.since_s + self._rival_after_s / 2:
+            return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
+        del self._members[member.client_id]
+        return self.hello(member.client_id, incarnation, hello, now_s=now_s, next_round=next_round)
+
+    def remove(self, client_id: int, incarnation: int) -> bool:
+        """It has left, or DDS has lost it. True if it was a member."""
+        if self.get(client_id, incarnation) is None:
+            return False
+        del self._members[client_id]
+        return True
+
+    def expire(self, now_s: float) -> list[Member]:
+        """Remove and return those that have been silent for too long."""
+        dead = [member for member in self._members.values() if now_s - member.heard_s > self._dead_after_s]
+        for member in dead:
+            del self._members[member.client_id]
+        return dead
+
+    def ready(self, round_id: int) -> list[int]:
+        """Ids of the clients that can take part in the round, ascending."""
+        return sorted(
+            member.client_id
+            for member in self._members.values()
+            if member.hello.ready and member.hello.run_id == self._run_id and member.from_round <= round_id
+        )

@@ -1,0 +1,120 @@
+"""A client's copy of the global model, and how it is brought up to date from frames."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from gradbus.actors.downlink import add_into
+from gradbus.codecs import CodecError, parse
+from gradbus.runtime.assembler import Assembler, Verdict
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.frames import Flags, FrameKey
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import ModelBlob
+
+log = get_logger("client")
+
+
+class ModelCopy:
+    """The newest global model of one run, as far as it has come.
+
+    Attributes:
+        round_id: the round after which this was the model; -1: there is none yet.
+        vector: float32, shape (D,). A new object for each model: whoever trains from the old one keeps it.
+        progressed_s: when the last new frame came.
+    """
+
+    def __init__(self, dim: int, max_bytes: int) -> None:
+        """``max_bytes``: the longest a message can be."""
+        self._dim = dim
+        self._max_bytes = max_bytes
+        self._assembler = Assembler()
+        self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
+        self._run_id = 0
+        self.round_id = -1
+        self.vector: Tensor | None = None
+        self.progressed_s = time.monotonic()
+        self.dropped = 0
+
+    def start_run(self, run_id: int) -> None:
+        """Follow this run; a model of another one is worth nothing."""
+        if run_id != self._run_id:
+            self._run_id = run_id
+            self.round_id, self.vector = -1, None
+            self._forget(lambda key: True)
+
+    def feed(self, message: ModelBlob) -> tuple[FrameKey, memoryview] | None:
+        """Take a frame. Returns the transfer and its payload when all of it is there, for :meth:`apply`."""
+        frame, key = message.frame, message.frame.key
+        if key not in self._keys:
+            if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(frame.flags, key.round_id):
+                return None
+            newest = max((known.round_id for known in self._keys), default=-1)
+            if key.round_id < newest:
+                return None
+            self._forget(lambda known: known.round_id < key.round_id)  # at most the newest model is being collected,
+            if len(self._keys) >= 2:  # in full and as a difference
+                self._forget(lambda known: known.transfer == min(k.transfer for k in self._keys))
+            self._keys[key] = frame.flags
+            self._assembler.expect(key, max_bytes=self._max_bytes)
+        try:
+            verdict = self._assembler.feed(frame)
+        except FrameError as error:
+            self.dropped += 1
+            log.warning("model frame dropped", reason=error.reason, detail=str(error))
+            return None
+        if verdict is Verdict.REPEATED:
+            return None
+        self.progressed_s = time.monotonic()
+        return (key, self._assembler.take(key)) if verdict is Verdict.COMPLETE else None
+
+    def _useful(self, flags: int, round_id: int) -> bool:
+        return not flags & Flags.DELTA or round_id == self.round_id + 1
+
+    def apply(self, key: FrameKey, payload: memoryview) -> bool:
+        """Make the model that the payload says. For the compute thread. False: the payload was no use."""
+        flags = self._keys.get(key)
+        if flags is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
+            return False
+        try:
+            if flags & Flags.DELTA:
+                assert self.vector is not None
+                vector = self.vector.clone()
+                add_into(vector, payload)
+            else:
+                vector = _dense(payload, self._dim)
+        except CodecError as error:
+            log.warning("model dropped", round=key.round_id, reason=str(error))
+            self._forget(lambda known: known == key)
+            return False
+        self.vector, self.round_id = vector, key.round_id
+        self._forget(lambda known: known.round_id <= self.round_id)
+        return True
+
+    def missing(self, round_id: int) -> tuple[int, list[int]]:
+        """What to ask for to get the model of this round: (transfer, numbers of frames); no numbers: all of it."""
+        for key in self._keys:
+            if key.round_id == round_id:
+                seqs = self._assembler.missing(key)
+                if seqs:
+                    return key.transfer, list(seqs)
+        return 0, []
+
+    def _forget(self, which: object) -> None:
+        for key in [key for key in self._keys if which(key)]:  # type: ignore[operator]
+            self._assembler.forget(key)
+            del self._keys[key]
+
+
+def _dense(payload: memoryview, dim: int) -> Tensor:
+    """The vector of a full model; for float32 the received bytes themselves, without a copy."""
+    parsed = parse(payload, expected_dim=dim)
+    if parsed.codec == "fp32" and parsed.version == 1:
+        return torch.frombuffer(payload, dtype=torch.float32)
+    vector = torch.empty(dim)
+    for block in parsed.blocks():
+        vector[block.start : block.start + block.values.numel()] = block.values  # type: ignore[union-attr]
+    return vector

@@ -1,0 +1,110 @@
+"""The controller's ear: every message that comes in, answered or passed on.
+
+Nothing that comes from the wire ends the controller: what cannot be used is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from gradbus.actors.downlink import Downlink
+from gradbus.actors.intake import Intake
+from gradbus.actors.members import Answer, Members
+from gradbus.runtime.bus import Bus, Subscription
+from gradbus.runtime.control import Failed, Hello, Leave, NeedModel, Offer, Refused, Welcome
+from gradbus.runtime.errors import BusClosed, GradbusError
+from gradbus.runtime.frames import CONTROLLER
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, PeerLost
+from gradbus.runtime.settings import FederatedConfig
+
+log = get_logger("controller")
+
+
+class Reception:
+    """Turns messages into events of the controller."""
+
+    def __init__(
+        self, bus: Bus, identity: Identity, members: Members, intake: Intake, downlink: Downlink,
+        config: FederatedConfig, *, run_id: int, next_round: Callable[[], int], changed: Callable[[], None],
+        failed: Callable[[int, int, str], None],
+    ) -> None:  # fmt: skip
+        """``next_round``: the first round that a client which comes now takes part in. ``changed``: the table of
+        members did. ``failed``: a client's training raised, with its traceback."""
+        self._bus = bus
+        self._identity = identity
+        self._members = members
+        self._intake = intake
+        self._downlink = downlink
+        self._config = config
+        self._run_id = run_id
+        self._next_round = next_round
+        self._changed = changed
+        self._failed = failed
+
+    async def run(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
+        """Handle messages until the bus is closed."""
+        while True:
+            try:
+                message = await inbox.get()
+            except BusClosed:
+                raise BusClosed("the bus was closed under a running controller: stop the controller first") from None
+            try:
+                await self._handle(message, group)
+            except GradbusError as error:
+                log.warning("message not handled", kind=type(message).__name__, reason=str(error))
+
+    async def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
+        match message:
+            case ClientUpdate():
+                self._members.heard(message.client_id, message.frame.key.incarnation, time.monotonic())
+                await self._intake.on_frame(message)
+            case Control(sender=sender, incarnation=incarnation, body=body) if sender != CONTROLLER:
+                if isinstance(body, Hello):
+                    await self._hello(sender, incarnation, body)
+                elif self._members.heard(sender, incarnation, time.monotonic()) is None:
+                    pass  # not a member: its Hello will come
+                elif isinstance(body, Offer):
+                    await self._intake.on_offer(sender, incarnation, body)
+                elif isinstance(body, NeedModel):
+                    self._downlink.on_need(body, group)
+                elif isinstance(body, Failed) and body.run_id == self._run_id:
+                    self._failed(sender, body.round_id, body.text)
+                elif isinstance(body, Leave):
+                    log.info("client left", client=sender, reason=body.reason)
+                    self._gone(sender, incarnation)
+            case PeerLost(sender=sender, incarnation=incarnation):
+                self._gone(sender, incarnation)
+            case _:
+                pass  # our own words, or another controller's
+
+    async def _hello(self, client_id: int, incarnation: int, hello: Hello) -> None:
+        before = self._members.get(client_id, incarnation)
+        was_ready = before is not None and before.hello.ready and before.hello.run_id == self._run_id
+        answer, why = self._members.hello(
+            client_id, incarnation, hello, now_s=time.monotonic(), next_round=self._next_round()
+        )
+        config = self._config
+        if answer is Answer.REFUSE:
+            log.warning("client refused", client=client_id, host=hello.host, reason=why)
+            await self._bus.publish(self._identity, Refused(client_id, incarnation, why))
+            return
+        member = self._members.get(client_id, incarnation)
+        if answer is Answer.WELCOME and member is not None:
+            welcome = Welcome(
+                to=client_id, incarnation=incarnation, run_id=self._run_id, next_round=member.from_round,
+                codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
+                codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
+            )  # fmt: skip
+            await self._bus.publish(self._identity, welcome)
+        if member is not None and (before is None or was_ready != (hello.ready and hello.run_id == self._run_id)):
+            if before is None:
+                log.info("client joined", client=client_id, host=hello.host, from_round=member.from_round)
+            self._changed()
+
+    def _gone(self, client_id: int, incarnation: int) -> None:
+        self._intake.forget(client_id, incarnation)
+        if self._members.remove(client_id, incarnation):
+            self._changed()

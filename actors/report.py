@@ -1,0 +1,77 @@
+"""What a round leaves behind: one object, for a table, a log line, a file or a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """One committed round.
+
+    Attributes:
+        round_id: its number; attempt: how often it was tried.
+        clients: ids whose updates count. expected: how many took part. outcome: why it ended.
+        num_samples: samples trained on, all clients together.
+        loss: mean training loss, weighted by samples; None without one.
+        accuracy, eval_loss: of the global model on the test set; None if not evaluated.
+        bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
+        train_s: the slowest client's training. encode_s: the slowest client's encoding.
+        wire_s: what is left of the time from the command to the last update: transfers and waiting.
+        aggregate_s: adding up and the server's step. checkpoint_s: until it is on the disk. publish_s: sending the
+            model. eval_s: evaluation.
+        seconds: from the command to the published model.
+        weights_crc32: CRC-32 over the float32 weights, little-endian: equal numbers, equal models.
+        dropped: updates and frames that were not counted, by reason, in this round.
+    """
+
+    round_id: int
+    attempt: int = 1
+    clients: tuple[int, ...] = ()
+    expected: int = 0
+    outcome: str = ""
+    num_samples: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    eval_loss: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    train_s: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    aggregate_s: float = 0.0
+    checkpoint_s: float = 0.0
+    publish_s: float = 0.0
+    eval_s: float = 0.0
+    seconds: float = 0.0
+    weights_crc32: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {**asdict(self), "clients": list(self.clients), "dropped": dict(self.dropped)}
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a controller stands now, for whoever shows it. Changed in place on the event loop.
+
+    Attributes:
+        phase: starting, waiting, training, aggregating, evaluating, done or failed.
+        round_id: the open round, or the last one. rounds: how many there will be.
+        ready: updates that are in. expected: of so many. minimum: that suffice.
+        clients: ids of the clients that are there.
+        reports: the rounds that are done, oldest first.
+    """
+
+    phase: str = "starting"
+    round_id: int = 0
+    rounds: int = 0
+    ready: int = 0
+    expected: int = 0
+    minimum: int = 1
+    clients: tuple[int, ...] = ()
+    reports: list[RoundReport] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,64 @@
+"""What a lossy codec still owes: one vector per client, kept by round and over a restart.
+
+The residual that a client starts round r with is that of its last *accepted* update before r. Several are kept, because
+a controller that died may do its last round again, and the client has to go back with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.errors import CheckpointError
+
+_KEPT = 3
+
+
+class Residuals:
+    """The residuals of one client in one run. Methods may block: for the compute thread."""
+
+    def __init__(self, directory: Path | None, client_id: int) -> None:
+        """``directory``: where they are kept; None: in memory only. Raises CheckpointError."""
+        self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
+        self._run_id = 0
+        self._by_round: dict[int, Tensor] = {}
+
+    def start_run(self, run_id: int) -> None:
+        """The client takes part in this run now; residuals of another one are worth nothing."""
+        if run_id == self._run_id:
+            return
+        self._run_id = run_id
+        self._by_round.clear()
+        if self._store is None:
+            return
+        for round_id in self._store.rounds():
+            try:
+                checkpoint = self._store.load(round_id)
+            except CheckpointError:
+                continue  # damaged: the load has named it; an older one counts
+            if checkpoint.meta.get("run_id") == f"{run_id:016x}":
+                self._by_round[round_id] = checkpoint.tensors["residual"]
+            else:
+                self._store.remove(round_id)
+
+    def before(self, round_id: int) -> Tensor | None:
+        """The residual to start this round with."""
+        earlier = [known for known in self._by_round if known < round_id]
+        return self._by_round[max(earlier)] if earlier else None
+
+    def accepted(self, round_id: int, residual: Tensor) -> None:
+        """The update of this round counts: this is owed after it."""
+        for stale in [known for known in self._by_round if known >= round_id]:
+            del self._by_round[stale]
+        self._by_round[round_id] = residual
+        for old in sorted(self._by_round)[:-_KEPT]:
+            del self._by_round[old]
+        if self._store is not None:
+            self._store.save(Checkpoint(round_id, {"residual": residual}, {"run_id": f"{self._run_id:016x}"}))
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        if self._store is not None:
+            self._store.close()

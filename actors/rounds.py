@@ -1,0 +1,99 @@
+"""One round as a pure object: events in, verdicts out. No clock of its own, no I/O, no await."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum
+
+
+class Outcome(Enum):
+    """Why a round is over."""
+
+    ALL = "all live clients answered"
+    QUORUM = "quorum and grace"
+    DEADLINE = "deadline"
+    TOO_FEW = "too few updates"
+
+
+class Round:
+    """Who is expected, who has answered, and whether that is enough.
+
+    It is over when all expected clients that live have answered; or when the quorum has been there for ``grace_s``; or
+    at the deadline. At the deadline ``minimum`` updates suffice; with fewer it has failed. It has failed as well when
+    nobody is left who could still answer.
+    """
+
+    def __init__(
+        self, round_id: int, expected: Iterable[int], *, minimum: int, quorum: float, now_s: float, deadline_s: float,
+        grace_s: float,
+    ) -> None:  # fmt: skip
+        """Open the round.
+
+        Args:
+            round_id: its number.
+            expected: ids of the clients that take part.
+            minimum: updates that suffice at the deadline.
+            quorum: share of the clients expected at the start that suffices after the grace.
+            now_s: the time now. deadline_s: how long it may take. grace_s: what follows the quorum.
+        """
+        self.round_id = round_id
+        self.expected = set(expected)
+        self.minimum = minimum
+        self.accepted: set[int] = set()
+        self.failed: dict[int, str] = {}
+        self._quorum = max(minimum, math.ceil(quorum * len(self.expected)))
+        self._grace_s = grace_s
+        self._quorum_at_s: float | None = None
+        self.deadline_at_s = now_s + deadline_s
+
+    @property
+    def open(self) -> set[int]:
+        """Clients whose answer is still to come."""
+        return self.expected - self.accepted - self.failed.keys()
+
+    @property
+    def needed(self) -> int:
+        """How many of the expected clients can still count: the X of "ready=n/X"."""
+        return len(self.expected - self.failed.keys())
+
+    def may_send(self, client_id: int) -> str | None:
+        """None if an update of this client would count, else the reason why not."""
+        if client_id in self.accepted:
+            return "repeated"
+        if client_id not in self.expected:
+            return "not expected"
+        return "failed" if client_id in self.failed else None
+
+    def accept(self, client_id: int, now_s: float) -> None:
+        """Its update counts."""
+        self.accepted.add(client_id)
+        if len(self.accepted) >= self._quorum and self._quorum_at_s is None:
+            self._quorum_at_s = now_s
+
+    def lose(self, client_id: int) -> None:
+        """The client is dead or has left: nothing more is expected of it. An update that counts goes on counting."""
+        if client_id not in self.accepted:
+            self.expected.discard(client_id)
+            self.failed.pop(client_id, None)
+
+    def fail(self, client_id: int, reason: str) -> None:
+        """The client lives, but it will not answer in this round."""
+        if client_id in self.open:
+            self.failed[client_id] = reason
+
+    def verdict(self, now_s: float) -> Outcome | None:
+        """Why the round is over at this time; None while it goes on."""
+        if not self.open:
+            return Outcome.ALL if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
+        if self._quorum_at_s is not None and now_s >= self._quorum_at_s + self._grace_s:
+            return Outcome.QUORUM
+        if now_s >= self.deadline_at_s:
+            return Outcome.DEADLINE if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
+        return None
+
+    def next_check_s(self) -> float:
+        """The time at which the verdict may change without an event."""
+        if self._quorum_at_s is None:
+            return self.deadline_at_s
+        return min(self.deadline_at_s, self._quorum_at_s + self._grace_s)

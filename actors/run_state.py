@@ -1,0 +1,131 @@
+"""What a federated run is between two rounds: weights, history, and all that is needed to go on from there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.report import RoundReport
+from gradbus.actors.strategy import Strategy
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.settings import FederatedConfig
+
+log = get_logger("controller")
+
+
+class RunState:
+    """The state of a run, fresh or continued from the newest checkpoint. Its methods may block.
+
+    Attributes:
+        run_id: 64 bits, new at a fresh start.
+        round_id: the last committed round.
+        weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
+        held: what the clients held after that round, where it is not the weights; else None.
+        history: reports of the committed rounds.
+    """
+
+    def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
+        """Raises CheckpointError: the state directory cannot be used, or holds something that does not fit."""
+        self._layout = model.layout
+        self._strategy = strategy
+        self._downlink_codec = config.downlink_codec
+        self._store: CheckpointStore | None = None
+        self.weights: Tensor = model.read()
+        self.held: Tensor | None = None
+        self.run_id = int.from_bytes(os.urandom(8), "little") or 1
+        self.round_id = 0
+        self.history: list[RoundReport] = []
+        if config.init_path is not None:
+            self._set_weights(load_weights(config.init_path), f"initial weights {config.init_path}")
+        if config.state_dir is not None:
+            self._store = CheckpointStore(config.state_dir, keep=config.keep_checkpoints)
+            try:
+                self._open_store(config)
+            except BaseException:
+                self._store.close()
+                raise
+
+    def _open_store(self, config: FederatedConfig) -> None:
+        assert self._store is not None
+        if config.resume:
+            checkpoint = self._store.load_newest()
+            if checkpoint is not None:
+                self._restore(checkpoint)
+        elif self._store.rounds():
+            raise CheckpointError(
+                f"state directory {config.state_dir} holds a run (round {self._store.rounds()[-1]}), resume is off. "
+                f"Choose another directory, or set federated.resume=true"
+            )
+
+    def _set_weights(self, vector: Tensor, where: str) -> None:
+        if vector.shape != self.weights.shape:
+            raise CheckpointError(f"{where}: {vector.numel():,} values, the model has {self.weights.numel():,}")
+        self.weights.copy_(vector)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        meta, where = checkpoint.meta, f"checkpoint of round {checkpoint.round_id}"
+        if meta["layout"] != self._layout:
+            raise CheckpointError(
+                f"{where} is of a model with other names or shapes. Use the same model, or another state directory"
+            )
+        if meta["downlink_codec"] != self._downlink_codec and "lossy" in (meta["downlink"], self._kind()):
+            raise CheckpointError(
+                f"{where} was made with downlink_codec={meta['downlink_codec']}; go on with the same, or start afresh"
+            )
+        self._set_weights(checkpoint.tensors["weights"], where)
+        self._strategy.load_state(checkpoint.tensors)
+        self.held = checkpoint.tensors.get("held")
+        torch.set_rng_state(checkpoint.tensors["torch_rng"])
+        self.run_id = int(meta["run_id"], 16)
+        self.round_id = checkpoint.round_id
+        known = {field.name for field in fields(RoundReport)}
+        self.history = [
+            RoundReport(**{**{k: v for k, v in entry.items() if k in known}, "clients": tuple(entry["clients"])})
+            for entry in meta["history"]
+        ]
+        log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
+
+    def _kind(self) -> str:
+        return "full" if self._downlink_codec == "fp32" else "lossy"
+
+    def save_initial(self) -> None:
+        """Make a fresh run durable before the first client hears of it, so that a crash in round 1 keeps its id."""
+        if self._store is not None and self.round_id == 0 and not self._store.rounds():
+            self._save(self.held if self.held is not None else None)
+
+    def commit(self, report: RoundReport, held: Tensor | None) -> None:
+        """The round is done: from here on it is not lost. Raises CheckpointError: it could not be written."""
+        self.round_id = report.round_id
+        self.held = held
+        self.history.append(report)
+        self._save(held)
+
+    def amend(self, report: RoundReport, **values: Any) -> RoundReport:
+        """Complete the newest report with what is known only after the commit."""
+        self.history[-1] = replace(report, **values)
+        return self.history[-1]
+
+    def _save(self, held: Tensor | None) -> None:
+        if self._store is None:
+            return
+        tensors = {"weights": self.weights, "torch_rng": torch.get_rng_state(), **self._strategy.state()}
+        if held is not None:
+            tensors["held"] = held
+        meta = {
+            "run_id": f"{self.run_id:016x}", "layout": self._layout, "downlink_codec": self._downlink_codec,
+            "downlink": self._kind(), "strategy": type(self._strategy).__name__,
+            "history": [report.to_json() for report in self.history],
+        }  # fmt: skip
+        self._store.save(Checkpoint(self.round_id, tensors, meta))
+
+    def close(self) -> None:
+        """Let another process use the state directory."""
+        if self._store is not None:
+            self._store.close()

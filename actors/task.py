@@ -1,0 +1,51 @@
+"""What the actors need of a task: structural types, so that actors need not know where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import nn
+
+
+class TrainOutcome(Protocol):
+    """What training gives back."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples trained on: the weight of the update."""
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss; NaN where there is none."""
+
+
+class EvalOutcome(Protocol):
+    """What evaluation gives back."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers, 0 .. 1."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss on the test set."""
+
+
+class FederatedTask(Protocol):
+    """Model, data and loss. ``gradbus.models.ClassificationTask`` is one; any object with these methods will do."""
+
+    def build_model(self) -> nn.Module:
+        """The model, with the same initial weights on every node that starts from the same settings."""
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        """Load the data of this client. Called once, before its first round, off the event loop."""
+
+    def train(
+        self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int, subset_size: int,
+        should_stop: Callable[[], bool],
+    ) -> TrainOutcome:  # fmt: skip
+        """Train in place. ``should_stop()`` says that the result is no longer wanted: return or raise soon."""
+
+    def evaluate(self, model: nn.Module) -> EvalOutcome | None:
+        """Quality on the test set, or None."""

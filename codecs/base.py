@@ -1,0 +1,141 @@
+"""What every codec is: ``encode`` a vector, and what comes out of the bytes again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradbus.codecs.errors import NonFiniteError
+
+VERSIONS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseBlock:
+    """``values`` float32, shape (n,), for the elements ``start .. start + n``. May share memory with the payload."""
+
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseBlock:
+    """``values`` float32, shape (n,), for the elements ``indices`` int64, shape (n,), strictly ascending."""
+
+    indices: Tensor
+    values: Tensor
+
+
+Block: TypeAlias = DenseBlock | SparseBlock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parsed:
+    """A message of which every byte has been checked: nothing below can fail any more.
+
+    ``is_delta`` tells what the vector is: a difference to a base model, or the weights themselves.
+    ``is_sparse`` tells which kind of block comes; elements that no sparse block names are 0.
+    """
+
+    codec: str
+    version: int
+    is_delta: bool
+    dim: int
+    is_sparse: bool
+    make_blocks: Callable[[int], Iterator[Block]]
+
+    def blocks(self, block_elems: int = 65536) -> Iterator[Block]:
+        """The content in ascending order, at most ``block_elems`` values at a time, each element at most once.
+
+        An aggregator folds a message in with one block of extra memory. The tensors are on the CPU, may look straight
+        at the payload, and are not to be written.
+        """
+        if block_elems < 1:
+            raise ValueError(f"block_elems must be >= 1, got {block_elems}")
+        return self.make_blocks(block_elems)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """A whole message as a dense vector: ``vector`` float32, shape (D,); ``codec`` is the name of its format."""
+
+    vector: Tensor
+    is_delta: bool
+    codec: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(ABC):
+    """A wire format with its options fixed: a frozen value without state, to be shared freely.
+
+    Made by :func:`gradbus.codecs.get`. Bytes of any codec are read by :func:`gradbus.codecs.decode`, which needs no
+    options: a message describes itself.
+    """
+
+    version: int = 2
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    v1_is_delta: ClassVar[bool]  # version 1 has no flag: each format always means the same
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+
+    def encode(self, vector: Tensor, *, is_delta: bool | None = None, version: int | None = None) -> bytes:
+        """The message for ``vector``, always a copy: the tensor may change the moment this returns.
+
+        Args:
+            vector: any float dtype, shape (D,), any device; taken as float32.
+            is_delta: whether it is a difference to a base model; by default yes in version 2, and in version 1
+                what the format has always meant (fp32 and q8: weights, s4 and sq8: difference).
+            version: wire version, by default the codec's own.
+
+        Raises:
+            NonFiniteError: NaN or infinity in ``vector``.
+            ValueError: not a float vector, or version 1 cannot say ``is_delta``.
+        """
+        version = self.version if version is None else version
+        _check_version(version)
+        vector = _as_float32(vector)
+        if version == 2:
+            return self._encode_v2(vector, is_delta is None or is_delta)
+        if is_delta is not None and is_delta != self.v1_is_delta:
+            meaning = "a difference" if self.v1_is_delta else "weights"
+            raise ValueError(f"{self.name} version 1 always carries {meaning}; use version=2 for is_delta={is_delta}")
+        return self._encode_v1(vector)
+
+    @abstractmethod
+    def max_bytes(self, dim: int) -> int:
+        """No message of ``dim`` elements with these options is longer, in either version: a limit for receivers."""
+
+    @abstractmethod
+    def _encode_v1(self, vector: Tensor) -> bytes: ...
+
+    @abstractmethod
+    def _encode_v2(self, vector: Tensor, is_delta: bool) -> bytes: ...
+
+
+def check_finite(values: Tensor, what: str) -> None:
+    """Raise :class:`NonFiniteError` if any of ``values`` is NaN or infinite.
+
+    ``aminmax`` hands NaN through and is one pass without a temporary, ten times as fast as ``isfinite().all()``.
+    """
+    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():
+        bad = int((~values.isfinite()).nonzero()[0, 0])
+        raise NonFiniteError(f"non-finite {what}: element {bad} of {values.numel()} is {float(values[bad])}")
+
+
+def _check_version(version: int) -> None:
+    if version not in VERSIONS:
+        raise ValueError(f"version must be 1 or 2, got {version!r}")
+
+
+def _as_float32(vector: Tensor) -> Tensor:
+    if vector.dim() != 1 or not vector.is_floating_point():
+        raise ValueError(f"vector must be float of shape (D,), got {vector.dtype} of shape {tuple(vector.shape)}")
+    return vector.detach().to(torch.float32).contiguous()

@@ -1,0 +1,49 @@
+"""Error feedback around any codec: what a message did not say is said by the next ones.
+
+Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD",
+ICML 2019 (arXiv:1901.09847). The state is one vector, kept and saved by the caller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradbus.codecs.base import Codec, DenseBlock
+from gradbus.codecs.registry import parse
+
+
+@torch.no_grad()
+def residual_step(
+    vector: Tensor, residual: Tensor | None, codec: Codec, *, is_delta: bool | None = None
+) -> tuple[bytes, Tensor]:
+    """Encode ``vector`` plus what is still owed; return the message and what is owed after it.
+
+    The new residual is taken against the *decoded own message*, so that rounding to int8 is fed back as well. For
+    values sent in float32 the sum ``sent + residual`` equals the input exactly: each element is in one of the two.
+
+    Args:
+        vector: float32, shape (D,).
+        residual: as returned by the last step, or None at the start; not changed.
+        is_delta: handed to ``codec.encode``.
+
+    Raises:
+        NonFiniteError: NaN or infinity in the sum; the residual given is then still the valid one.
+        ValueError: shapes differ.
+    """
+    if residual is not None and residual.shape != vector.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of vector {tuple(vector.shape)}")
+    p = vector.detach().to(torch.float32, copy=True)
+    if residual is not None:
+        p += residual
+    payload = codec.encode(p, is_delta=is_delta)
+    if codec.lossless:
+        return payload, p.zero_()
+    owed = p
+    for block in parse(payload, expected_dim=p.numel()).blocks():
+        values = block.values.to(p.device)
+        if isinstance(block, DenseBlock):
+            owed[block.start : block.start + values.numel()] -= values
+        else:
+            owed[block.indices.to(p.device)] -= values  # each index occurs once
+    return payload, owed

@@ -1,0 +1,1 @@
+"""Command line, benchmarks, examples: the only package that wires everything together."""

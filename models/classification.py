@@ -1,0 +1,275 @@
+"""The default task: a network, a labelled data set, SGD with momentum."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from . import partition as partitions
+from .data import Dataset, DataSplit, batches
+from .dropout import reseed_dropout
+from .results import EvalResult, TrainingStopped, TrainResult
+from .seeds import derive_seed, seeded_generator, seeded_global_generator
+from .task import JSON
+
+_EVAL_BATCH = 500  # the CNN's activations then take some 120 MB
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""
+
+
+class TrainFn(Protocol):
+    """A training function of the user's own, in place of SGD."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        *,
+        epochs: int,
+        lr: float,
+        seed: int,
+        should_stop: Callable[[], bool],
+    ) -> TrainResult:
+        """Train ``model`` in place on ``dataset``, the samples of this client and round.
+
+        ``seed`` already differs between clients and rounds. Ask ``should_stop()`` between batches and raise
+        :class:`TrainingStopped` when it is true.
+        """
+
+
+class ClassificationTask:
+    """Implements :class:`gradbus.models.Task` for images (or anything else) with one label each.
+
+    Args:
+        model: makes the network; called with ``seed=`` if it takes that argument, otherwise with nothing, while the
+            global generator is seeded.
+        data: the sets, or a function that loads them; it is called at first need, once.
+        partition: how the training set is shared out, see :func:`gradbus.models.partition.parse`.
+        num_clients: number of shares; :meth:`prepare` may change it.
+        batch_size: samples per step.
+        momentum: of SGD; its buffers start at zero in every round, for the parameters have moved meanwhile.
+        weight_decay: of SGD.
+        seed: of the initial parameters and the partition. Order and subsets take the seed given to :meth:`train`.
+        device: where model and data live.
+        train_fn: replaces the built-in SGD.
+        loss: also used by :meth:`evaluate`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Results are bit-identical from call to call with equal arguments and an equal number of torch threads. A network
+    with stock ``nn.Dropout`` is the exception: its masks come from the global generator, which the threads of a process
+    share. Use :class:`gradbus.models.SeededDropout`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., nn.Module],
+        data: DataSplit | Callable[[], DataSplit],
+        partition: partitions.PartitionSpec = "iid",
+        num_clients: int = 1,
+        *,
+        batch_size: int = 64,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        device: str = "cpu",
+        train_fn: TrainFn | None = None,
+        loss: Loss = cross_entropy,
+    ) -> None:
+        if num_clients < 1 or batch_size < 1:
+            raise ValueError(f"num_clients and batch_size must be >= 1, got {num_clients} and {batch_size}")
+        if not 0 <= momentum < 1 or not 0 <= weight_decay < math.inf:
+            raise ValueError(f"need 0 <= momentum < 1 and weight_decay >= 0, got {momentum} and {weight_decay}")
+        partitions.parse(partition)  # a wrong spec should fail here, not in the first round
+        self.num_clients = num_clients
+        self.batch_size = batch_size
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.seed = seed
+        self.device = torch.device(device)
+        self._make_model = model
+        self._data_source = data
+        self._partition = partition
+        self._train_fn = train_fn
+        self._loss = loss
+        self._lock = threading.Lock()  # clients in threads of one process share the task: load and partition once
+        self._split: DataSplit | None = None
+        self._shares: list[Tensor] | None = None
+        self._num_params: int | None = None
+
+    # -- model ---------------------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        """A new model on ``device``, with the same initial parameters at every call and on every node."""
+        takes_seed = "seed" in inspect.signature(self._make_model).parameters
+        with seeded_global_generator(self.seed):
+            model = self._make_model(seed=self.seed) if takes_seed else self._make_model()
+        return model.to(self.device)
+
+    @property
+    def num_params(self) -> int:
+        """Number of values in the model's parameters."""
+        if self._num_params is None:
+            self._num_params = sum(parameter.numel() for parameter in self.build_model().parameters())
+        return self._num_params
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> DataSplit:
+        """Both sets, loaded at the first use."""
+        with self._lock:
+            if self._split is None:
+                split = self._data_source if isinstance(self._data_source, DataSplit) else self._data_source()
+                self._split = split.to(self.device)
+            return self._split
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        """Load the data, find this client's share, and have PyTorch load what it loads late.
+
+        Args:
+            client_id: 0..num_clients-1.
+            num_clients: if it differs from before, the training set is shared out anew, for all clients of this task.
+
+        Raises:
+            ValueError: no such client, or no such partition of this data set.
+        """
+        if num_clients < 1:
+            raise ValueError(f"num_clients must be >= 1, got {num_clients}")
+        with self._lock:
+            if num_clients != self.num_clients:
+                self.num_clients, self._shares = num_clients, None
+        self.share(client_id)
+        # The first optimizer of a process imports the compiler of PyTorch: seconds that should not fall into round 1.
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+    def share(self, client_id: int) -> Tensor:
+        """Indices of this client's samples in ``data.train``: int64 (K,), sorted."""
+        labels = self.data.train.labels.cpu()
+        with self._lock:
+            if not 0 <= client_id < self.num_clients:
+                raise ValueError(f"client_id must be in 0..{self.num_clients - 1}, got {client_id}")
+            if self._shares is None:
+                self._shares = partitions.make(self._partition, labels, self.num_clients, self.seed)
+            return self._shares[client_id]
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        model: nn.Module,
+        *,
+        client_id: int,
+        round_id: int,
+        epochs: int,
+        lr: float,
+        seed: int,
+        subset_size: int,
+        should_stop: Callable[[], bool],
+    ) -> TrainResult:
+        """Train in place, see :meth:`gradbus.models.Task.train`.
+
+        A ``subset_size`` above the size of the share means the whole share.
+
+        Raises:
+            ValueError: an argument is out of range.
+            TrainingStopped: ``should_stop`` was true.
+        """
+        if epochs < 1 or not lr > 0 or subset_size < 0:
+            raise ValueError(f"need epochs >= 1, lr > 0, subset_size >= 0, got {epochs}, {lr}, {subset_size}")
+        share = self.share(client_id)
+        generator = seeded_generator("train", seed, client_id, round_id)
+        if 0 < subset_size < len(share):
+            share = share[torch.randperm(len(share), generator=generator)[:subset_size]]
+        if self._train_fn is not None:
+            own_seed = derive_seed("train_fn", seed, client_id, round_id)
+            samples = self.data.train.subset(share)
+            return self._train_fn(model, samples, epochs=epochs, lr=lr, seed=own_seed, should_stop=should_stop)
+        reseed_dropout(model, generator)
+        return self._sgd(model, share, epochs, lr, generator, should_stop)
+
+    def _sgd(
+        self,
+        model: nn.Module,
+        share: Tensor,
+        epochs: int,
+        lr: float,
+        generator: torch.Generator,
+        should_stop: Callable[[], bool],
+    ) -> TrainResult:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        loss_sum = torch.zeros((), device=self.device)  # stays on the device: reading it would wait for every step
+        steps = 0
+        model.train()
+        for _ in range(epochs):
+            order = share[torch.randperm(len(share), generator=generator)]
+            for images, labels in batches(self.data.train, self.batch_size, order):
+                if should_stop():
+                    raise TrainingStopped(steps)
+                optimizer.zero_grad()
+                loss = self._loss(model(images), labels)
+                torch.autograd.backward(loss)
+                optimizer.step()
+                loss_sum += loss.detach() * len(labels)
+                steps += 1
+        return TrainResult(len(share), loss_sum.item() / (epochs * len(share)))
+
+    def evaluate(self, model: nn.Module) -> EvalResult | None:
+        """Accuracy and loss on the whole test set; the model's training mode is put back. None without a test set."""
+        test = self.data.test
+        if test is None or not len(test):
+            return None
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        loss_sum = torch.zeros((), device=self.device)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode():
+                for images, labels in batches(test, _EVAL_BATCH):
+                    logits = model(images)
+                    loss_sum += self._loss(logits, labels) * len(labels)
+                    correct += (logits.argmax(dim=-1) == labels).sum()
+        finally:
+            model.train(was_training)
+        return EvalResult(correct.item() / len(test), loss_sum.item() / len(test), len(test))
+
+    # -- about ---------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, JSON]:
+        """Names and numbers that must agree on all nodes, and a few for the log. Loads the data."""
+        kind, options = partitions.parse(self._partition)
+        data = self.data
+        return {
+            "task": type(self).__name__,
+            "model": _name(self._make_model),
+            "num_params": self.num_params,
+            "data": data.name,
+            "data_note": data.note,
+            "train_samples": len(data.train),
+            "test_samples": 0 if data.test is None else len(data.test),
+            "partition": {"kind": kind, **options},
+            "num_clients": self.num_clients,
+            "batch_size": self.batch_size,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+            "seed": self.seed,
+            "device": str(self.device),
+            "loss": _name(self._loss),
+            "train_fn": None if self._train_fn is None else _name(self._train_fn),
+        }
+
+
+def _name(callable_: Any) -> str:
+    """``package.module:attribute``, or what a ``functools.partial`` wraps, or the type of a callable object."""
+    inner = getattr(callable_, "func", callable_)
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,63 @@
+"""The task: model, data and loss as one object, the only thing the actors know about what is being learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from .results import EvalResult, TrainResult
+
+JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What a controller and its clients need. Write your own class with these methods, no base class is needed.
+
+    ``build_model`` and ``train`` do the work. A minimal task lets ``prepare`` do nothing, ``evaluate`` return None and
+    ``describe`` return ``{}``. All methods may be called from a thread other than the one that made the task, and
+    ``train`` for different clients from several threads at once, each with a model of its own.
+    """
+
+    def build_model(self) -> nn.Module:
+        """A new model with its initial parameters, bit-equal on every node and at every call."""
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        """Get ready to train as ``client_id`` of ``num_clients`` (load data, warm up), before the first round."""
+
+    def train(
+        self,
+        model: nn.Module,
+        *,
+        client_id: int,
+        round_id: int,
+        epochs: int,
+        lr: float,
+        seed: int,
+        subset_size: int,
+        should_stop: Callable[[], bool],
+    ) -> TrainResult:
+        """Train ``model`` in place on the data of ``client_id``.
+
+        Args:
+            model: from :meth:`build_model`, with the parameters of this round loaded.
+            client_id: whose data to use, 0..num_clients-1.
+            round_id: with ``seed`` and ``client_id`` decides every random choice, so that a repeat gives equal bits.
+            epochs: passes over the samples of this round, >= 1.
+            lr: learning rate, > 0.
+            seed: of the run.
+            subset_size: samples used in this round, drawn from the client's share; 0: the whole share.
+            should_stop: asked between batches, from the training thread; when true, ``train`` gives up at once.
+
+        Raises:
+            TrainingStopped: ``should_stop`` was true. A task of your own may raise any exception to that end: who set
+                the stop flag knows why training ended.
+        """
+
+    def evaluate(self, model: nn.Module) -> EvalResult | None:
+        """Quality on the test set, or None if the task has none."""
+
+    def describe(self) -> dict[str, JSON]:
+        """What is trained on what, for logs, reports and to compare nodes with each other."""

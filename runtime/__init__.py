@@ -1,0 +1,1 @@
+"""The bus and what stands on it: messages, frames, settings, checkpoints, logging."""

@@ -1,0 +1,77 @@
+"""gradbus: train one model across machines over a DDS data bus.
+
+    import gradbus
+
+    async with gradbus.connect(job="mnist") as bus:
+        controller = gradbus.Controller(bus, task, gradbus.FederatedConfig(rounds=10, codec="sq8"))
+        async for report in controller.rounds():
+            print(report.round_id, report.accuracy, report.bytes_up)
+
+The names here are stable. They are loaded when first used: ``import gradbus`` itself costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradbus import actors, codecs, models, runtime
+    from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Strategy
+    from gradbus.runtime.bus import Bus, connect
+    from gradbus.runtime.errors import GradbusError
+    from gradbus.runtime.network import NetworkConfig
+    from gradbus.runtime.settings import ClientConfig, FederatedConfig
+
+_WHERE = {
+    "Bus": "gradbus.runtime.bus",
+    "Client": "gradbus.actors",
+    "ClientConfig": "gradbus.runtime.settings",
+    "ClientSummary": "gradbus.actors",
+    "Controller": "gradbus.actors",
+    "FederatedConfig": "gradbus.runtime.settings",
+    "GradbusError": "gradbus.runtime.errors",
+    "NetworkConfig": "gradbus.runtime.network",
+    "Progress": "gradbus.actors",
+    "RoundReport": "gradbus.actors",
+    "Strategy": "gradbus.actors",
+    "connect": "gradbus.runtime.bus",
+}
+_PACKAGES = ("actors", "codecs", "models", "runtime")
+
+try:
+    __version__ = version("gradbus")
+except PackageNotFoundError:  # not installed: run from the tree by a tool
+    __version__ = "0"
+
+__all__ = [
+    "Bus",
+    "Client",
+    "ClientConfig",
+    "ClientSummary",
+    "Controller",
+    "FederatedConfig",
+    "GradbusError",
+    "NetworkConfig",
+    "Progress",
+    "RoundReport",
+    "Strategy",
+    "actors",
+    "codecs",
+    "connect",
+    "models",
+    "runtime",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"gradbus.{name}")
+    raise AttributeError(f"module 'gradbus' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

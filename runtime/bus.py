@@ -1,0 +1,314 @@
+"""The bus: asyncio on one side, DDS on the other.
+
+    async with gradbus.connect(job="mnist") as bus:
+        with bus.subscribe(ModelBlob, Control) as inbox:
+            await bus.publish(identity, Hello(...))
+            async for message in inbox: ...
+
+One bus is one DDS participant with two threads: one waits for data, one writes what is large. All state belongs to the
+event loop that opened the bus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import astuple
+from typing import Any
+
+from gradbus.runtime import control, frames
+from gradbus.runtime.dds import Node, Waiter, Writer
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
+from gradbus.runtime.frames import FrameKey, Kind
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerLost, TrainCmd
+from gradbus.runtime.network import NetworkConfig, Profile
+from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.sender import Job, Sample, Sender
+from gradbus.runtime.subscription import Item, Subscription
+from gradbus.runtime.switch_interval import short_switch_interval
+from gradbus.runtime.topics import TOPICS
+
+_MAX_JOBS = 16
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a DDS partition; * ? [ would be patterns there
+
+log = get_logger("bus")
+
+
+class Bus:
+    """One participant of one job. Made by :func:`connect`."""
+
+    def __init__(self, job: str, node: Node, loop: asyncio.AbstractEventLoop, stall_timeout_s: float) -> None:
+        self.job = job
+        self.stall_timeout_s = stall_timeout_s
+        self._node = node
+        self._loop = loop
+        self._waiter = Waiter(node)
+        self._receiver = Receiver(self._waiter, loop, self._on_matched)
+        self._sender = Sender(loop)
+        self._slots = asyncio.Semaphore(_MAX_JOBS)
+        self._writers: dict[type[Any], Writer] = {}
+        self._channels: dict[type[Any], Channel] = {}
+        self._subscriptions: dict[type[Any], list[Subscription]] = {}
+        self._match_waiters: list[asyncio.Future[None]] = []
+        self._messages_out = 0
+        self._closed = False
+        self._receiver.start()
+        self._sender.start()
+
+    # Sending
+
+    def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:
+        """Make the writer of a topic, so that readers can match it. ``retained_samples``: see Node.topic_writer."""
+        if kind not in self._writers:
+            self._check_open()
+            writer = self._node.topic_writer(TOPICS[kind], retained_samples=retained_samples)
+            self._writers[kind] = writer
+            self._receiver.add(writer)
+
+    async def publish(self, sender: Identity, message: TrainCmd | control.Body) -> None:
+        """Send a small message. Returns when DDS has taken it, as a rule at once.
+
+        Raises:
+            BusClosed, WriteTimeout.
+        """
+        kind: type[Any]
+        sample: Sample
+        if isinstance(message, TrainCmd):
+            kind, sample = TrainCmd, (astuple(message), ())
+        else:
+            self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
+            key = FrameKey(Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out)
+            (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
+            kind, sample = Control, ((), frame)
+        self.open_writer(kind)
+        self._check_open()
+        writer = self._writers[kind]
+        if writer.write(*sample):
+            self._sender.sent_bytes[writer.topic.name] += sum(len(part) for part in sample[1])
+        else:  # some reader's queue is full: wait off the loop
+            await self._submit(writer, iter([sample]))
+
+    async def send_update(
+        self, key: FrameKey, num_samples: int, payload: Any, *, only: Sequence[int] | None = None
+    ) -> int:
+        """Send a client's update in frames, or those with the numbers ``only``. Returns the bytes written."""
+        self.open_writer(ClientUpdate)
+        fields = (key.sender, key.round_id, num_samples)
+        samples = ((fields, frame) for frame in frames.split(key, payload, only=only))
+        return await self._submit(self._writers[ClientUpdate], samples)
+
+    async def send_model(
+        self, key: FrameKey, payload: Any, *, flags: int = 0, only: Sequence[int] | None = None
+    ) -> int:
+        """Send a global model to all clients, in frames, or those with the numbers ``only``. Returns the bytes written.
+
+        ``payload`` is read while it is sent; the caller leaves it as it is until this returns.
+        """
+        self.open_writer(ModelBlob)
+        samples = (((key.round_id,), frame) for frame in frames.split(key, payload, flags=flags, only=only))
+        return await self._submit(self._writers[ModelBlob], samples)
+
+    async def _submit(self, writer: Writer, samples: Iterator[Sample]) -> int:
+        async with self._slots:
+            self._check_open()
+            job = Job(writer, samples, self._loop.create_future(), self.stall_timeout_s)
+            self._sender.submit(job)
+            try:
+                return await asyncio.shield(job.done)
+            except asyncio.CancelledError:
+                job.cancelled = True  # the thread lets go of the payload before its next frame
+                await asyncio.wait([job.done], timeout=1.0)
+                raise
+
+    # Receiving
+
+    def subscribe(self, *kinds: type[Any]) -> Subscription:
+        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerLost)."""
+        self._check_open()
+        subscription = Subscription(self._consumed, self._drop_subscription)
+        for kind in kinds:
+            self._subscriptions.setdefault(kind, []).append(subscription)
+            if kind not in self._channels:
+                reader = self._node.topic_reader(TOPICS[kind])
+                channel = Channel(reader, self._deliverer(kind))
+                self._channels[kind] = channel
+                self._receiver.add(channel)
+        return subscription
+
+    def _deliverer(self, kind: type[Any]) -> Callable[[list[Message]], None]:
+        def deliver(messages: list[Message]) -> None:
+            channel = self._channels[kind]
+            targets = self._subscriptions.get(kind, ())
+            if not targets:
+                self._receiver.consumed(channel, len(messages))
+                return
+            for message in messages:
+                item = Item(channel, message, len(targets))
+                for target in targets:
+                    target.put(item)
+
+        return deliver
+
+    def _consumed(self, item: Item) -> None:
+        item.left -= 1
+        if item.left == 0:
+            self._receiver.consumed(item.channel, 1)
+
+    def _drop_subscription(self, subscription: Subscription) -> None:
+        for subscriptions in self._subscriptions.values():
+            with contextlib.suppress(ValueError):
+                subscriptions.remove(subscription)
+
+    # Who is there
+
+    def matched_readers(self, kind: type[Any]) -> int:
+        """Readers that match our writer of this topic."""
+        writer = self._writers.get(kind)
+        return 0 if writer is None else writer.matched
+
+    def matched_writers(self, kind: type[Any]) -> int:
+        """Writers that match our reader of this topic."""
+        channel = self._channels.get(kind)
+        return 0 if channel is None else channel.reader.matched
+
+    async def matched(self, condition: Callable[[], bool], *, timeout_s: float, what: str = "matching") -> None:
+        """Wait until ``condition``, a function of the matched counts, holds.
+
+        Raises:
+            BarrierTimeout: it does not within ``timeout_s``.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._check_open()
+                    waiter: asyncio.Future[None] = self._loop.create_future()
+                    self._match_waiters.append(waiter)
+                    await waiter
+        except TimeoutError:
+            raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s) from None
+
+    def _on_matched(self) -> None:
+        waiters, self._match_waiters = self._match_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # State
+
+    @property
+    def fast_path(self) -> bool:
+        """Whether samples go through libddsc without the GIL; False: through the binding."""
+        return self._node.fast
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Samples that were dropped before they became a message, by reason."""
+        return Counter(self._receiver.rejected)
+
+    @property
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes of frames given to DDS, by topic."""
+        return Counter(self._sender.sent_bytes)
+
+    @property
+    def received_bytes(self) -> Counter[str]:
+        """Bytes of accepted frames taken from DDS, by topic."""
+        return Counter(self._receiver.received_bytes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BusClosed("the bus is closed")
+        if self._receiver.fault is not None:
+            raise BusClosed(f"the receive thread ended with {self._receiver.fault!r}") from self._receiver.fault
+
+    async def close(self, *, drain_s: float = 1.0) -> None:
+        """Send what is queued (for at most ``drain_s``), stop both threads, leave DDS. Bounded in time, also when the
+        caller is cancelled meanwhile."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._sender.idle:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(drain_s):
+                        for _ in range(_MAX_JOBS):  # all slots are ours: all jobs are done
+                            await self._slots.acquire()
+        finally:
+            for subscription in {s for subs in self._subscriptions.values() for s in subs}:
+                subscription.close()
+            self._on_matched()
+            self._sender.stop()
+            self._receiver.stop()
+            finished: asyncio.Future[None] = self._loop.create_future()
+            threading.Thread(target=self._shut_down, args=(finished,), name="gradbus-close", daemon=True).start()
+            # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
+            await asyncio.wait([finished], timeout=5.0)
+
+    def _shut_down(self, finished: asyncio.Future[None]) -> None:
+        self._receiver.join(3.0)
+        self._sender.join(3.0)
+        self._node.close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_finish, finished)
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    job: str = "default",
+    *,
+    domain: int = 0,
+    network: Profile | NetworkConfig = "loopback",
+    interface: str | None = None,
+    peers: Sequence[str] = (),
+    lease_s: float = 3.0,
+    stall_timeout_s: float = 30.0,
+    fast: bool | None = None,
+) -> AsyncIterator[Bus]:
+    """Join a job on the data bus.
+
+    Args:
+        job: name of the job; only members of the same job see each other.
+        domain: DDS domain, 0 .. 232.
+        network: profile ``loopback`` or ``network``, or all settings at once.
+        interface: network interface; default ``lo``: nothing leaves this machine.
+        peers: addresses of other machines.
+        lease_s: when this process is silent for so long, the others take it for dead.
+        stall_timeout_s: sending fails when DDS takes nothing for so long.
+        fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
+
+    Raises:
+        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+    """
+    if not _JOB_NAME.fullmatch(job):
+        raise ConfigError(f"job name {job!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    if not 0 <= domain <= 232:
+        raise ConfigError(f"domain {domain}: expected 0 to 232")
+    if not isinstance(network, NetworkConfig):
+        if network not in ("loopback", "network"):
+            raise ConfigError(f"network {network!r}: expected 'loopback' or 'network'")
+        network = NetworkConfig(profile=network, interface=interface or "lo", peers=tuple(peers), lease_s=lease_s)
+    with short_switch_interval():
+        # On the loop: opening a participant takes some milliseconds, once, and keeps DDS on one thread.
+        node = Node(domain_id=domain, partition=job, network=network, fast=fast)
+        if node.fast_path_fault is not None:
+            log.warning(
+                "slow path", reason=node.fast_path_fault, effect="large messages hold the GIL while they are sent"
+            )
+        bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+
+__all__ = ["Bus", "PeerLost", "Subscription", "connect"]

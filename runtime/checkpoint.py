@@ -1,0 +1,226 @@
+"""One atomic checkpoint per round: tensors as safetensors, everything else as JSON, a checksum over both.
+
+``round-000007.safetensors`` is written first, then ``round-000007.json``, which holds the SHA-256 of the tensors and of
+itself. Each is written to a temporary file, synced, and renamed; the directory is synced after. The JSON is the commit:
+without it, or with one that does not match, the round never happened and the one before it counts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.logs import get_logger
+
+FORMAT = 1
+_NAME = re.compile(r"round-(\d{6,10})\.json")
+
+log = get_logger("checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state that can be continued from.
+
+    Attributes:
+        round_id: the last round that is done.
+        tensors: weights, server-optimizer state, residuals, by name.
+        meta: what is not a tensor; JSON.
+    """
+
+    round_id: int
+    tensors: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+
+
+class CheckpointStore:
+    """A directory of checkpoints of one run. One process at a time may hold it."""
+
+    def __init__(self, directory: Path, *, keep: int = 3) -> None:
+        """Open the directory, making it if need be.
+
+        Raises:
+            CheckpointError: it cannot be made or written, or another process holds it.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self.directory = directory
+        self._keep = keep
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"state directory {directory} cannot be written: {error.strerror}. Choose another, or change its rights"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise CheckpointError(
+                f"state directory {directory} is in use by another running process. Stop that one, or choose another"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def save(self, checkpoint: Checkpoint) -> int:
+        """Write it, atomically and durably, and remove those beyond the last ``keep``. Returns its bytes.
+
+        Raises:
+            CheckpointError: the disk is full or the directory cannot be written. Older checkpoints are as they were.
+        """
+        data_path = self._path(checkpoint.round_id, "safetensors")
+        meta_path = self._path(checkpoint.round_id, "json")
+        try:
+            temporary = data_path.with_suffix(".safetensors.tmp")
+            save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, temporary)
+            digest = _sha256(temporary)
+            _commit(temporary, data_path)
+            body = {
+                "format": FORMAT,
+                "round_id": checkpoint.round_id,
+                "tensors_sha256": digest,
+                "meta": dict(checkpoint.meta),
+            }
+            document = {**body, "sha256": _digest_of(body)}
+            temporary = meta_path.with_suffix(".json.tmp")
+            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+            _commit(temporary, meta_path)
+            _sync_directory(self.directory)
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CheckpointError(
+                f"checkpoint of round {checkpoint.round_id} cannot be written to {self.directory}: {reason}. "
+                f"The one before it is intact; make room and start again to continue from it"
+            ) from None
+        size = data_path.stat().st_size + meta_path.stat().st_size
+        for old in self.rounds()[: -self._keep]:
+            self.remove(old)
+        return size
+
+    def rounds(self) -> list[int]:
+        """Rounds that have a checkpoint, ascending."""
+        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+    def load_newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None if there is none at all.
+
+        A damaged one is named in the log and the one before it is taken.
+
+        Raises:
+            CheckpointError: there are some, but all are damaged.
+        """
+        faults: list[str] = []
+        for round_id in reversed(self.rounds()):
+            try:
+                checkpoint = self.load(round_id)
+            except CheckpointError as error:
+                faults.append(str(error))
+                continue
+            if faults:
+                log.warning("using an older checkpoint", round=round_id, damaged=len(faults))
+            return checkpoint
+        if faults:
+            raise CheckpointError(
+                f"all {len(faults)} checkpoints in {self.directory} are damaged ({'; '.join(faults)}). "
+                f"Move the directory away to start afresh, or restore it from a backup"
+            )
+        return None
+
+    def load(self, round_id: int) -> Checkpoint:
+        """The checkpoint of this round. Raises CheckpointError: it is damaged; the log names it, too."""
+        try:
+            return self._load(round_id)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            path = self._path(round_id, "json")
+            log.warning("damaged checkpoint", file=str(path), fault=str(error))
+            raise CheckpointError(f"{path.name}: {error}") from None
+
+    def remove(self, round_id: int) -> None:
+        """Delete the checkpoint of this round, the commit first: never a JSON without its tensors."""
+        self._path(round_id, "json").unlink(missing_ok=True)
+        self._path(round_id, "safetensors").unlink(missing_ok=True)
+
+    def _load(self, round_id: int) -> Checkpoint:
+        document = json.loads(self._path(round_id, "json").read_text(encoding="utf-8"))
+        stated = document.pop("sha256")
+        if stated != _digest_of(document):
+            raise ValueError("its JSON does not match its checksum")
+        if document["format"] != FORMAT or document["round_id"] != round_id:
+            raise ValueError(
+                f"format {document['format']} of round {document['round_id']}, expected {FORMAT}, {round_id}"
+            )
+        data_path = self._path(round_id, "safetensors")
+        if _sha256(data_path) != document["tensors_sha256"]:
+            raise ValueError(f"{data_path.name} does not match its checksum")
+        return Checkpoint(round_id, load_file(data_path), document["meta"])
+
+    def _path(self, round_id: int, suffix: str) -> Path:
+        return self.directory / f"round-{round_id:06d}.{suffix}"
+
+
+def load_weights(path: Path, *, key: str = "weights") -> Tensor:
+    """The weights in a safetensors file, as one float32 vector: for starting from given weights.
+
+    Takes a checkpoint of ours (one tensor ``weights``) or any file of named tensors, which are then taken in the order
+    of the file; the caller checks the number of elements.
+
+    Raises:
+        CheckpointError: no such file, or not safetensors.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"initial weights {path} cannot be read: {error}. Expected a .safetensors file") from None
+    if key in tensors:
+        return tensors[key].to(torch.float32).reshape(-1)
+    raise CheckpointError(f"initial weights {path}: no tensor named {key!r}, it holds {sorted(tensors)[:8]}")
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _commit(temporary: Path, target: Path) -> None:
+    handle = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    temporary.replace(target)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

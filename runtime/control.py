@@ -1,0 +1,262 @@
+"""Control messages: their schema, and how they become bytes.
+
+A body on the wire is a msgpack array ``[kind, {field: value}]``. It is read with limits on every length, checked
+against the dataclass (exact types, ranges), and anything else is a :class:`FrameError`. Unknown fields are skipped, so
+that a newer peer may say more; unknown kinds are an error that the receiver counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from gradbus.runtime.errors import FrameError
+
+PROTOCOL = 2
+MAX_BODY_BYTES = 64 * 1024
+MAX_SEQS = 256
+
+_STRICT = ConfigDict(strict=True, extra="ignore")
+
+U32 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
+U64 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF_FFFF_FFFF)]
+Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
+Name = Annotated[str, Field(max_length=256)]
+Text = Annotated[str, Field(max_length=32 * 1024)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Hello:
+    """Client to controller: I am here. Sent at the start, on every change and as the heartbeat.
+
+    Attributes:
+        dim: number of parameters of the client's model.
+        layout: hash over names, shapes and dtypes of its parameters.
+        ready: its DDS writers and readers are matched with the controller's.
+        run_id: the run it has been welcomed to, 0 for none.
+        phase: idle, fetching, training, encoding or uploading.
+        round_id: the round it works on, -1 for none.
+        model_round: the round of the model that it holds, -1 for none.
+        host: host name and process id, for people.
+    """
+
+    protocol: U32
+    dim: U64
+    layout: U64
+    ready: bool
+    run_id: U64
+    phase: Name
+    round_id: Round
+    model_round: Round
+    host: Name
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Welcome:
+    """Controller to one client: take part from round ``next_round`` on, with these settings.
+
+    Attributes:
+        to: client id; ``incarnation``: which start of it.
+        run_id: id of the run, new for each fresh start of training, kept over a resume.
+        codec: name of the uplink codec, with its options.
+        num_clients: clients the run expects, 0 if it does not know.
+        heartbeat_s: how often to say Hello.
+    """
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    next_round: Round
+    codec: Name
+    density: Annotated[float, Field(gt=0, le=1)]
+    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)]
+    codec_version: Literal[1, 2]
+    num_clients: U32
+    heartbeat_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Refused:
+    """Controller to one client: you cannot take part, and why."""
+
+    to: U32
+    incarnation: U64
+    why: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Status:
+    """Controller to all: its heartbeat.
+
+    Attributes:
+        run_id: the run.
+        round_id: the round that is open, or the last one committed.
+        phase: waiting, training, aggregating or done.
+        ready: updates that are in; ``expected``: of so many.
+    """
+
+    run_id: U64
+    round_id: Round
+    phase: Name
+    ready: U32
+    expected: U32
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Offer:
+    """Client to controller: my update is ready; may I send it? Repeated until granted or refused.
+
+    Attributes:
+        run_id: the run it was trained for.
+        round_id: the round.
+        transfer: number of the transfer its frames will carry.
+        total_bytes: size of the encoded update.
+        num_samples: samples it was trained on.
+        loss: mean training loss.
+        train_s: seconds of local training; ``encode_s``: of encoding.
+    """
+
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    total_bytes: U64
+    num_samples: Annotated[int, Field(ge=0, le=1 << 40)]
+    loss: float
+    train_s: Seconds
+    encode_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Grant:
+    """Controller to one client: send that update now."""
+
+    to: U32
+    incarnation: U64
+    round_id: Round
+    transfer: U32
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Receipt:
+    """Controller to one client: what became of that update. Without one, nothing has been counted."""
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    accepted: bool
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class NeedUpdate:
+    """Controller to one client: these frames of your granted update have not come."""
+
+    to: U32
+    incarnation: U64
+    round_id: Round
+    transfer: U32
+    seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class NeedModel:
+    """Client to controller: I miss the model of that round, or these frames of one transfer of it.
+
+    Attributes:
+        transfer: the transfer of which frames are missing; with no ``seqs``, send the whole model, in full.
+    """
+
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Failed:
+    """Client to controller: the training function raised; ``text`` is its traceback."""
+
+    run_id: U64
+    round_id: Round
+    text: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Leave:
+    """Client to controller: I go, in order."""
+
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Bye:
+    """Controller to all: this run has ended.
+
+    Attributes:
+        ok: all its rounds were done; if not, clients wait for the controller to come back.
+    """
+
+    run_id: U64
+    ok: bool
+    reason: Text
+
+
+Body = Hello | Welcome | Refused | Status | Offer | Grant | Receipt | NeedUpdate | NeedModel | Failed | Leave | Bye
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (Hello, Welcome, Refused, Status, Offer, Grant, Receipt, NeedUpdate, NeedModel, Failed, Leave, Bye)
+}
+
+
+def encode(body: Body) -> bytes:
+    """Bytes of a control message.
+
+    Raises:
+        ValueError: longer than a receiver accepts.
+    """
+    # Fields are flat by design: no nested dataclasses, so no deep copy of what they hold.
+    fields = {field.name: getattr(body, field.name) for field in dataclasses.fields(body)}
+    packed: bytes = msgpack.packb([type(body).__name__, fields])
+    if len(packed) > MAX_BODY_BYTES:
+        raise ValueError(f"{type(body).__name__} of {len(packed)} bytes, at most {MAX_BODY_BYTES}")
+    return packed
+
+
+def decode(data: bytes | memoryview) -> Body:
+    """The control message in ``data``.
+
+    Raises:
+        FrameError: ``control``: too long, not msgpack, of an unknown kind, or against the schema.
+    """
+    if len(data) > MAX_BODY_BYTES:
+        raise FrameError("control", f"control body of {len(data)} bytes, at most {MAX_BODY_BYTES}")
+    try:
+        raw = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, use_list=True, max_str_len=MAX_BODY_BYTES, max_bin_len=0,
+            max_array_len=MAX_SEQS, max_map_len=64, max_ext_len=0,
+        )  # fmt: skip
+    except Exception as error:  # msgpack raises many kinds: ValueError, StackError, UnicodeDecodeError ...
+        raise FrameError("control", f"control body is not msgpack within limits: {type(error).__name__}") from None
+    if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
+        raise FrameError("control", "control body is not [kind, fields]")
+    if not all(isinstance(name, str) for name in raw[1]):
+        raise FrameError("control", "control body has field names that are not text")
+    kind = _KINDS.get(raw[0])
+    if kind is None:
+        raise FrameError("control", f"control message of unknown kind {raw[0][:40]!r}")
+    try:
+        body: Body = kind(**raw[1])  # pydantic checks every field here
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise FrameError("control", f"{raw[0]}.{where}: {first['msg']}") from None
+    return body

@@ -1,0 +1,317 @@
+"""DDS entities: domain, participant, topics, readers and writers with the quality of service that each topic asks for.
+
+Only this module, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from cyclonedds.core import (
+    DDSException,
+    DDSStatus,
+    GuardCondition,
+    InstanceState,
+    Policy,
+    Qos,
+    ReadCondition,
+    SampleState,
+    ViewState,
+    WaitSet,
+)
+from cyclonedds.domain import Domain, DomainParticipant
+from cyclonedds.pub import DataWriter, Publisher
+from cyclonedds.sub import DataReader, Subscriber
+from cyclonedds.topic import Topic as DdsTopic
+from cyclonedds.util import duration
+
+from gradbus.runtime import ddsc, idl_types
+from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.network import NetworkConfig, build_xml
+from gradbus.runtime.topics import Topic
+
+_TYPES: dict[str, Any] = {
+    "TrainCmd": idl_types.TrainCmdType,
+    "ClientUpdate": idl_types.ClientUpdateType,
+    "ModelBlob": idl_types.ModelBlobType,
+    "Frame": idl_types.FrameType,
+}
+_ANY = InstanceState.Any | SampleState.Any | ViewState.Any
+
+
+@dataclass(slots=True)
+class _OpenDomain:
+    xml: str
+    entity: Any
+    users: int
+
+
+# A DDS domain is one per process and id: that is DDS, not us. Buses of one process share it and count themselves.
+_domains: dict[int, _OpenDomain] = {}
+_domains_lock = threading.Lock()
+
+
+def _acquire_domain(domain_id: int, xml: str) -> None:
+    with _domains_lock:
+        known = _domains.get(domain_id)
+        if known is None:
+            try:
+                entity = Domain(domain_id, xml)
+            except DDSException as error:
+                if error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
+                    raise ConfigError(
+                        f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
+                        f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
+                    ) from None
+                raise ConfigError(
+                    f"Cyclone DDS refused the configuration of domain {domain_id}; its reason stands on stderr. "
+                    f"Check CYCLONEDDS_URI, or unset it"
+                ) from None
+            known = _domains[domain_id] = _OpenDomain(xml, entity, 0)
+        elif known.xml != xml:
+            raise ConfigError(
+                f"DDS domain {domain_id} is already open in this process with other network settings. Use the same "
+                f"settings, or another domain"
+            )
+        known.users += 1
+
+
+def _release_domain(domain_id: int) -> None:
+    with _domains_lock:
+        known = _domains.get(domain_id)
+        if known is None:
+            return
+        known.users -= 1
+        if known.users == 0:
+            del _domains[domain_id]
+            known.entity = None  # the binding deletes the domain with its object
+
+
+class Writer:
+    """A DDS writer of one topic and what the fast path needs to know of it."""
+
+    def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
+        self.topic = topic
+        self.entity = entity
+        self.idl_type = _TYPES[topic.idl_type]
+        self._sertype = ddsc.sertype_of(entity) if fast else None
+        self.matched = 0  # readers that are matched, as of the last refresh
+
+    def refresh(self) -> bool:
+        """Look whether the matched readers changed. Only the receive thread calls this: looking resets the trigger."""
+        if not self.entity.take_status():
+            return False
+        self.matched = int(self.entity.get_publication_matched_status().current_count)
+        return True
+
+    def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        """Write one sample whose last field is the concatenation of ``parts``, or that has no parts at all.
+
+        Returns:
+            False if it could not be done within the topic's ``block_s``: a reader's queue is full.
+        """
+        if self._sertype is not None and parts:
+            sample = self.idl_type(*fields, b"")
+            prefix = sample.prefix(sum(len(part) for part in parts))
+            code = ddsc.write(self.entity._ref, self._sertype, (prefix, *parts))
+        elif self._sertype is not None:
+            code = ddsc.write(self.entity._ref, self._sertype, (self.idl_type(*fields).serialize(),))
+        else:
+            # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
+            sample = self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
+            try:
+                self.entity.write(sample)
+                code = ddsc.RETCODE_OK
+            except DDSException as error:
+                code = error.code
+        if code == ddsc.RETCODE_TIMEOUT:
+            return False
+        if code < 0:
+            raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
+        return True
+
+
+class Reader:
+    """A DDS reader of one topic."""
+
+    def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
+        self.topic = topic
+        self.entity = entity
+        self.idl_type = _TYPES[topic.idl_type]
+        self.condition = ReadCondition(entity, _ANY)
+        self._taker = ddsc.Taker(entity, 16) if fast else None
+        self.matched = 0  # writers that are matched, as of the last refresh
+
+    def refresh(self) -> bool:
+        """Look whether the matched writers changed. Only the receive thread calls this: looking resets the trigger."""
+        if not self.entity.take_status():
+            return False
+        self.matched = int(self.entity.get_subscription_matched_status().current_count)
+        return True
+
+    def sources(self) -> set[int]:
+        """Handles of the matched writers."""
+        return ddsc.matched_publications(self.entity)
+
+    def take(self, limit: int) -> list[tuple[Any, int]]:
+        """Up to ``limit`` samples, not yet looked at, and the handles of their writers.
+
+        A sample is raw bytes on the fast path and a typed sample on the other; :meth:`typed` makes both one.
+        """
+        if self._taker is not None:
+            return self._taker.take(limit)
+        taken = self.entity.take(limit)
+        return [
+            (sample, sample.sample_info.publication_handle) for sample in taken if isinstance(sample, self.idl_type)
+        ]
+
+    def typed(self, raw: Any) -> Any:
+        """The sample as an object of its IDL type. Raises SampleError."""
+        return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
+
+
+class Node:
+    """One participant of a job and its entities. Not thread-safe: made and closed by one thread at a time."""
+
+    def __init__(self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None) -> None:
+        """Open the participant.
+
+        Args:
+            domain_id: 0 .. 232.
+            partition: the job; participants of different partitions do not see each other's data.
+            network: checked and turned into the configuration of the domain.
+            fast: use the ctypes path; None: if its self-test passes.
+
+        Raises:
+            ConfigError: wrong interface or configuration.
+            BusError: no participant could be made.
+        """
+        xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
+        _acquire_domain(domain_id, xml)
+        self._domain_id: int | None = domain_id
+        try:
+            self.participant = DomainParticipant(domain_id)
+        except DDSException as error:
+            self._domain_id = None
+            _release_domain(domain_id)
+            raise BusError(
+                f"no DDS participant in domain {domain_id}: {error.msg or error.code}. Are there more than 120 on this "
+                f"machine, or is the interface down?"
+            ) from None
+        qos = Qos(Policy.Partition(partitions=[partition]))
+        self._publisher = Publisher(self.participant, qos=qos)
+        self._subscriber = Subscriber(self.participant, qos=qos)
+        self._topics: dict[str, Any] = {}
+        self.fast_path_fault = None if fast is False else _self_test(domain_id)
+        self.fast = self.fast_path_fault is None if fast is None else fast
+
+    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
+        """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers."""
+        policies = [
+            Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
+            Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
+            Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
+        ]
+        if topic.retained:
+            policies.append(
+                Policy.DurabilityService(
+                    cleanup_delay=0,
+                    history=Policy.History.KeepLast(retained_samples),
+                    max_samples=-1,
+                    max_instances=-1,
+                    max_samples_per_instance=-1,
+                )
+            )
+        entity = DataWriter(self._publisher, self._dds_topic(topic), qos=Qos(*policies))
+        entity.set_status_mask(DDSStatus.PublicationMatched)
+        return Writer(topic, entity, self.fast)
+
+    def topic_reader(self, topic: Topic) -> Reader:
+        """A reader; DDS starts to fill it at once."""
+        policies = [
+            Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
+            Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
+            Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
+        ]
+        if topic.reader_samples:
+            policies.append(
+                Policy.ResourceLimits(max_samples=topic.reader_samples, max_instances=-1, max_samples_per_instance=-1)
+            )
+        entity = DataReader(self._subscriber, self._dds_topic(topic), qos=Qos(*policies))
+        entity.set_status_mask(DDSStatus.SubscriptionMatched)
+        return Reader(topic, entity, self.fast)
+
+    def _dds_topic(self, topic: Topic) -> Any:
+        known = self._topics.get(topic.name)
+        if known is None:
+            known = self._topics[topic.name] = DdsTopic(self.participant, topic.name, _TYPES[topic.idl_type])
+        return known
+
+    def close(self) -> None:
+        """Delete everything. May take a moment; not for the event loop."""
+        if self._domain_id is None:
+            return
+        domain_id, self._domain_id = self._domain_id, None
+        self._topics.clear()
+        # One call deletes the participant with all below it; the binding's objects become empty shells.
+        self.participant._delete(self.participant._ref)
+        _release_domain(domain_id)
+
+
+class Waiter:
+    """Sleeps until an entity has something to say. ``wake`` may be called from any thread."""
+
+    def __init__(self, node: Node) -> None:
+        self._waitset = WaitSet(node.participant)
+        self._guard = GuardCondition(node.participant)
+        self._waitset.attach(self._guard)
+
+    def attach(self, entity: Any) -> None:
+        self._waitset.attach(entity)
+
+    def detach(self, entity: Any) -> None:
+        self._waitset.detach(entity)
+
+    def wait(self, timeout_s: float) -> bool:
+        """True if something happened. The GIL is free while it waits."""
+        happened = bool(self._waitset.wait(duration(seconds=timeout_s)))
+        if happened:
+            self._guard.take()
+        return happened
+
+    def wake(self) -> None:
+        """Make the wait return."""
+        self._guard.set(True)
+
+
+_fast_path: list[str | None] = []  # the verdict of the self-test, once per process
+
+
+def _self_test(domain_id: int) -> str | None:
+    with _domains_lock:
+        if not _fast_path:
+            _fast_path.append(_run_self_test(domain_id))
+        return _fast_path[0]
+
+
+def _run_self_test(domain_id: int) -> str | None:
+    partition = f"gradbus-self-test-{os.getpid()}"
+    topic = Topic("train/self_test", "Frame", False, False, 0, 1, 0.1, lambda sample: sample)
+    participant = DomainParticipant(domain_id)
+    try:
+        qos = Qos(Policy.Partition(partitions=[partition]))
+        dds_topic = DdsTopic(participant, topic.name, _TYPES[topic.idl_type])
+        reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
+        reader = DataReader(Subscriber(participant, qos=qos), dds_topic, qos=reliable)
+        writer = DataWriter(Publisher(participant, qos=qos), dds_topic, qos=reliable)
+        waitset = WaitSet(participant)
+        condition = ReadCondition(reader, _ANY)
+        waitset.attach(condition)
+        return ddsc.self_test(reader, writer, lambda: bool(waitset.wait(duration(seconds=1))))
+    except (OSError, DDSException) as error:
+        return str(error)
+    finally:
+        participant._delete(participant._ref)

@@ -1,0 +1,204 @@
+"""Calls into libddsc that the Python binding does not offer, made with ctypes.
+
+Two reasons. The binding's ``write`` and ``take`` hold the GIL for their whole duration: a write that waits for a slow
+reader stops every Python thread. And they copy: here a sample is written from scattered buffers and read in place.
+
+``ddsi_*`` is private ABI of Cyclone DDS 11.0, hence the pinned version and :func:`self_test`, run once before first
+use. Where it fails the bus falls back to the binding.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from cyclonedds.internal import DDS, dds_c_t
+
+from gradbus.runtime.idl_types import ENCAPSULATION
+
+RETCODE_OK = 0
+RETCODE_TIMEOUT = -10  # DDS_RETCODE_TIMEOUT
+ANY_STATE = 0x7F  # every sample, view and instance state
+_SERDATA_KIND_DATA = 2  # SDK_DATA of enum ddsi_serdata_kind
+
+_lib = DDS._dll_handle
+
+
+class _IoVec(ct.Structure):
+    _fields_ = (("base", ct.c_void_p), ("size", ct.c_size_t))
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
+    try:
+        return ct.CFUNCTYPE(result, *arguments)((name, _lib))
+    except AttributeError:
+        return None
+
+
+_from_iov = _function(
+    "ddsi_serdata_from_ser_iov", ct.c_void_p, ct.c_void_p, ct.c_int, ct.c_size_t, ct.c_void_p, ct.c_size_t
+)
+_writecdr = _function("dds_writecdr", ct.c_int32, ct.c_int32, ct.c_void_p)
+_takecdr = _function("dds_takecdr", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_uint32, ct.c_void_p, ct.c_uint32)
+_to_ser_ref = _function("ddsi_serdata_to_ser_ref", ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_size_t, ct.c_void_p)
+_to_ser_unref = _function("ddsi_serdata_to_ser_unref", None, ct.c_void_p, ct.c_void_p)
+_serdata_size = _function("ddsi_serdata_size", ct.c_uint32, ct.c_void_p)
+_serdata_unref = _function("ddsi_serdata_unref", None, ct.c_void_p)
+_entity_sertype = _function("dds_get_entity_sertype", ct.c_int32, ct.c_int32, ct.c_void_p)
+_matched_publications = _function("dds_get_matched_publications", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
+
+AVAILABLE = all(
+    f is not None
+    for f in (
+        _from_iov,
+        _writecdr,
+        _takecdr,
+        _to_ser_ref,
+        _to_ser_unref,
+        _serdata_size,
+        _serdata_unref,
+        _entity_sertype,
+    )
+)
+
+
+def sertype_of(entity: Any) -> int:
+    """Address of the serialised-type object of a reader or writer."""
+    assert _entity_sertype is not None
+    pointer = ct.c_void_p()
+    code = _entity_sertype(entity._ref, ct.byref(pointer))
+    if code < 0 or not pointer.value:
+        raise OSError(f"dds_get_entity_sertype returned {code}")
+    return pointer.value
+
+
+def matched_publications(reader: Any) -> set[int]:
+    """Handles of the writers that the reader is matched with. Empty where the call is missing."""
+    if _matched_publications is None:
+        return set()
+    size = 256
+    while True:
+        handles = (ct.c_uint64 * size)()
+        count = _matched_publications(reader._ref, ct.byref(handles), size)
+        if count < 0:
+            return set()
+        if count <= size:
+            return set(handles[:count])
+        size = count + 16
+
+
+def _address(part: Any) -> tuple[int, int]:
+    """Address and length of a contiguous buffer; the caller keeps it alive."""
+    array = np.frombuffer(part, np.uint8)
+    return int(array.__array_interface__["data"][0]), array.nbytes
+
+
+def write(entity: int, sertype: int, parts: Sequence[Any]) -> int:
+    """Write one sample from scattered buffers, without the GIL.
+
+    Args:
+        entity: the writer's handle.
+        sertype: from :func:`sertype_of`.
+        parts: bytes-like, contiguous; the first one starts with the 4-byte encapsulation.
+
+    Returns:
+        The DDS return code: 0, or negative (-10: the writer's max_blocking_time passed).
+    """
+    assert _from_iov is not None
+    assert _writecdr is not None
+    vector = (_IoVec * (len(parts) + 1))()
+    total = 0
+    for slot, part in zip(vector, parts, strict=False):
+        slot.base, slot.size = _address(part) if len(part) else (None, 0)
+        total += slot.size
+    count = len(parts)
+    if total % 4:  # the representation is padded to a multiple of four
+        vector[count].base, vector[count].size = _PAD_ADDRESS, -total % 4
+        total += vector[count].size
+        count += 1
+    sample = _from_iov(sertype, _SERDATA_KIND_DATA, count, ct.byref(vector), total)
+    if not sample:
+        raise OSError(f"ddsi_serdata_from_ser_iov refused a sample of {total} bytes")
+    return int(_writecdr(entity, sample))  # takes over the reference
+
+
+_PAD = ct.create_string_buffer(4)
+_PAD_ADDRESS = ct.addressof(_PAD)
+
+
+class _Owner:
+    """Gives the sample's memory back to DDS when the last view on it is gone."""
+
+    __slots__ = ("_iov", "_sample")
+
+    def __init__(self, sample: int, iov: _IoVec) -> None:
+        self._sample = sample
+        self._iov = iov
+
+    def __del__(self) -> None:
+        _to_ser_unref(self._sample, ct.byref(self._iov))  # type: ignore[misc]
+        _serdata_unref(self._sample)  # type: ignore[misc]
+
+
+class Taker:
+    """Takes samples of one reader in place: the views it returns lie in DDS's own memory until they are dropped."""
+
+    def __init__(self, reader: Any, max_samples: int) -> None:
+        self._entity = reader._ref
+        self._max_samples = max_samples
+        self._samples = (ct.c_void_p * max_samples)()
+        self._infos = (dds_c_t.sample_info * max_samples)()
+
+    def take(self, limit: int) -> list[tuple[memoryview, int]]:
+        """Up to ``limit`` samples: (bytes with the encapsulation, handle of the writer that sent them)."""
+        assert _takecdr is not None
+        assert _to_ser_ref is not None
+        assert _serdata_unref is not None
+        assert _serdata_size is not None
+        count = _takecdr(self._entity, self._samples, min(limit, self._max_samples), self._infos, ANY_STATE)
+        if count < 0:
+            raise OSError(f"dds_takecdr returned {count}")
+        taken: list[tuple[memoryview, int]] = []
+        for index in range(count):
+            sample, info = int(self._samples[index] or 0), self._infos[index]
+            if not info.valid_data:  # a change of state without data
+                _serdata_unref(sample)
+                continue
+            size = _serdata_size(sample)
+            iov = _IoVec()
+            _to_ser_ref(sample, 0, size, ct.byref(iov))
+            array = (ct.c_uint8 * size).from_address(iov.base)
+            array._owner = _Owner(sample, iov)
+            taken.append((memoryview(array).cast("B"), int(info.publication_handle)))
+        return taken
+
+
+def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
+    """Send two known blobs from ``writer`` to ``reader`` and compare. Returns what is wrong, or None.
+
+    Args:
+        reader: reader of FrameType, matched with the writer, nobody else in their partition.
+        writer: the writer.
+        wait: blocks until the reader has data or a short time has passed; says whether there is data.
+    """
+    if not AVAILABLE:
+        return "libddsc does not export the functions"
+    taker = Taker(reader, 4)
+    sertype = sertype_of(writer)
+    for size in (13, 70_001):
+        payload = np.arange(size, dtype=np.uint32).astype(np.uint8)
+        head = ENCAPSULATION + size.to_bytes(4, "little")
+        code = write(writer._ref, sertype, (head, payload))
+        if code != RETCODE_OK:
+            return f"write returned {code}"
+        taken: list[tuple[memoryview, int]] = []
+        while not taken:
+            if not wait():
+                return "the sample did not arrive"
+            taken = taker.take(4)
+        view = taken[0][0]
+        if bytes(view[:8]) != head or bytes(view[8 : 8 + size]) != payload.tobytes():
+            return "the sample came back with other bytes"
+    return None

@@ -1,0 +1,139 @@
+"""The four DDS types of ``gradbus.idl``, with serialisation written by hand.
+
+The binding packs a ``sequence<octet>`` byte by byte (about 20 MB/s). The same IDL type with ``serialize`` and
+``deserialize`` overridden streams at memory speed, and every other DDS program still reads it. A test compares these
+bytes with those of the generated serialiser.
+
+All are written as XCDR1, little-endian (encapsulation ``00 01 00 00``): what a reader in any language expects of a
+final type. Offsets are the same in XCDR2, but for the double of TrainCmd.
+"""
+
+# No "from __future__ import annotations" here: the binding reads the annotations of the fields as objects.
+import struct
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cyclonedds.idl import IdlStruct
+from cyclonedds.idl import annotations as idl
+from cyclonedds.idl.types import float64, int32, int64, sequence, uint8
+
+ENCAPSULATION = b"\x00\x01\x00\x00"
+
+
+class SampleError(ValueError):
+    """The bytes of a DDS sample are cut short, or in a representation that is not ours."""
+
+
+def _body(data: Any, need: int, name: str) -> memoryview:
+    view = memoryview(data)
+    if len(view) < 4 + need:
+        raise SampleError(f"{name}: sample of {len(view)} bytes, expected at least {4 + need}")
+    if bytes(view[:2]) not in (b"\x00\x01", b"\x00\x07"):
+        raise SampleError(
+            f"{name}: encapsulation {bytes(view[:2]).hex()}, expected 0001 (CDR) or 0007 (XCDR2), little-endian"
+        )
+    return view
+
+
+def _tail(view: memoryview, at: int, size: int, name: str) -> memoryview:
+    if at + size > len(view):
+        raise SampleError(f"{name}: says {size} bytes of data, has {len(view) - at}")
+    return view[at : at + size]
+
+
+def _serialize_packed(
+    sample: Any, buffer: Any = None, endianness: Any = None, use_version_2: bool | None = None
+) -> bytes:
+    """``serialize`` of a type that ends with a sequence of octets: fixed fields, length, bytes, padding.
+
+    A function and not a base class: the binding takes the first base of a type for its IDL parent.
+    """
+    return b"".join((sample.prefix(len(sample.data)), sample.data, bytes(-len(sample.data) % 4)))
+
+
+@dataclass
+@idl.final
+class TrainCmdType(IdlStruct, typename="gradbus.TrainCmd"):
+    """Train round ``round_id`` from the model of the round before."""
+
+    round_id: int32
+    subset_size: int32
+    epochs: int32
+    lr: float64
+    seed: int32
+
+    def serialize(self, buffer: Any = None, endianness: Any = None, use_version_2: bool | None = None) -> bytes:
+        """XCDR1: the double stands at a multiple of 8."""
+        return ENCAPSULATION + struct.pack("<iii4xdi", self.round_id, self.subset_size, self.epochs, self.lr, self.seed)
+
+    @classmethod
+    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
+        view = _body(data, 24, "TrainCmd")
+        if view[1] == 7:  # XCDR2: doubles are aligned to 4
+            return cls(*struct.unpack_from("<iiidi", view, 4))
+        view = _body(data, 28, "TrainCmd")
+        return cls(*struct.unpack_from("<iii4xdi", view, 4))
+
+
+@dataclass
+@idl.final
+class ClientUpdateType(IdlStruct, typename="gradbus.ClientUpdate"):
+    """One frame of a client's update."""
+
+    client_id: int32
+    round_id: int32
+    num_samples: int64
+    data: sequence[uint8]  # type: ignore[type-arg]
+
+    serialize = _serialize_packed
+
+    def prefix(self, size: int) -> bytes:
+        """The bytes before a payload of ``size`` bytes."""
+        return ENCAPSULATION + struct.pack("<iiqI", self.client_id, self.round_id, self.num_samples, size)
+
+    @classmethod
+    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
+        view = _body(data, 20, "ClientUpdate")
+        client_id, round_id, num_samples, size = struct.unpack_from("<iiqI", view, 4)
+        return cls(client_id, round_id, num_samples, _tail(view, 24, size, "ClientUpdate"))  # type: ignore[arg-type]
+
+
+@dataclass
+@idl.final
+class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
+    """One frame of a global model."""
+
+    round_id: int32
+    data: sequence[uint8]  # type: ignore[type-arg]
+
+    serialize = _serialize_packed
+
+    def prefix(self, size: int) -> bytes:
+        """The bytes before a payload of ``size`` bytes."""
+        return ENCAPSULATION + struct.pack("<iI", self.round_id, size)
+
+    @classmethod
+    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
+        view = _body(data, 8, "ModelBlob")
+        round_id, size = struct.unpack_from("<iI", view, 4)
+        return cls(round_id, _tail(view, 12, size, "ModelBlob"))  # type: ignore[arg-type]
+
+
+@dataclass
+@idl.final
+class FrameType(IdlStruct, typename="gradbus.Frame"):
+    """One frame of control or of a collective."""
+
+    data: sequence[uint8]  # type: ignore[type-arg]
+
+    serialize = _serialize_packed
+
+    def prefix(self, size: int) -> bytes:
+        """The bytes before a payload of ``size`` bytes."""
+        return ENCAPSULATION + struct.pack("<I", size)
+
+    @classmethod
+    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
+        view = _body(data, 4, "Frame")
+        (size,) = struct.unpack_from("<I", view, 4)
+        return cls(_tail(view, 8, size, "Frame"))  # type: ignore[arg-type]

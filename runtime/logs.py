@@ -1,0 +1,40 @@
+"""Logging with structlog: readable on a terminal, one JSON object a line when redirected. Configured only here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal
+
+import structlog
+
+
+def get_logger(name: str, **bound: Any) -> Any:
+    """A logger of this package. In a program that embeds gradbus it follows that program's structlog configuration."""
+    return structlog.get_logger(source=name, **bound)
+
+
+def configure(*, level: str = "info", style: Literal["auto", "console", "json"] = "auto") -> None:
+    """Set structlog up for a command of gradbus. Programs that embed gradbus configure structlog themselves.
+
+    Args:
+        level: debug, info, warning or error.
+        style: ``auto`` is console on a terminal and JSON elsewhere.
+    """
+    as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S.%f", utc=as_json),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if as_json:
+        processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    else:
+        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event=24))
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )

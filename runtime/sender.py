@@ -1,0 +1,119 @@
+"""The writer thread of a bus: everything large leaves through it, so that no DDS write ever blocks the event loop.
+
+Jobs take turns frame by frame. A job whose reader does not take its data waits without holding up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradbus.runtime.dds import Writer
+from gradbus.runtime.errors import BusClosed, WriteTimeout
+
+Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, parts of the payload
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Samples to write, in order, made one at a time."""
+
+    writer: Writer
+    samples: Iterator[Sample]
+    done: asyncio.Future[int]  # bytes written
+    stall_timeout_s: float
+    pending: Sample | None = None
+    written_bytes: int = 0
+    progressed_s: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+
+
+class Sender(threading.Thread):
+    """One thread with a bounded number of jobs; whoever brings one more waits (see ``Bus.send``)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name="gradbus-write", daemon=True)
+        self._loop = loop
+        self._jobs: deque[Job] = deque()
+        self._wakeup = threading.Condition()
+        self._stop_flag = False
+        self.sent_bytes: Counter[str] = Counter()
+
+    def submit(self, job: Job) -> None:
+        """Add a job. Raises BusClosed after :meth:`stop`."""
+        with self._wakeup:
+            if self._stop_flag:
+                raise BusClosed("the bus is closed: nothing more can be sent")
+            self._jobs.append(job)
+            self._wakeup.notify()
+
+    def stop(self) -> None:
+        """End at once; jobs that are left fail with BusClosed."""
+        with self._wakeup:
+            self._stop_flag = True
+            self._wakeup.notify()
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
+
+    def run(self) -> None:
+        while True:
+            with self._wakeup:
+                while not self._jobs and not self._stop_flag:
+                    self._wakeup.wait()
+                if self._stop_flag:
+                    break
+                job = self._jobs[0]
+            finished = True
+            try:
+                finished = job.cancelled or self._step(job)
+                outcome: int | Exception = job.written_bytes
+            except Exception as error:
+                finished, outcome = True, error
+            with self._wakeup:
+                self._jobs.popleft()
+                if not finished:
+                    self._jobs.append(job)
+            if finished:
+                self._finish(job, outcome)
+        for job in self._jobs:
+            self._finish(job, BusClosed("the bus was closed before all was sent"))
+        self._jobs.clear()
+
+    def _step(self, job: Job) -> bool:
+        """Write one sample of the job. True if it was the last."""
+        sample = job.pending if job.pending is not None else next(job.samples, None)
+        if sample is None:
+            return True
+        fields, parts = sample
+        if job.writer.write(fields, parts):
+            size = sum(len(part) for part in parts)
+            job.pending = None
+            job.written_bytes += size
+            job.progressed_s = time.monotonic()
+            self.sent_bytes[job.writer.topic.name] += size
+            return False
+        job.pending = sample
+        if time.monotonic() - job.progressed_s > job.stall_timeout_s:
+            raise WriteTimeout(job.writer.topic.name, job.stall_timeout_s)
+        return False
+
+    def _finish(self, job: Job, outcome: int | Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_resolve, job.done, outcome)
+
+
+def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
+    if done.done():
+        return
+    if isinstance(outcome, Exception):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)

@@ -1,0 +1,237 @@
+"""Settings, checked once, with the unit in the name. Errors name the key and the nearest right one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gradbus.runtime.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+CodecName = Literal["fp32", "q8", "s4", "sq8"]
+
+
+class Settings(BaseModel):
+    """Base: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class BusSettings(Settings):
+    """How to reach the others. See :func:`gradbus.connect`."""
+
+    job: str = "default"
+    domain: Annotated[int, Field(ge=0, le=232)] = 0
+    network: Literal["loopback", "network"] = "loopback"
+    interface: str = "lo"
+    peers: tuple[str, ...] = ()
+    multicast: bool = False
+    lease_s: Positive = 3.0
+    stall_timeout_s: Positive = 30.0
+
+
+class FederatedConfig(Settings):
+    """Rules of a federated run, for its controller.
+
+    Attributes:
+        rounds: rounds in all, those before a resume included.
+        num_clients: clients that are expected; None: nobody knows, start with ``min_clients``.
+        min_clients: updates that suffice when the deadline has passed; also the least to start with.
+        quorum: share of the expected clients whose updates suffice before the deadline, once ``grace_s`` has passed
+            since they came. 1: wait for all that live.
+        grace_s: how long the others may still take after the quorum.
+        start_timeout_s: the run fails when ``min_clients`` are not there after so long.
+        start_grace_s: with enough but not all expected clients there, wait so much longer for the rest.
+        round_timeout_s: deadline of a round, from its command.
+        max_attempts: a round with too few updates is tried so often.
+        heartbeat_s: how often controller and clients say that they live.
+        dead_after_s: a client that says nothing for so long is dead.
+        subset_size: samples a client trains on in a round; 0: all of its own.
+        epochs: passes over them. lr: learning rate of the clients. seed: of everything random.
+        codec: of the clients' updates. density: share of values kept by s4 and sq8. chunk_elems: values that share a
+            scale in q8 and sq8. codec_version: 2, or 1 for the original bytes.
+        downlink_codec: of the global model on its way to the clients; a lossy one sends differences.
+        strategy: server optimizer: fedavg, fedavgm, fedadam.
+        server_lr, server_momentum, server_beta2, server_tau: its constants; see gradbus.actors.strategy.
+        state_dir: where checkpoints go; None: none are made. keep_checkpoints: how many.
+        resume: continue from the newest checkpoint in ``state_dir``, if there is one.
+        init_path: safetensors file with the initial weights.
+        eval_every: evaluate after every so many rounds, and after the last; 0: never.
+        receive_budget_bytes: updates on their way in at one time, together; one is always let in.
+        max_samples: a client that says it has more than that is refused.
+    """
+
+    rounds: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    num_clients: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    min_clients: Annotated[int, Field(ge=1)] = 1
+    quorum: Fraction = 1.0
+    grace_s: NonNegative = 5.0
+    start_timeout_s: Positive = 120.0
+    start_grace_s: NonNegative = 10.0
+    round_timeout_s: Positive = 300.0
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    heartbeat_s: Positive = 0.5
+    dead_after_s: Positive = 2.5
+    subset_size: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    epochs: Annotated[int, Field(ge=1, le=0x7FFF_FFFF)] = 1
+    lr: Positive = 0.01
+    seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    codec: CodecName = "fp32"
+    density: Fraction = 0.1
+    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
+    codec_version: Literal[1, 2] = 2
+    downlink_codec: CodecName = "fp32"
+    strategy: Literal["fedavg", "fedavgm", "fedadam"] = "fedavg"
+    server_lr: Positive = 1.0
+    server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    server_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    server_tau: Positive = 1e-3
+    state_dir: Path | None = None
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 3
+    resume: bool = True
+    init_path: Path | None = None
+    eval_every: Annotated[int, Field(ge=0)] = 1
+    receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FederatedConfig:
+        if self.num_clients is not None and self.min_clients > self.num_clients:
+            raise ValueError(f"min_clients ({self.min_clients}) is more than num_clients ({self.num_clients})")
+        if self.dead_after_s < 3 * self.heartbeat_s:
+            raise ValueError(
+                f"dead_after_s ({self.dead_after_s:g}) must be at least 3 x heartbeat_s ({self.heartbeat_s:g}): "
+                f"one late heartbeat is not a death"
+            )
+        return self
+
+
+class ClientConfig(Settings):
+    """Settings of a client; the rules of the run come from its controller.
+
+    Attributes:
+        state_dir: where the residual of a lossy codec is kept over a restart; None: in memory only.
+        controller_timeout_s: give up when no controller has been heard for so long.
+        report_failures: send the traceback of a failed training function to the controller.
+    """
+
+    state_dir: Path | None = None
+    controller_timeout_s: Positive = 600.0
+    report_failures: bool = True
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def load_settings(
+    kind: type[S],
+    path: Path | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> S:
+    """Settings from, weak to strong: ``values``, a JSON or TOML file, the environment, ``overrides``.
+
+    Args:
+        kind: the model to fill.
+        path: a ``.json`` or ``.toml`` file.
+        overrides: ``section.key=value``; the value is JSON, or text if it is not.
+        environment: ``GRADBUS_SECTION__KEY=value``; by default the process's own.
+        values: what the program itself gives.
+
+    Raises:
+        ConfigError: with every wrong key, what was expected, and the nearest right key.
+    """
+    merged: dict[str, Any] = json.loads(json.dumps(values or {}))
+    where = "settings"
+    if path is not None:
+        where = str(path)
+        _merge(merged, _read(path))
+    environment = os.environ if environment is None else environment
+    for name, text in sorted(environment.items()):
+        if name.startswith("GRADBUS_") and "__" in name:
+            _put(merged, name.removeprefix("GRADBUS_").lower().split("__"), text)
+    for item in overrides:
+        key, sign, text = item.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--set {item!r}: expected section.key=value, for example federated.rounds=20")
+        _put(merged, key.strip().split("."), text)
+    return check_settings(kind, merged, where=where)
+
+
+def check_settings(kind: type[S], values: Mapping[str, Any], *, where: str) -> S:
+    """The values as settings. Raises ConfigError in words that a person understands."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(kind, fault) for fault in error.errors(include_url=False, include_context=False)]
+        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+
+
+def _explain(kind: type[BaseModel], fault: Any) -> str:
+    location = [str(step) for step in fault["loc"]]
+    name = ".".join(location) or "settings"
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(kind, location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f", did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
+        return f"unknown key {name!r}{hint}"
+    if fault["type"] == "missing":
+        return f"key {name!r} is missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{name}: {message[:1].lower()}{message[1:]}, got {fault['input']!r}" if location else message
+
+
+def _known_keys(kind: type[BaseModel], location: list[str]) -> list[str]:
+    model: Any = kind
+    for step in location:
+        field = model.model_fields.get(step) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        model = field.annotation if field is not None else None
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"configuration {path} is not a UTF-8 text file") from None
+    try:
+        loaded = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:  # both decoders' errors are ValueErrors
+        raise ConfigError(f"configuration {path} is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"configuration {path}: expected an object with sections, got {type(loaded).__name__}")
+    return loaded
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _put(values: dict[str, Any], path: list[str], text: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    for step in path[:-1]:
+        inner = values.setdefault(step, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{'.'.join(path)}: {step!r} is not a section")
+        values = inner
+    values[path[-1]] = value

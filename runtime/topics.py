@@ -1,0 +1,77 @@
+"""Topics of a job: DDS type, quality of service, and how samples become messages and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.runtime import control, frames
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.messages import ClientUpdate, Control, Message, ModelBlob, TrainCmd
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One DDS topic.
+
+    Attributes:
+        name: its DDS name, inside the partition of the job.
+        idl_type: name of the type in gradbus.idl.
+        retained: DDS keeps the newest for readers that come later (transient-local).
+        keep_last: only the newest sample counts; otherwise all are kept until taken.
+        reader_samples: samples that wait in the reader at most; then its writers wait. 0: no bound.
+        inbox: messages that wait in the process at most; then the reader fills up.
+        block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
+        to_message: from the fields of a sample to a message.
+
+    Raises (to_message):
+        FrameError: the bytes are not a message of this topic.
+    """
+
+    name: str
+    idl_type: str
+    retained: bool
+    keep_last: bool
+    reader_samples: int
+    inbox: int
+    block_s: float
+    to_message: Callable[[Any], Message]
+
+
+def _train_cmd(sample: Any) -> TrainCmd:
+    if sample.round_id < 1 or sample.epochs < 0 or sample.subset_size < 0:
+        raise FrameError("command", f"TrainCmd out of range: {sample}")
+    return TrainCmd(sample.round_id, sample.subset_size, sample.epochs, sample.lr, sample.seed)
+
+
+def _client_update(sample: Any) -> ClientUpdate:
+    frame = frames.parse(sample.data)
+    key = frame.key
+    if key.kind is not frames.Kind.UPDATE or key.sender != sample.client_id or key.round_id != sample.round_id:
+        raise FrameError("mismatch", f"ClientUpdate of client {sample.client_id} holds a frame of {key}")
+    return ClientUpdate(sample.client_id, sample.round_id, sample.num_samples, frame)
+
+
+def _model_blob(sample: Any) -> ModelBlob:
+    frame = frames.parse(sample.data)
+    key = frame.key
+    if key.kind is not frames.Kind.MODEL or key.sender != frames.CONTROLLER or key.round_id != sample.round_id:
+        raise FrameError("mismatch", f"ModelBlob of round {sample.round_id} holds a frame of {key}")
+    return ModelBlob(sample.round_id, frame)
+
+
+def _control(sample: Any) -> Control:
+    frame = frames.parse(sample.data)
+    if frame.key.kind is not frames.Kind.CONTROL or frame.seq_cnt != 1:
+        raise FrameError("mismatch", f"control topic: frame of {frame.key} in {frame.seq_cnt} parts")
+    return Control(frame.key.sender, frame.key.incarnation, control.decode(frame.data))
+
+
+TOPICS: dict[type[Any], Topic] = {
+    # A late or restarted client still reads the command of the open round: state, not event.
+    TrainCmd: Topic("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, _train_cmd),
+    ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, _client_update),
+    ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 16, 0.1, _model_blob),
+    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, _control),
+}

@@ -1,0 +1,72 @@
+"""Error feedback: nothing is lost, only late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradbus import codecs
+
+
+def vectors(steps: int, dim: int = 5000) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(dim, generator=generator) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", codecs.ALL)
+def test_what_was_sent_and_what_is_owed_make_the_input(name: str, version: int) -> None:
+    codec = codecs.get(name, version=version)
+    (x,) = vectors(1)
+    payload, residual = codecs.residual_step(x, None, codec)
+    sent = codecs.decode(payload, expected_dim=5000).vector
+    if name in ("fp32", "s4"):
+        assert torch.equal(sent + residual, x)
+        assert not ((sent != 0) & (residual != 0)).any()
+    else:
+        assert torch.equal(residual, x - sent)
+        assert torch.allclose(sent + residual, x, rtol=0, atol=1e-7 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("name", codecs.ALL)
+def test_over_many_steps_nothing_is_lost(name: str) -> None:
+    codec = codecs.get(name)
+    residual = None
+    total_in, total_sent = torch.zeros(5000, dtype=torch.float64), torch.zeros(5000, dtype=torch.float64)
+    for x in vectors(20):
+        payload, residual = codecs.residual_step(x, residual, codec)
+        total_in += x
+        total_sent += codecs.decode(payload, expected_dim=5000).vector
+    assert residual is not None
+    # fp32 rounds each of the 20 sums once.
+    assert (total_sent + residual - total_in).abs().max() < 20 * 1e-6
+    assert residual.abs().max() < 5
+
+
+def test_a_constant_vector_is_sent_in_full_after_enough_steps() -> None:
+    x = torch.ones(1000)
+    codec, residual, total = codecs.get("s4", density=0.1), None, torch.zeros(1000)
+    for _ in range(100):
+        payload, residual = codecs.residual_step(x, residual, codec)
+        total += codecs.decode(payload, expected_dim=1000).vector
+    assert (total / 100 - x).abs().max() <= 0.11
+
+
+def test_the_arguments_are_not_changed() -> None:
+    x, residual = vectors(2)
+    x_before, residual_before = x.clone(), residual.clone()
+    for name in codecs.ALL:
+        codecs.residual_step(x, residual, codecs.get(name))
+        assert torch.equal(x, x_before)
+        assert torch.equal(residual, residual_before)
+
+
+def test_a_residual_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="residual has shape"):
+        codecs.residual_step(torch.ones(3), torch.ones(4), codecs.get("s4"))
+
+
+def test_an_overflow_of_the_sum_is_refused() -> None:
+    big = torch.full((3,), 3e38)
+    with pytest.raises(codecs.NonFiniteError):
+        codecs.residual_step(big, big, codecs.get("s4"))

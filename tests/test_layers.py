@@ -1,0 +1,263 @@
+"""Who may import whom, and what nobody may do: each rule takes a file's path and source and returns its complaints."""
+
+import ast
+import codecs
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ALL = {"codecs", "runtime", "models", "actors", "experiments", "front"}
+MAY_IMPORT = {
+    "codecs": {"codecs"},
+    "runtime": {"runtime", "codecs"},
+    "models": {"models"},
+    "actors": {"actors", "runtime", "codecs"},
+    "experiments": ALL,
+    "front": ALL,
+}
+FOLDERS = sorted(ALL - {"front"})
+DDS_ONLY_IN = {"runtime/dds.py", "runtime/ddsc.py", "runtime/idl_types.py"}
+LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
+UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib"}
+MAX_LINES = 400
+
+Rule = Callable[[PurePosixPath, str], list[str]]
+
+
+class Import(NamedTuple):
+    line: int
+    name: str  # dotted; ``from a import b`` gives "a.b"
+    lazy: bool  # inside a function or ``if TYPE_CHECKING``: importing the file does not run it
+
+
+def layer_of(path: PurePosixPath) -> str:
+    return "front" if path.parts[:2] == ("runtime", "_front") else path.parts[0]
+
+
+def package_of(path: PurePosixPath) -> list[str]:
+    """The dotted package that relative imports in the file start from."""
+    if layer_of(path) == "front":
+        return ["gradbus", *path.parts[2:-1]]
+    return ["gradbus", *path.parts[:-1]]
+
+
+def imports(path: PurePosixPath, source: str) -> Iterator[Import]:
+    package = package_of(path)
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(node.lineno, alias.name, lazy) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = package[: len(package) - level + 1] if level else []
+                prefix = ".".join([*base, *([module] if module else [])])
+                yield from (Import(node.lineno, f"{prefix}.{alias.name}", lazy) for alias in names)
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if called(node).split(".")[-1] in (
+                "import_module",
+                "__import__",
+            ):
+                yield Import(node.lineno, name, lazy)
+            case ast.If(test=test, body=body, orelse=orelse) if ast.unparse(test).endswith("TYPE_CHECKING"):
+                for child in body:
+                    yield from walk(child, True)
+                for child in orelse:
+                    yield from walk(child, lazy)
+                return
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    yield from walk(ast.parse(source), False)
+
+
+def called(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def calls(source: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+
+
+def arrows_go_down(path: PurePosixPath, source: str) -> list[str]:
+    layer = layer_of(path)
+    found = []
+    for line, name, lazy in imports(path, source):
+        parts = name.split(".")
+        if parts[0] in FOLDERS and not is_of_the_standard_library(parts):
+            found.append(f"line {line}: {name} works only with the root on sys.path; write gradbus.{name}")
+        if parts[0] != "gradbus":
+            continue
+        if "_front" in parts:
+            found.append(f"line {line}: {name} would be a second copy of gradbus")
+        target = parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "front"
+        if target not in MAY_IMPORT[layer]:
+            found.append(f"line {line}: {layer} imports {name}")
+        elif layer == "front" and target == "experiments" and not lazy:
+            found.append(f"line {line}: {name} must be imported inside the function that needs it")
+    return found
+
+
+def is_of_the_standard_library(parts: list[str]) -> bool:
+    return parts[0] == "codecs" and all(hasattr(codecs, part) for part in parts[1:])
+
+
+def dds_stays_behind_the_bus(path: PurePosixPath, source: str) -> list[str]:
+    if str(path) in DDS_ONLY_IN:
+        return []
+    return [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.split(".")[0] == "cyclonedds"]
+
+
+def logging_is_set_up_once(path: PurePosixPath, source: str) -> list[str]:
+    if str(path) in LOGGING_SET_UP_ONLY_IN:
+        return []
+    found = [f"line {call.lineno}" for call in calls(source) if called(call).startswith("structlog.configure")]
+    return found + [f"line {line}" for line, name, _ in imports(path, source) if name.startswith("structlog.configure")]
+
+
+def nothing_runs_foreign_code(path: PurePosixPath, source: str) -> list[str]:
+    found = [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.split(".")[0] in UNSAFE_MODULES]
+    for call in calls(source):
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if called(call) in ("eval", "exec", "builtins.eval", "builtins.exec"):
+            found.append(f"line {call.lineno}: {called(call)}")
+        if called(call) == "torch.load" and keywords.get("weights_only") != "True":
+            found.append(f"line {call.lineno}: torch.load without weights_only=True")
+        if keywords.get("allow_pickle", "False") != "False":
+            found.append(f"line {call.lineno}: allow_pickle")
+    return found
+
+
+def torchvision_is_lazy(path: PurePosixPath, source: str) -> list[str]:
+    """A controller's host needs no vision package."""
+    found = [item for item in imports(path, source) if item.name.split(".")[0] == "torchvision"]
+    match layer_of(path):
+        case "experiments":
+            return []
+        case "models":
+            return [f"line {item.line}: {item.name} outside of a function" for item in found if not item.lazy]
+        case layer:
+            return [f"line {item.line}: {item.name} in {layer}" for item in found]
+
+
+def files_stay_short(path: PurePosixPath, source: str) -> list[str]:
+    lines = len(source.splitlines())
+    return [f"{lines} lines, at most {MAX_LINES}: split it by idea"] if lines > MAX_LINES else []
+
+
+RULES: list[Rule] = [
+    arrows_go_down,
+    dds_stays_behind_the_bus,
+    logging_is_set_up_once,
+    nothing_runs_foreign_code,
+    torchvision_is_lazy,
+    files_stay_short,
+]
+
+
+def sources(folder: str) -> Iterator[tuple[PurePosixPath, str]]:
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        yield PurePosixPath(file.relative_to(ROOT).as_posix()), file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: Rule) -> None:
+    files = [item for folder in FOLDERS for item in sources(folder)]
+    assert len(files) >= len(FOLDERS)
+    assert [f"{path}: {text}" for path, source in files for text in rule(path, source)] == []
+
+
+def test_no_test_file_is_too_long() -> None:
+    assert [f"{path}: {text}" for path, source in sources("tests") for text in files_stay_short(path, source)] == []
+
+
+BAD = [
+    (arrows_go_down, "codecs/q8.py", "from gradbus.runtime import errors"),
+    (arrows_go_down, "codecs/q8.py", "from ..runtime.errors import GradbusError"),
+    (arrows_go_down, "codecs/q8.py", "from .. import runtime"),
+    (arrows_go_down, "codecs/q8.py", "import gradbus"),
+    (arrows_go_down, "codecs/q8.py", "def f():\n    import gradbus.runtime.bus"),
+    (arrows_go_down, "codecs/q8.py", "import importlib\nimportlib.import_module('gradbus.actors')"),
+    (arrows_go_down, "codecs/sub/q8.py", "from ...actors import client"),
+    (arrows_go_down, "runtime/bus.py", "from gradbus import Controller"),
+    (arrows_go_down, "runtime/bus.py", "from gradbus.actors.client import Client"),
+    (arrows_go_down, "runtime/bus.py", "from gradbus.models.cnn import Cnn"),
+    (arrows_go_down, "models/data.py", "from gradbus.runtime import logs"),
+    (arrows_go_down, "actors/client.py", "from gradbus.models import task"),
+    (arrows_go_down, "actors/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
+    (arrows_go_down, "actors/client.py", "from gradbus.experiments import cli"),
+    (arrows_go_down, "actors/client.py", "from runtime import bus"),
+    (arrows_go_down, "actors/client.py", "import models.cnn"),
+    (arrows_go_down, "actors/client.py", "from codecs import get"),
+    (arrows_go_down, "experiments/cli.py", "from gradbus.runtime._front import connect"),
+    (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.experiments import cli"),
+    (arrows_go_down, "runtime/_front/__main__.py", "from .experiments.cli import main"),
+    (dds_stays_behind_the_bus, "runtime/bus.py", "from cyclonedds.domain import DomainParticipant"),
+    (dds_stays_behind_the_bus, "experiments/doctor.py", "def f():\n    import cyclonedds"),
+    (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
+    (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
+    (nothing_runs_foreign_code, "runtime/messages.py", "import pickle"),
+    (nothing_runs_foreign_code, "runtime/messages.py", "from marshal import loads"),
+    (nothing_runs_foreign_code, "runtime/messages.py", "import shelve as s"),
+    (nothing_runs_foreign_code, "models/task.py", "x = eval('1')"),
+    (nothing_runs_foreign_code, "models/task.py", "exec('x = 1')"),
+    (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path)"),
+    (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path, weights_only=False)"),
+    (nothing_runs_foreign_code, "models/data.py", "np.load(path, allow_pickle=True)"),
+    (torchvision_is_lazy, "actors/client.py", "def f():\n    import torchvision"),
+    (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
+    (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
+    (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
+    (files_stay_short, "codecs/q8.py", "x = 1\n" * (MAX_LINES + 1)),
+]
+GOOD = [
+    (
+        arrows_go_down,
+        "codecs/q8.py",
+        "import codecs, math, torch\nfrom .base import Codec\nfrom gradbus.codecs import s4",
+    ),
+    (arrows_go_down, "codecs/q8.py", "from codecs import lookup"),
+    (
+        arrows_go_down,
+        "runtime/bus.py",
+        "from gradbus.codecs import base\nfrom .errors import GradbusError\nfrom . import net",
+    ),
+    (
+        arrows_go_down,
+        "actors/client.py",
+        "from gradbus.runtime.bus import Bus\nfrom ..codecs import q8\nfrom . import rounds",
+    ),
+    (
+        arrows_go_down,
+        "experiments/cli.py",
+        "import gradbus\nfrom gradbus.actors import Client\nfrom gradbus.models import cnn",
+    ),
+    (arrows_go_down, "runtime/_front/__init__.py", "from .actors import Client\nfrom . import codecs"),
+    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli import main"),
+    (dds_stays_behind_the_bus, "runtime/dds.py", "import cyclonedds"),
+    (logging_is_set_up_once, "runtime/logs.py", "import structlog\nstructlog.configure(processors=[])"),
+    (
+        nothing_runs_foreign_code,
+        "models/task.py",
+        "model.eval()\ntorch.load(path, weights_only=True)\nnp.load(p, allow_pickle=False)",
+    ),
+    (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
+    (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),
+    (files_stay_short, "codecs/q8.py", "x = 1\n" * MAX_LINES),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), BAD)
+def test_the_rule_finds_a_bad_sample(rule: Rule, path: str, source: str) -> None:
+    assert rule(PurePosixPath(path), source)
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), GOOD)
+def test_the_rule_lets_a_good_sample_pass(rule: Rule, path: str, source: str) -> None:
+    assert rule(PurePosixPath(path), source) == []
+
+
+def test_every_rule_has_a_bad_and_a_good_sample() -> None:
+    assert {rule for rule, _, _ in BAD} == {rule for rule, _, _ in GOOD} == set(RULES)

@@ -1,0 +1,93 @@
+"""Uses the installed wheel as a newcomer does: `make smoke` runs it in a fresh environment, from an empty folder."""
+
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = Path(sysconfig.get_path("purelib")).resolve()
+COMMAND = Path(sysconfig.get_path("scripts"), "gradbus")
+PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
+DEMO = ["demo", "--data", "glyphs", "--rounds", "2", "--samples", "300", "--no-live"]
+DEMO_TIMEOUT_S = 240
+REPORT = "report*"  # somewhere below the folder that the demo was started from
+
+
+def check_files() -> None:
+    files = [str(file) for file in importlib.metadata.files("gradbus") or []]
+    strangers = [
+        name for name in files if not name.startswith(("gradbus/", "gradbus-")) and not name.endswith("/gradbus")
+    ]
+    assert files, "the wheel recorded no files"
+    assert not strangers, f"the wheel holds more than gradbus: {strangers}"
+    assert not [name for name in files if "_front" in name or "/test" in name]
+    for package in PACKAGES:
+        assert f"gradbus/{package}/__init__.py" in files, f"gradbus.{package} is missing"
+        for source in (ROOT / package).rglob("*.py"):
+            name = f"gradbus/{source.relative_to(ROOT)}".replace("/runtime/_front/", "/")
+            assert name in files, f"{name} is missing from the wheel"
+
+
+def check_import() -> None:
+    import codecs as standard_codecs
+
+    import gradbus
+    import gradbus.codecs
+
+    for module in (gradbus, gradbus.codecs):
+        file = Path(str(module.__file__)).resolve()
+        assert file.is_relative_to(SITE), f"{module.__name__} comes from {file}, not from {SITE}"
+    assert standard_codecs.lookup("utf-8").name == "utf-8"
+    version = importlib.metadata.version("gradbus")
+    assert getattr(gradbus, "__version__", version) == version
+    print(f"gradbus {version} from {SITE}")
+
+
+def check_data() -> None:
+    assert importlib.resources.files("gradbus").joinpath("py.typed").is_file()
+    assert "ClientUpdate" in importlib.resources.files("gradbus.runtime").joinpath("gradbus.idl").read_text()
+    configs = [item.name for item in importlib.resources.files("gradbus.experiments.configs").iterdir()]
+    assert {"controller.conf.json", "client.conf.json"} <= set(configs), configs
+
+
+def check_codecs() -> None:
+    import torch
+
+    import gradbus.codecs
+
+    vector = torch.linspace(-1, 1, 1000)
+    for name, error in {"fp32": 0.0, "q8": 0.01}.items():
+        payload = gradbus.codecs.get(name).encode(vector)
+        decoded = gradbus.codecs.decode(payload, expected_dim=1000)
+        assert (decoded.vector - vector).abs().max().item() <= error, name
+
+
+def check_command_line() -> None:
+    subprocess.run([COMMAND, "--help"], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-m", "gradbus", "--help"], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def check_demo() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [COMMAND, *DEMO],
+            cwd=folder,
+            timeout=DEMO_TIMEOUT_S,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert done.returncode == 0, f"gradbus {' '.join(DEMO)} ended with {done.returncode}:\n{done.stdout}"
+        reports = sorted(Path(folder).rglob(REPORT))
+        assert reports, f"no {REPORT} in {sorted(Path(folder).rglob('*'))}; the demo said:\n{done.stdout}"
+        print(f"demo wrote {', '.join(str(report.relative_to(folder)) for report in reports)}")
+
+
+if __name__ == "__main__":
+    for check in (check_files, check_import, check_data, check_codecs, check_command_line, check_demo):
+        check()
+        print(f"{check.__name__}: ok", flush=True)
