@@ -60,18 +60,22 @@ class FedAvg(Strategy):
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
-        self._mean = ExactMean(dim)
+        self._mean: ExactMean | None = None  # made at the first round: a controller that waits needs no sum
         self._base: Tensor | None = None
 
     def begin(self, round_id: int, base: Tensor) -> None:
+        if self._mean is None:
+            self._mean = ExactMean(self._dim)
         self._mean.reset()
         self._base = base
 
     def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
-        assert self._base is not None, "begin() comes first"
+        assert self._mean is not None, "begin() comes first"
+        assert self._base is not None
         self._mean.add(update, base=self._base, num_samples=num_samples)
 
     def finish(self, weights: Tensor) -> None:
+        assert self._mean is not None, "begin() comes first"
         for place, delta in self._mean.blocks():
             self._step(place, delta, weights[place])
 

@@ -1,0 +1,195 @@
+"""One process of a federated benchmark: a controller, or some clients, that report what they used.
+
+Started by the benchmarks as ``python -m gradbus.experiments.bench_process JSON``; prints one line of JSON at the end.
+Memory and processor time are those of this process alone, which is why each role has a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+TICK_S = 0.001
+WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
+
+
+def cpu_s() -> float:
+    """Processor time of this process so far, user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def memory_bytes(field: str) -> int:
+    """``VmRSS`` or ``VmHWM`` of this process."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_peak() -> None:
+    """Let VmHWM start again from the present."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+@asynccontextmanager
+async def loop_gaps(wanted: bool) -> AsyncIterator[list[float]]:
+    """Seconds by which a task that wants to run every millisecond came late, as long as the block runs.
+
+    It costs processor time itself (1,000 wake-ups a second), so it runs only where it is ``wanted``.
+    """
+    gaps: list[float] = []
+    if not wanted:
+        yield gaps
+        return
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.perf_counter()
+            gaps.append(max(0.0, now - last - TICK_S))
+            last = now
+
+    task = asyncio.create_task(tick())
+    try:
+        yield gaps
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that this share of the values does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+async def run_controller(spec: dict[str, Any]) -> dict[str, Any]:
+    """A controller with a model that learns nothing."""
+    import gradbus
+    from gradbus.models import NullTask
+
+    async with gradbus.connect(job=spec["job"], domain=spec["domain"]) as bus:
+        empty = memory_bytes("VmRSS")
+        opened_s = time.time()
+        config = gradbus.FederatedConfig(**spec["federated"])
+        controller = gradbus.Controller(bus, NullTask(spec["dim"]), config)
+        ends: list[float] = []
+        cpus: list[float] = []
+        idle = 0
+
+        async def watch_idle() -> None:
+            """Note the memory of a controller that has its model and waits for clients."""
+            nonlocal idle
+            while controller.progress.phase != "waiting":  # noqa: ASYNC110 - a watcher must not be part of what it watches
+                await asyncio.sleep(0.001)
+            idle = memory_bytes("VmRSS")
+            reset_peak()
+
+        watcher = asyncio.create_task(watch_idle())
+        async with loop_gaps(spec.get("gaps", False)) as gaps:
+            async for report in controller.rounds():
+                if report.round_id == WARM_UP_ROUNDS:
+                    gaps.clear()
+                ends.append(time.perf_counter())
+                cpus.append(cpu_s())
+        await watcher
+        reports = [report.to_json() for report in controller.progress.reports]
+        return {
+            "role": "controller", "opened_s": opened_s, "ends_s": ends, "cpu_s": cpus, "empty_bytes": empty,
+            "idle_bytes": idle, "peak_bytes": memory_bytes("VmHWM"), "gap_p99_s": percentile(gaps, 0.99),
+            "gap_max_s": max(gaps, default=0.0), "reports": reports,
+        }  # fmt: skip
+
+
+async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
+    """Some clients on one bus."""
+    import gradbus
+    from gradbus.models import NullTask
+
+    cpu_at: dict[int, float] = {}
+    first_command_s = 0.0
+    delay_s: dict[str, float] = spec.get("delay_s", {})
+
+    class Task(NullTask):
+        """Notes the processor time at the start of each round."""
+
+        def train(self, model: Any, **arguments: Any) -> Any:
+            nonlocal first_command_s
+            first_command_s = first_command_s or time.time()
+            cpu_at.setdefault(arguments["round_id"], cpu_s())
+            time.sleep(delay_s.get(str(arguments["client_id"]), 0.0))  # for another order of arrival
+            return super().train(model, **arguments)
+
+    async with gradbus.connect(job=spec["job"], domain=spec["domain"]) as bus:
+        opened_s = time.time()
+        async with loop_gaps(spec.get("gaps", False)) as gaps, asyncio.TaskGroup() as group:
+            for client_id in spec["clients"]:
+                task = Task(spec["dim"], delta=spec.get("delta", "constant"))
+                group.create_task(gradbus.Client(bus, task, client_id=client_id).run())
+    return {
+        "role": "clients", "opened_s": opened_s, "first_command_s": first_command_s,
+        "cpu_s": {str(round_id): used for round_id, used in cpu_at.items()}, "gap_p99_s": percentile(gaps, 0.99),
+        "gap_max_s": max(gaps, default=0.0), "peak_bytes": memory_bytes("VmHWM"),
+    }  # fmt: skip
+
+
+def start(spec: dict[str, Any]) -> subprocess.Popen[str]:
+    """Start such a process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gradbus.experiments.bench_process", json.dumps(spec)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def collect(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
+    """What it reported. Raises RuntimeError: it failed or took too long."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise RuntimeError(f"benchmark process {process.args} took longer than {timeout_s:g} s") from None
+    if process.returncode:
+        raise RuntimeError(f"benchmark process ended with {process.returncode}; its errors stand above")
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Run the role that the argument asks for."""
+    import structlog
+    import torch
+
+    from gradbus.runtime import logs
+
+    logs.configure(level="error")
+    torch.set_num_threads(1)
+    spec = json.loads(sys.argv[1])
+    for module in ("gradbus.actors", "gradbus.models"):  # imports are not part of any figure
+        __import__(module)
+    role = run_controller if spec["role"] == "controller" else run_clients
+    if spec.get("uvloop"):
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            result = runner.run(role(spec))
+    else:
+        result = asyncio.run(role(spec))
+    structlog.reset_defaults()
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # torch's teardown takes its time and is nobody's figure
+
+
+if __name__ == "__main__":
+    main()
