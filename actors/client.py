@@ -93,12 +93,17 @@ class Client:
         self._update: Update | None = None
         self._receipt: Receipt | None = None
         self._ended: Bye | None = None
+        self._session = 0  # incarnation of the controller that has welcomed this client last
         self._done_round = 0
-        self._failures = 0
         self._phase = "idle"
         self._transfers = 0
         self._heard_s = time.monotonic()
         self._rounds = self._refused = self._bytes_up = 0
+
+    @property
+    def from_round(self) -> int | None:
+        """The first round that it takes part in, as the controller said last; None before it is welcomed."""
+        return None if self._welcome is None else self._welcome.next_round
 
     def _open(self) -> None:
         """Off the loop: building a model and reading residuals take their time."""
@@ -167,28 +172,40 @@ class Client:
                 if complete is not None:
                     group.create_task(self._take_model(*complete), name=f"client-{self.client_id}-model")
                 return
-            case Control(sender=sender, body=body) if sender == CONTROLLER:
+            case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
+                if session < self._session:
+                    return  # the last words of a controller that has been replaced
                 self._heard_s = time.monotonic()
-                self._hear_controller(body, group)
+                self._hear_controller(session, body, group)
             case _:
                 return
         self._changed.set()
 
-    def _hear_controller(self, body: Any, group: asyncio.TaskGroup) -> None:
+    def _start_session(self, session: int, welcome: Welcome) -> None:
+        """Another controller, or another start of it: what the one before said counts no longer.
+
+        A controller that died before it had committed a round does that round again, from the same model.
+        """
+        self._session = session
+        self._command, self._done_round, self._update = None, 0, None
+        self._copy.start(welcome.run_id)
+        self._compute.stop_current()
+        log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
+
+    def _hear_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
         me = (self.client_id, self._identity.incarnation)
         update = self._update
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
-                if self._welcome is None or self._welcome.run_id != body.run_id:
-                    self._copy.start_run(body.run_id)
-                    self._update, self._done_round = None, 0
-                    log.info("welcomed", client=self.client_id, run=f"{body.run_id:016x}", from_round=body.next_round)
+                if self._welcome is None or session != self._session:
+                    self._start_session(session, body)
                 self._welcome = body
                 group.create_task(self._hello(), name=f"client-{self.client_id}-hello")
             case Refused() if (body.to, body.incarnation) == me:
                 raise JoinRefused(body.why)
-            case Status() if self._welcome is not None and body.run_id != self._welcome.run_id:
-                self._welcome = None  # another run: be welcomed anew
+            case Status() if session != self._session and self._welcome is not None:
+                self._welcome = None  # another start of the controller: be welcomed anew
+                group.create_task(self._hello(), name=f"client-{self.client_id}-hello")
             case Grant() if (body.to, body.incarnation) == me and update is not None:
                 if body.transfer == update.key.transfer:
                     group.create_task(self._send(update, None), name=f"client-{self.client_id}-send")
@@ -223,10 +240,10 @@ class Client:
     async def _hello(self) -> None:
         ready = self._bus.matched_readers(ClientUpdate) > 0
         ready = ready and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
-        run_id = self._welcome.run_id if self._welcome is not None else 0
+        session = self._session if self._welcome is not None else 0
         round_id = self._command.round_id if self._command is not None else -1
         hello = Hello(
-            protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready, run_id=run_id,
+            protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready, session=session,
             phase=self._phase, round_id=round_id, model_round=self._copy.round_id,
             host=f"{socket.gethostname()}:{os.getpid()}",
         )  # fmt: skip
@@ -275,17 +292,20 @@ class Client:
         return command.round_id > self._done_round and command.round_id >= welcome.next_round
 
     async def _fetch(self, welcome: Welcome, command: TrainCmd) -> None:
-        """Wait for the model; ask for it if it does not come."""
+        """Wait for the model that the command builds on; ask for it while it does not come."""
         self._phase = "fetching"
-        since_s = time.monotonic()
-        await self._wait(ASK_AFTER_S)
-        if (
-            self._copy.round_id < command.round_id - 1
-            and time.monotonic() - max(since_s, self._copy.progressed_s) >= ASK_AFTER_S
-        ):
-            transfer, seqs = self._copy.missing(command.round_id - 1)
-            with contextlib.suppress(BusError):
-                await self._bus.publish(self._identity, NeedModel(welcome.run_id, command.round_id - 1, transfer, seqs))
+        asked_s = time.monotonic()
+        while self._copy.round_id < command.round_id - 1 and not self._superseded(command):
+            self._changed.clear()
+            ask_at_s = max(asked_s, self._copy.progressed_s) + ASK_AFTER_S
+            if time.monotonic() >= ask_at_s:
+                asked_s = time.monotonic()
+                transfer, seqs = self._copy.missing(command.round_id - 1)
+                need = NeedModel(welcome.run_id, command.round_id - 1, transfer, seqs)
+                with contextlib.suppress(BusError):
+                    await self._bus.publish(self._identity, need)
+            else:
+                await self._wait(ask_at_s - time.monotonic())
         self._phase = "idle"
 
     async def _wait(self, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 import torch
 
@@ -93,7 +93,7 @@ class Controller:
         self._strategy = self._given_strategy or make_strategy(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
         self._members = Members(
-            dim=self._model.dim, layout=self._model.layout, run_id=self._state.run_id,
+            dim=self._model.dim, layout=self._model.layout, session=self._identity.incarnation,
             dead_after_s=config.dead_after_s, rival_after_s=2.4 * config.heartbeat_s,
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ class Controller:
             pass
         return list(self.progress.reports)
 
-    async def rounds(self) -> AsyncIterator[RoundReport]:
+    async def rounds(self) -> AsyncGenerator[RoundReport, None]:
         """Run, and give each report as its round is committed. Closing the iterator ends the run in order.
 
         Raises:

@@ -50,18 +50,20 @@ class Members:
     under one id.
     """
 
-    def __init__(self, *, dim: int, layout: int, run_id: int, dead_after_s: float, rival_after_s: float) -> None:
+    def __init__(self, *, dim: int, layout: int, session: int, dead_after_s: float, rival_after_s: float) -> None:
         """An empty table.
 
         Args:
-            dim: size of the model; layout: its hash; run_id: the run. Clients that differ are refused.
+            dim: size of the model; layout: its hash. Clients that differ are refused.
+            session: this start of the controller. A client is ready only once it has been welcomed by it: then it
+                has forgotten what an earlier start told it.
             dead_after_s: a client that is silent for so long is dead.
             rival_after_s: when an id is used twice, how long after the newcomer's first word the older one must still
                 talk to keep it.
         """
         self._dim = dim
         self._layout = layout
-        self._run_id = run_id
+        self._session = session
         self._dead_after_s = dead_after_s
         self._rival_after_s = rival_after_s
         self._members: dict[int, Member] = {}
@@ -99,12 +101,11 @@ class Members:
             return Answer.REFUSE, f"client id {client_id} is in use by a later start ({member.hello.host})"
         if member is not None and incarnation > member.incarnation:
             return self._meet_rival(member, incarnation, hello, now_s, next_round)
-        if member is None:
-            member = self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
+        if member is None:  # new, or back after it was taken for dead: it has to hear from which round on it counts
+            self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
+            return Answer.WELCOME, ""
         member.hello, member.heard_s = hello, now_s
-        if hello.run_id == self._run_id:
-            return Answer.NOTHING, ""
-        return Answer.WELCOME, ""
+        return (Answer.NOTHING if hello.session == self._session else Answer.WELCOME), ""
 
     def _meet_rival(
         self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int
@@ -139,5 +140,5 @@ class Members:
         return sorted(
             member.client_id
             for member in self._members.values()
-            if member.hello.ready and member.hello.run_id == self._run_id and member.from_round <= round_id
+            if member.hello.ready and member.hello.session == self._session and member.from_round <= round_id
         )

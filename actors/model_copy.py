@@ -39,12 +39,11 @@ class ModelCopy:
         self.progressed_s = time.monotonic()
         self.dropped = 0
 
-    def start_run(self, run_id: int) -> None:
-        """Follow this run; a model of another one is worth nothing."""
-        if run_id != self._run_id:
-            self._run_id = run_id
-            self.round_id, self.vector = -1, None
-            self._forget(lambda key: True)
+    def start(self, run_id: int) -> None:
+        """Follow this run from here on. The model so far is worth nothing: a controller that starts sends its own."""
+        self._run_id = run_id
+        self.round_id, self.vector = -1, None
+        self._forget(lambda key: True)
 
     def feed(self, message: ModelBlob) -> tuple[FrameKey, memoryview] | None:
         """Take a frame. Returns the transfer and its payload when all of it is there, for :meth:`apply`."""

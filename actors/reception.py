@@ -82,7 +82,7 @@ class Reception:
 
     async def _hello(self, client_id: int, incarnation: int, hello: Hello) -> None:
         before = self._members.get(client_id, incarnation)
-        was_ready = before is not None and before.hello.ready and before.hello.run_id == self._run_id
+        was_ready = before is not None and before.hello.ready and before.hello.session == self._identity.incarnation
         answer, why = self._members.hello(
             client_id, incarnation, hello, now_s=time.monotonic(), next_round=self._next_round()
         )
@@ -99,7 +99,9 @@ class Reception:
                 codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
             )  # fmt: skip
             await self._bus.publish(self._identity, welcome)
-        if member is not None and (before is None or was_ready != (hello.ready and hello.run_id == self._run_id)):
+        if member is not None and (
+            before is None or was_ready != (hello.ready and hello.session == self._identity.incarnation)
+        ):
             if before is None:
                 log.info("client joined", client=client_id, host=hello.host, from_round=member.from_round)
             self._changed()

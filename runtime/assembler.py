@@ -76,33 +76,22 @@ class Assembler:
                 f"at most {transfer.max_bytes} are accepted"
             )  # fmt: skip
         if transfer.buffer is None or transfer.have is None:
-            if frame.seq_cnt > max(1, frame.total_bytes):
-                raise FrameError("mismatch", f"{frame.seq_cnt} frames for {frame.total_bytes} bytes")
             transfer.buffer = np.empty(frame.total_bytes, np.uint8)
             transfer.have = np.zeros(frame.seq_cnt, np.bool_)
             transfer.left = frame.seq_cnt
+            transfer.chunk_bytes = frame.chunk_bytes
             transfer.flags = frame.flags
         buffer, have = transfer.buffer, transfer.have
-        if buffer.nbytes != frame.total_bytes or have.size != frame.seq_cnt:
+        # With one size of chunks the place of a frame follows from its number (``frames.parse`` has checked that), so
+        # frames that are all there cover every byte exactly once.
+        if (frame.total_bytes, frame.seq_cnt, frame.chunk_bytes) != (buffer.nbytes, have.size, transfer.chunk_bytes):
             raise FrameError(
-                "mismatch", f"frame says {frame.total_bytes} bytes in {frame.seq_cnt} frames, "
-                f"earlier ones said {buffer.nbytes} in {have.size}"
+                "mismatch", f"frame says {frame.total_bytes} bytes in {frame.seq_cnt} chunks of {frame.chunk_bytes}, "
+                f"earlier ones said {buffer.nbytes} in {have.size} of {transfer.chunk_bytes}"
             )  # fmt: skip
         if have[frame.seq]:
             return Verdict.REPEATED
-        size = len(frame.data)
-        # All frames but the last have one size, so the place of each follows from its number. With this, frames that
-        # are all there cover every byte exactly once.
-        last = frame.seq + 1 == frame.seq_cnt
-        chunk, rest = (size, 0) if not last else divmod(frame.offset, max(1, frame.seq_cnt - 1))
-        if frame.seq_cnt > 1 and (rest or transfer.chunk_bytes not in (0, chunk)):
-            raise FrameError("mismatch", f"frame {frame.seq} of {frame.seq_cnt} does not fit chunks of {chunk} bytes")
-        if not (frame.seq_cnt - 1) * chunk < max(1, frame.total_bytes) or (
-            not last and frame.total_bytes > frame.seq_cnt * chunk
-        ):
-            raise FrameError("mismatch", f"{frame.seq_cnt} chunks of {chunk} bytes do not make {frame.total_bytes}")
-        transfer.chunk_bytes = chunk
-        buffer[frame.offset : frame.offset + size] = np.frombuffer(frame.data, np.uint8)
+        buffer[frame.offset : frame.offset + len(frame.data)] = np.frombuffer(frame.data, np.uint8)
         have[frame.seq] = True
         transfer.left -= 1
         return Verdict.STORED if transfer.left else Verdict.COMPLETE

@@ -39,7 +39,7 @@ class Hello:
         dim: number of parameters of the client's model.
         layout: hash over names, shapes and dtypes of its parameters.
         ready: its DDS writers and readers are matched with the controller's.
-        run_id: the run it has been welcomed to, 0 for none.
+        session: incarnation of the controller that has welcomed it, 0 for none.
         phase: idle, fetching, training, encoding or uploading.
         round_id: the round it works on, -1 for none.
         model_round: the round of the model that it holds, -1 for none.
@@ -50,7 +50,7 @@ class Hello:
     dim: U64
     layout: U64
     ready: bool
-    run_id: U64
+    session: U64
     phase: Name
     round_id: Round
     model_round: Round
@@ -254,7 +254,8 @@ def decode(data: bytes | memoryview) -> Body:
     if kind is None:
         raise FrameError("control", f"control message of unknown kind {raw[0][:40]!r}")
     try:
-        body: Body = kind(**raw[1])  # pydantic checks every field here
+        # pydantic checks every field here. Of unknown ones not even the names may reach it: they are foreign text.
+        body: Body = kind(**{name: value for name, value in raw[1].items() if name in kind.__dataclass_fields__})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(step) for step in first["loc"])

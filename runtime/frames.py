@@ -88,6 +88,11 @@ class Frame:
     offset: int
     data: memoryview
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the chunks that the payload was cut into; the only frame of a payload is one chunk."""
+        return self.offset // self.seq if self.seq else len(self.data)
+
 
 def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Number of frames of a payload; an empty payload has one empty frame."""
@@ -130,9 +135,9 @@ def split(
         ValueError: name or chunk too long, or more frames than a receiver accepts.
     """
     view = memoryview(payload).cast("B")
-    count = chunk_count(len(view), chunk_bytes)
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes must be within 1 .. {MAX_CHUNK_BYTES}, got {chunk_bytes}")
+    count = chunk_count(len(view), chunk_bytes)
     if count > MAX_FRAMES:
         raise ValueError(f"payload of {len(view)} bytes makes {count} frames of {chunk_bytes}, at most {MAX_FRAMES}")
     if len(key.name.encode()) > MAX_NAME_BYTES:
@@ -141,6 +146,22 @@ def split(
         if 0 <= seq < count:
             data = view[seq * chunk_bytes : (seq + 1) * chunk_bytes]
             yield head(key, view, seq, chunk_bytes=chunk_bytes, flags=flags, world=world), data
+
+
+def _fits(seq: int, seq_cnt: int, total_bytes: int, offset: int, size: int) -> bool:
+    """Whether this is frame ``seq`` of a payload cut into equal chunks, of which the last may be shorter.
+
+    With this, frames of one payload and one chunk size that are all there cover every byte exactly once.
+    """
+    if total_bytes == 0:
+        return (seq_cnt, offset, size) == (1, 0, 0)
+    chunk_bytes = offset // seq if seq else size
+    return (
+        0 < chunk_bytes <= MAX_CHUNK_BYTES
+        and offset == seq * chunk_bytes
+        and seq_cnt == chunk_count(total_bytes, chunk_bytes)
+        and size == min(chunk_bytes, total_bytes - offset)
+    )
 
 
 def parse(data: Any) -> Frame:
@@ -166,11 +187,7 @@ def parse(data: Any) -> Frame:
         )
     if len(view) != HEADER_BYTES + name_bytes + size:
         raise FrameError("short", f"frame of {len(view)} bytes, its header says {HEADER_BYTES + name_bytes + size}")
-    if offset + size > total_bytes or (size == 0 and total_bytes != 0):
-        raise FrameError("limits", f"frame covers bytes {offset} to {offset + size} of {total_bytes}")
-    # The place of a frame follows from its number: all but the last have one size, and the last ends the payload. With
-    # this, frames that are all different and all there cover every byte exactly once.
-    if (seq + 1 == seq_cnt and offset + size != total_bytes) or (seq + 1 < seq_cnt and offset != seq * size):
+    if not _fits(seq, seq_cnt, total_bytes, offset, size):
         raise FrameError("limits", f"frame {seq} of {seq_cnt} stands at byte {offset} with {size} of {total_bytes}")
     if zlib.crc32(view[HEADER_BYTES:], zlib.crc32(view[:_CRC_AT])) != crc:
         raise FrameError("crc", f"frame {seq} of {seq_cnt} from sender {sender}: its bytes do not match its CRC-32")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl import annotations as idl
-from cyclonedds.idl.types import float64, int32, int64, sequence, uint8
+from cyclonedds.idl.types import byte, float64, int32, int64, sequence
 
 ENCAPSULATION = b"\x00\x01\x00\x00"
 
@@ -83,7 +83,7 @@ class ClientUpdateType(IdlStruct, typename="gradbus.ClientUpdate"):
     client_id: int32
     round_id: int32
     num_samples: int64
-    data: sequence[uint8]  # type: ignore[type-arg]
+    data: sequence[byte]  # type: ignore[type-arg]
 
     serialize = _serialize_packed
 
@@ -104,7 +104,7 @@ class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
     """One frame of a global model."""
 
     round_id: int32
-    data: sequence[uint8]  # type: ignore[type-arg]
+    data: sequence[byte]  # type: ignore[type-arg]
 
     serialize = _serialize_packed
 
@@ -124,7 +124,7 @@ class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
 class FrameType(IdlStruct, typename="gradbus.Frame"):
     """One frame of control or of a collective."""
 
-    data: sequence[uint8]  # type: ignore[type-arg]
+    data: sequence[byte]  # type: ignore[type-arg]
 
     serialize = _serialize_packed
 

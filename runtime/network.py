@@ -66,7 +66,7 @@ def check_interface(name: str) -> None:
     known = interfaces()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"network interface {name!r} does not exist here{hint} This machine has: {', '.join(known)}")
 
 

@@ -1,0 +1,171 @@
+"""Federated runs of real processes over real DDS on the loopback interface, and what is left when some of them die."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import Federation, Node
+
+pytestmark = pytest.mark.slow
+
+NEVER = "/nonexistent/gate"
+
+_domains = itertools.count(131)
+
+
+@pytest.fixture
+def federation() -> Iterator[Federation]:
+    with Federation(domain=next(_domains)) as federation:
+        yield federation
+
+
+def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
+    done = controller.wait_for("done", timeout_s=60.0)
+    assert controller.wait() == 0
+    for client in clients:
+        assert client.wait() == 0
+    reports: list[dict[str, Any]] = done["reports"]
+    return reports
+
+
+def test_a_controller_and_two_clients_run_three_rounds(federation: Federation) -> None:
+    controller = federation.controller(rounds=3, num_clients=2)
+    clients = [federation.client(0), federation.client(1)]
+    reports = finish(controller, *clients)
+    assert [report["clients"] for report in reports] == [[0, 1]] * 3
+    assert all(report["dropped"] == {} for report in reports)
+    assert [client.all("done")[0]["rounds"] for client in clients] == [3, 3]
+
+
+def test_a_round_completes_at_the_deadline_with_one_of_two_clients(federation: Federation) -> None:
+    controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=3.0)
+    clients = [federation.client(0), federation.client(1, hold={"1": NEVER})]
+    reports = finish(controller, *clients)
+    assert reports[0]["clients"] == [0]
+    assert reports[0]["outcome"] == "deadline"
+    assert reports[1]["clients"] == [0, 1]  # the slow one was called off and took part in the next
+
+
+def test_a_quorum_and_its_grace_end_a_round_before_the_deadline(federation: Federation) -> None:
+    controller = federation.controller(rounds=1, num_clients=2, quorum=0.5, grace_s=0.3)
+    clients = [federation.client(0), federation.client(1, hold={"1": NEVER})]
+    reports = finish(controller, *clients)
+    assert (reports[0]["clients"], reports[0]["outcome"]) == ([0], "quorum and grace")
+
+
+def test_a_client_killed_in_training_is_not_waited_for(federation: Federation) -> None:
+    controller = federation.controller(rounds=3, num_clients=2)
+    client, victim = federation.client(0), federation.client(1, hold={"2": NEVER})
+    victim.wait_for("training", round=2)
+    victim.signal(signal.SIGKILL)
+    reports = finish(controller, client)
+    assert [report["clients"] for report in reports] == [[0, 1], [0], [0]]
+    assert reports[1]["seconds"] < 10.0
+
+
+def test_a_client_killed_in_mid_upload_leaves_no_trace_and_may_come_back(tmp_path: Path) -> None:
+    # A model of 100 MB takes long enough on its way to be cut in the middle.
+    gate = tmp_path / "gate"
+    with Federation(domain=next(_domains), dim=25_000_000) as federation:
+        controller = federation.controller(rounds=3, num_clients=2)
+        client = federation.client(0, hold={"2": str(gate)})
+        victim = federation.client(1, die_after_bytes=20 << 20)
+        assert victim.wait(60.0) == -signal.SIGKILL
+        client.wait_for("training", round=2)
+        again = federation.client(1)
+        again.wait_for("welcomed")
+        gate.touch()
+        reports = finish(controller, client, again)
+    assert reports[0]["clients"] == [0]
+    assert reports[0]["dropped"]["cut short"] == 1
+    assert reports[2]["clients"] == [0, 1]
+
+
+def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_current_model(
+    federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    controller = federation.controller(rounds=3, min_clients=1, start_grace_s=0.0, downlink_codec="s4")
+    client = federation.client(0, hold={"2": str(gate)})
+    client.wait_for("training", round=2)
+    late = federation.client(1)
+    late.wait_for("welcomed")
+    gate.touch()
+    reports = finish(controller, client, late)
+    assert [report["clients"] for report in reports] == [[0], [0], [0, 1]]
+    assert [event["round"] for event in late.all("training")] == [3]
+
+
+def test_a_suspended_client_is_dead_and_comes_back_when_it_goes_on(federation: Federation, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    controller = federation.controller(rounds=4, num_clients=2)
+    client = federation.client(0, hold={"3": str(gate)})
+    sleeper = federation.client(1, hold={"2": NEVER})
+    sleeper.wait_for("training", round=2)
+    sleeper.signal(signal.SIGSTOP)
+    controller.wait_for("round", round_id=2, clients=[0])
+    sleeper.signal(signal.SIGCONT)
+    sleeper.wait_for("welcomed", from_round=4)
+    gate.touch()
+    reports = finish(controller, client, sleeper)
+    assert reports[3]["clients"] == [0, 1]
+
+
+def test_without_any_client_the_controller_says_who_is_missing(federation: Federation) -> None:
+    controller = federation.controller(rounds=1, num_clients=2, min_clients=2, start_timeout_s=0.5)
+    assert controller.wait() == 3
+    (error,) = controller.all("error")
+    assert error["kind"] == "BarrierTimeout"
+    assert "missing [0, 1]" in error["text"]
+
+
+def test_a_round_that_nobody_answers_is_tried_again_and_then_given_up(federation: Federation) -> None:
+    controller = federation.controller(rounds=1, num_clients=1, round_timeout_s=0.5, max_attempts=2)
+    federation.client(0, hold={"1": NEVER})
+    assert controller.wait(40.0) == 3
+    (error,) = controller.all("error")
+    assert (error["kind"], "after 2 attempts" in error["text"]) == ("RoundTimeout", True)
+
+
+def test_a_failing_training_function_costs_its_client_the_round_and_nothing_else(federation: Federation) -> None:
+    controller = federation.controller(rounds=3, num_clients=2)
+    clients = [federation.client(0), federation.client(1, raise_in=2)]
+    reports = finish(controller, *clients)
+    assert [report["clients"] for report in reports] == [[0, 1], [0], [0, 1]]
+    assert reports[1]["dropped"]["training failed"] == 1
+
+
+def test_a_client_whose_model_is_not_finite_costs_only_its_own_round(federation: Federation) -> None:
+    controller = federation.controller(rounds=2, num_clients=2)
+    clients = [federation.client(0), federation.client(1, nan_in=1)]
+    reports = finish(controller, *clients)
+    assert [report["clients"] for report in reports] == [[0], [0, 1]]
+
+
+def test_a_second_process_with_the_same_id_is_refused_and_the_first_goes_on(
+    federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    controller = federation.controller(rounds=2, num_clients=1)
+    client = federation.client(0, hold={"1": str(gate)})
+    client.wait_for("training", round=1)
+    twin = federation.client(0)
+    assert twin.wait() == 3
+    assert twin.all("error")[0]["kind"] == "JoinRefused"
+    assert "give each its own id" in twin.all("error")[0]["text"]
+    gate.touch()
+    reports = finish(controller, client)
+    assert [report["clients"] for report in reports] == [[0], [0]]
+
+
+def test_a_client_with_another_model_is_refused_with_the_reason(federation: Federation) -> None:
+    controller = federation.controller(rounds=1, num_clients=1)
+    stranger = federation.client(1, dim=1000)
+    assert stranger.wait() == 3
+    assert "1,000 values, here 200,000" in stranger.all("error")[0]["text"]
+    finish(controller, federation.client(0))

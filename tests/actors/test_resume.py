@@ -1,0 +1,125 @@
+"""The controller dies at every step of a round and goes on with the same run, to the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from federation import Federation
+
+pytestmark = pytest.mark.slow
+
+_domains = itertools.count(160)
+_RULES = {"rounds": 4, "num_clients": 2, "codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm"}
+_STEPS = [
+    "before_command",
+    "after_command",
+    "mid_collect",
+    "after_collect_before_aggregate",
+    "after_aggregate_before_commit",
+    "after_commit_before_publish",
+    "after_publish",
+]
+
+
+@pytest.fixture
+def federation() -> Iterator[Federation]:
+    with Federation(domain=next(_domains)) as federation:
+        yield federation
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> list[int]:
+    """CRC-32 of the weights after each round of a run in which nobody dies."""
+    with Federation(domain=next(_domains)) as federation:
+        controller = federation.controller(**_RULES)
+        clients = [federation.client(0), federation.client(1)]
+        done = controller.wait_for("done", timeout_s=60.0)
+        assert [client.wait() for client in clients] == [0, 0]
+    return [report["weights_crc32"] for report in done["reports"]]
+
+
+@pytest.mark.parametrize("step", _STEPS)
+def test_killed_at_any_step_the_run_ends_with_the_weights_of_an_unbroken_one(
+    step: str, federation: Federation, unbroken: list[int], tmp_path: Path
+) -> None:
+    state = str(tmp_path / "controller")
+    clients = [federation.client(i, client={"state_dir": str(tmp_path / "clients")}) for i in (0, 1)]
+    first = federation.controller(**_RULES, state_dir=state, fail_at=f"{step}:2")
+    assert first.wait(60.0) == -signal.SIGKILL
+    second = federation.controller(**_RULES, state_dir=state)
+    done = second.wait_for("done", timeout_s=60.0)
+    assert [client.wait() for client in clients] == [0, 0]  # they were not restarted
+    assert [report["weights_crc32"] for report in done["reports"]] == unbroken
+    assert [report["round_id"] for report in done["reports"]] == [1, 2, 3, 4]
+    committed = 2 if step in ("after_commit_before_publish", "after_publish") else 1
+    assert len(second.all("round")) == 4 - committed  # at most the open round was done again
+
+
+def test_everybody_dies_and_all_go_on_from_what_is_on_the_disk(
+    federation: Federation, unbroken: list[int], tmp_path: Path
+) -> None:
+    state, client = str(tmp_path / "controller"), {"state_dir": str(tmp_path / "clients")}
+    clients = [federation.client(i, client=client) for i in (0, 1)]
+    assert federation.controller(**_RULES, state_dir=state, fail_at="mid_collect:3").wait(60.0) == -signal.SIGKILL
+    for node in clients:
+        node.signal(signal.SIGKILL)
+        node.wait()
+    again = [federation.client(i, client=client) for i in (0, 1)]
+    done = federation.controller(**_RULES, state_dir=state).wait_for("done", timeout_s=60.0)
+    assert [node.wait() for node in again] == [0, 0]
+    assert [report["weights_crc32"] for report in done["reports"]] == unbroken
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    federation: Federation, unbroken: list[int], tmp_path: Path
+) -> None:
+    state, client = tmp_path / "controller", {"state_dir": str(tmp_path / "clients")}
+    clients = [federation.client(i, client=client) for i in (0, 1)]
+    assert federation.controller(**_RULES, state_dir=str(state), fail_at="after_publish:3").wait(60.0) != 0
+    newest = state / "round-000003.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    second = federation.controller(**_RULES, state_dir=str(state))
+    done = second.wait_for("done", timeout_s=60.0)
+    assert [node.wait() for node in clients] == [0, 0]
+    assert [event["round_id"] for event in second.all("round")] == [3, 4]
+    assert [report["weights_crc32"] for report in done["reports"]] == unbroken
+
+
+def test_a_finished_run_started_again_has_nothing_to_do(federation: Federation, tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    controller = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    client = federation.client(0)
+    controller.wait_for("done")
+    assert client.wait() == 0
+    again = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    done = again.wait_for("done", timeout_s=20.0)
+    assert [report["round_id"] for report in done["reports"]] == [1]
+
+
+def test_two_controllers_cannot_share_a_state_directory(federation: Federation, tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    first = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    first.wait_for("started")
+    federation.client(0, hold={"1": "/nonexistent/gate"}).wait_for("training", round=1)
+    second = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    assert second.wait() == 3
+    assert "in use by another running process" in second.all("error")[0]["text"]
+
+
+def test_a_checkpoint_holds_the_history_and_only_the_last_few_are_kept(federation: Federation, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    controller = federation.controller(rounds=5, num_clients=1, state_dir=str(state), keep_checkpoints=2)
+    client = federation.client(0)
+    controller.wait_for("done", timeout_s=60.0)
+    assert client.wait() == 0
+    names = sorted(path.name for path in state.glob("round-*"))
+    assert names == [f"round-00000{i}.{kind}" for i in (4, 5) for kind in ("json", "safetensors")]
+    meta = json.loads((state / "round-000005.json").read_text(encoding="utf-8"))["meta"]
+    assert [entry["round_id"] for entry in meta["history"]] == [1, 2, 3, 4, 5]

@@ -1,0 +1,151 @@
+"""Real processes of a federated run, for tests: started here, ended by their ids.
+
+They are forked from a server that has torch loaded and nothing else running (DDS starts only after the fork), because
+loading torch takes seconds; in another network namespace they are started from scratch.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DIM = 200_000
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "torch.optim"])
+
+
+@dataclass
+class Node:
+    """One process and the events it told of."""
+
+    process: Any  # subprocess.Popen or multiprocessing.Process
+    source: Iterable[dict[str, Any]]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    incoming: queue.Queue[dict[str, Any] | None] = field(default_factory=queue.Queue)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for event in self.source:
+            self.incoming.put(event)
+        self.incoming.put(None)
+
+    def wait_for(self, name: str, timeout_s: float = 30.0, **match: Any) -> dict[str, Any]:
+        """The next event of this name and these values; fails when the process ends or the time is over."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self.incoming.get(timeout=max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no event {name} {match} within {timeout_s} s; seen: {self.events}") from None
+            if event is None:
+                raise AssertionError(f"the process ended without event {name} {match}; seen: {self.events}")
+            self.events.append(event)
+            if event["event"] == name and all(event.get(key) == value for key, value in match.items()):
+                return event
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """The exit code, negative for a signal; all events are read by then."""
+        if isinstance(self.process, subprocess.Popen):
+            code = self.process.wait(timeout_s)
+        else:
+            self.process.join(timeout_s)
+            assert self.process.exitcode is not None, f"still running after {timeout_s} s; seen: {self.events}"
+            code = self.process.exitcode
+        while (event := self.incoming.get(timeout=5.0)) is not None:
+            self.events.append(event)
+        self.incoming.put(None)
+        return int(code)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this process."""
+        os.kill(self.process.pid, number)
+
+    def all(self, name: str) -> list[dict[str, Any]]:
+        """Events of this name that were read so far."""
+        return [event for event in self.events if event["event"] == name]
+
+    def end(self) -> None:
+        """Kill it if it runs, and give back what it held."""
+        if isinstance(self.process, subprocess.Popen):
+            if self.process.poll() is None:
+                self.process.kill()
+            self.process.wait(10.0)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+        else:
+            if self.process.is_alive():
+                self.process.kill()
+            self.process.join(10.0)
+            self.process.close()
+
+
+class Federation(AbstractContextManager["Federation"]):
+    """Starts controllers and clients of one job, and ends those that are left."""
+
+    def __init__(self, *, domain: int, **common: Any) -> None:
+        self._common = {"job": f"test-{os.getpid()}-{time.monotonic_ns()}", "domain": domain, "dim": DIM, **common}
+        self._nodes: list[Node] = []
+
+    def _start(self, prefix: tuple[str, ...], spec: dict[str, Any]) -> Node:
+        spec = {**self._common, **spec}
+        node = Node(*(_spawn(prefix, spec) if prefix else _fork(spec)))
+        self._nodes.append(node)
+        return node
+
+    def controller(self, *, prefix: tuple[str, ...] = (), **federated: Any) -> Node:
+        """A controller; the settings are those of FederatedConfig, and ``fail_at``."""
+        fail_at = federated.pop("fail_at", None)
+        rules = {"eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": 1.0, "round_timeout_s": 30.0, **federated}
+        return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at})
+
+    def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
+        """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains
+        until the path exists, or until it is called off."""
+        return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._nodes:
+            node.end()
+
+
+def _fork(spec: dict[str, Any]) -> tuple[Any, Iterable[dict[str, Any]]]:
+    import federation_node
+
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=federation_node.run_forked, args=(spec, theirs))
+    process.start()
+    theirs.close()
+
+    def events() -> Iterable[dict[str, Any]]:
+        with ours:
+            while True:
+                try:
+                    yield ours.recv()
+                except (EOFError, OSError):
+                    return
+
+    return process, events()
+
+
+def _spawn(prefix: tuple[str, ...], spec: dict[str, Any]) -> tuple[Any, Iterable[dict[str, Any]]]:
+    script = Path(__file__).with_name("federation_node.py")
+    process = subprocess.Popen(
+        [*prefix, sys.executable, str(script), json.dumps(spec)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, (json.loads(line) for line in process.stdout if line.startswith("{"))

@@ -1,0 +1,114 @@
+"""One controller or one client for :mod:`federation`: a process of its own that says what happens.
+
+Started as ``python federation_node.py JSON``, with JSON lines on stdout, or forked from a server that has torch loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # this folder is for the import of helpers only
+    sys.path.remove(str(Path(__file__).parent))
+
+import torch
+
+import gradbus
+from gradbus.actors import Client, Controller
+from gradbus.models import NullTask
+from gradbus.runtime import logs
+from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.tasks import single_error
+
+Say = Callable[[dict[str, Any]], None]
+
+
+async def _controller(spec: dict[str, Any], say: Say) -> None:
+    config = gradbus.FederatedConfig(**spec["federated"])
+    network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
+    async with gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus:
+        controller = Controller(bus, NullTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
+        say({"event": "started"})
+        async for report in controller.rounds():
+            say({"event": "round", "run_id": controller.run_id, **report.to_json()})
+        reports = [report.to_json() for report in controller.progress.reports]
+        say({"event": "done", "reports": reports, "rejected": dict(bus.rejected)})
+
+
+async def _client(spec: dict[str, Any], say: Say) -> None:
+    hold: dict[str, str] = spec.get("hold", {})
+
+    class Task(NullTask):
+        """Says when it trains; holds in the rounds that the test names, until a file is there or it is called off."""
+
+        def train(self, model: Any, **arguments: Any) -> Any:
+            round_id = arguments["round_id"]
+            say({"event": "training", "round": round_id})
+            gate = hold.get(str(round_id))
+            while gate is not None and not Path(gate).exists() and not arguments["should_stop"]():
+                time.sleep(0.005)
+            if spec.get("raise_in") == round_id:
+                raise RuntimeError("the user's own mistake")
+            if spec.get("nan_in") == round_id:
+                with torch.no_grad():
+                    model.vector[7] = float("nan")
+            return super().train(model, **arguments)
+
+    config = gradbus.ClientConfig(**spec.get("client", {}))
+    network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
+    async with gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus:
+        if "die_after_bytes" in spec:
+            threading.Thread(target=_die_in_mid_upload, args=(bus, spec["die_after_bytes"]), daemon=True).start()
+        client = Client(bus, Task(spec["dim"], delta="seeded"), client_id=spec["client_id"], config=config)
+        say({"event": "started"})
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(_tell_welcomes(client, say))
+            summary = await client.run()
+            watcher.cancel()
+        say({"event": "done", "rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up})
+
+
+async def _tell_welcomes(client: Client, say: Say) -> None:
+    known = None
+    while True:
+        if client.from_round != known:
+            known = client.from_round
+            say({"event": "welcomed", "from_round": known})
+        await asyncio.sleep(0.005)
+
+
+def _die_in_mid_upload(bus: gradbus.Bus, sent_bytes: int) -> None:
+    while bus.sent_bytes["train/client_update"] < sent_bytes:
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(spec: dict[str, Any], say: Say) -> int:
+    """Play the role; returns the exit code."""
+    logs.configure(level=os.environ.get("TEST_LOG", "warning"))
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        asyncio.run(_controller(spec, say) if spec["role"] == "controller" else _client(spec, say))
+    except* GradbusError as group:
+        error = single_error(group)
+        say({"event": "error", "kind": type(error).__name__, "text": str(error)})
+        code = 3
+    return code
+
+
+def run_forked(spec: dict[str, Any], pipe: Any) -> None:
+    """Entry of a forked process: events go into the pipe."""
+    sys.exit(run(spec, pipe.send))
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(sys.argv[1]), lambda event: print(json.dumps(event), flush=True)))
