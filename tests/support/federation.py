@@ -110,8 +110,9 @@ class Federation(AbstractContextManager["Federation"]):
     def controller(self, *, prefix: tuple[str, ...] = (), **federated: Any) -> Node:
         """A controller; the settings are those of FederatedConfig, and ``fail_at``."""
         fail_at = federated.pop("fail_at", None)
+        elsewhere = {"network": federated.pop("network")} if "network" in federated else {}
         rules = {"eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": 1.0, "round_timeout_s": 30.0, **federated}
-        return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at})
+        return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at, **elsewhere})
 
     def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
         """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains

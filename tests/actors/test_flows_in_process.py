@@ -1,0 +1,172 @@
+"""Federated runs over real DDS with all actors on one loop, each with a bus of its own: many variants, quickly."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import gradbus
+from gradbus.models import NullTask
+
+DIM = 100_000
+
+_domains = itertools.count(190)
+_jobs = itertools.count()
+
+
+class SlowTask(NullTask):
+    """Takes its time in the rounds that the test names, so that another client is first."""
+
+    def __init__(self, slow_rounds: Sequence[int]) -> None:
+        super().__init__(DIM, delta="seeded")
+        self._slow_rounds = slow_rounds
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        if arguments["round_id"] in self._slow_rounds:
+            time.sleep(0.1)  # stands for work: there is nothing to wait for
+        return super().train(model, **arguments)
+
+
+def run(
+    config: gradbus.FederatedConfig,
+    tasks: Sequence[Any],
+    *,
+    check: Callable[[gradbus.Bus, gradbus.Controller], None] | None = None,
+    network: gradbus.NetworkConfig | None = None,
+) -> list[gradbus.RoundReport]:
+    """A whole run; each client has its task."""
+    job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
+
+    async def client(client_id: int, task: Any) -> None:
+        async with gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
+            await gradbus.Client(bus, task, client_id=client_id).run()
+
+    async def main() -> list[gradbus.RoundReport]:
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
+            controller = gradbus.Controller(bus, NullTask(DIM), config)
+            async with asyncio.TaskGroup() as group:
+                for client_id, task in enumerate(tasks):
+                    group.create_task(client(client_id, task))
+                reports = await controller.run()
+            if check is not None:
+                check(bus, controller)
+            return reports
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("codec", ["fp32", "q8", "s4", "sq8"])
+def test_the_weights_do_not_depend_on_the_order_of_arrival(codec: str, version: int) -> None:
+    config = gradbus.FederatedConfig(
+        rounds=3, num_clients=3, codec=codec, downlink_codec=codec, codec_version=version, eval_every=0
+    )
+    weights = []
+    for order in ([1, 2], [], []), ([], [1, 3], [2]):
+        reports = run(config, [SlowTask(slow) for slow in order])
+        assert [report.clients for report in reports] == [(0, 1, 2)] * 3
+        weights.append([report.weights_crc32 for report in reports])
+    assert weights[0] == weights[1]
+    assert len(set(weights[0])) == 3
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam"])
+def test_every_strategy_runs_and_is_reproducible(strategy: str) -> None:
+    config = gradbus.FederatedConfig(rounds=2, num_clients=2, strategy=strategy, server_lr=0.5, eval_every=0)
+    first, second = (run(config, [SlowTask([]), SlowTask([])]) for _ in range(2))
+    assert [report.weights_crc32 for report in first] == [report.weights_crc32 for report in second]
+
+
+def test_bytes_are_counted_as_they_are_encoded() -> None:
+    config = gradbus.FederatedConfig(rounds=2, num_clients=2, codec="sq8", codec_version=1, eval_every=0)
+    (first, second) = run(config, [SlowTask([]), SlowTask([])])
+    one_update = 20 + 5 * (DIM // 10) + 4 * 2
+    assert first.bytes_up == second.bytes_up == 2 * one_update
+    assert first.bytes_down == 2 * 4 * DIM
+
+
+def test_the_mean_of_the_clients_differences_is_added_to_the_model() -> None:
+    captured: dict[str, torch.Tensor] = {}
+
+    def keep(bus: gradbus.Bus, controller: gradbus.Controller) -> None:
+        captured["weights"] = controller.weights.clone()
+
+    config = gradbus.FederatedConfig(rounds=1, num_clients=2, eval_every=0)
+    run(config, [SlowTask([]), SlowTask([])], check=keep)
+    expected = torch.zeros(DIM, dtype=torch.float64)
+    for client_id in (0, 1):
+        model = NullTask(DIM).build_model()
+        SlowTask([]).train(
+            model, client_id=client_id, round_id=1, epochs=1, lr=0.01, seed=0, subset_size=0, should_stop=lambda: False
+        )
+        expected += next(model.parameters()).detach().double() / 2
+    torch.testing.assert_close(captured["weights"].double(), expected, rtol=0, atol=2e-9)
+
+
+def test_a_run_survives_ten_percent_packet_loss() -> None:
+    network = gradbus.NetworkConfig(profile="network", loss_per_mille=100)
+    config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0)
+    reports = run(config, [SlowTask([]), SlowTask([])], network=network)
+    assert [report.clients for report in reports] == [(0, 1)] * 3
+
+
+def test_a_training_function_that_never_stops_by_itself_is_called_off_when_the_run_ends() -> None:
+    class Endless(NullTask):
+        def train(self, model: Any, **arguments: Any) -> Any:
+            while not arguments["should_stop"]():
+                time.sleep(0.005)
+            raise RuntimeError("called off")
+
+    config = gradbus.FederatedConfig(rounds=1, num_clients=2, quorum=0.5, grace_s=0.0, eval_every=0)
+    (report,) = run(config, [SlowTask([]), Endless(DIM)])
+    assert report.clients == (0,)
+
+
+def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:
+    config = gradbus.FederatedConfig(rounds=3, num_clients=1, eval_every=0)
+
+    async def one(job: str, domain: int, dim: int) -> list[gradbus.RoundReport]:
+        async with gradbus.connect(job=job, domain=domain) as bus, gradbus.connect(job=job, domain=domain) as other:
+            controller = gradbus.Controller(bus, NullTask(dim), config)
+            client = gradbus.Client(other, NullTask(dim, delta="constant"), client_id=0)
+            _, reports = await asyncio.gather(client.run(), controller.run())
+            return reports
+
+    async def main() -> list[list[gradbus.RoundReport]]:
+        domain = next(_domains)
+        async with asyncio.timeout(30):
+            return await asyncio.gather(one("left", domain, 1000), one("right", domain, 2000))
+
+    left, right = asyncio.run(main())
+    assert [report.bytes_down for report in left] == [4000] * 3
+    assert [report.bytes_down for report in right] == [8000] * 3
+    assert [report.dropped for report in left + right] == [{}] * 6
+
+
+def test_closing_the_report_iterator_ends_the_run_in_order() -> None:
+    async def main() -> str:
+        domain = next(_domains)
+        async with (
+            asyncio.timeout(30),
+            gradbus.connect(job="stop", domain=domain) as bus,
+            gradbus.connect(job="stop", domain=domain) as other,
+        ):
+            controller = gradbus.Controller(bus, NullTask(DIM), gradbus.FederatedConfig(rounds=1000, eval_every=0))
+            client = asyncio.create_task(gradbus.Client(other, NullTask(DIM), client_id=0).run())
+            async for report in controller.rounds():
+                if report.round_id == 2:
+                    break
+            await asyncio.sleep(0)
+            phase = controller.progress.phase
+            client.cancel()
+            await asyncio.wait([client])
+            return phase
+
+    assert asyncio.run(main()) != "done"

@@ -1,0 +1,69 @@
+"""Two hosts on one machine: network namespaces joined by a veth pair, MTU 1500. For tests of what crosses a network."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace: ``prefix`` starts a command in it."""
+
+    name: str
+    interface: str
+    address: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self.name)
+
+
+class NoNamespaces(RuntimeError):
+    """This machine does not let us make any; the text says why."""
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make the two, and take them away again. Raises NoNamespaces."""
+    number = next(_numbers)
+    tag = f"{os.getpid() % 100_000}x{number}"
+    hosts = tuple(Host(f"gb{tag}{side}", f"v{tag}{side}", f"10.231.77.{index}") for index, side in ((1, "a"), (2, "b")))
+    made: list[Host] = []
+    try:
+        try:
+            for host in hosts:
+                _ip("netns", "add", host.name)
+                made.append(host)
+            first, second = hosts
+            _ip(
+                *("link", "add", first.interface, "netns", first.name, "mtu", "1500", "type", "veth"),
+                *("peer", "name", second.interface, "netns", second.name, "mtu", "1500"),
+            )
+            for host in hosts:
+                _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
+                _ip("-n", host.name, "link", "set", host.interface, "up")
+                _ip("-n", host.name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+            raise NoNamespaces(f"no network namespaces here: {detail}") from None
+        yield first, second
+    finally:
+        for host in made:
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", host.name)
+
+
+def set_link(host: Host, up: bool) -> None:
+    """Cut or mend the host's network."""
+    _ip("-n", host.name, "link", "set", host.interface, "up" if up else "down")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
