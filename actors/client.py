@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gradbus.actors.delivery import REPEAT_AFTER_S, Delivery
 from gradbus.actors.flat_model import FlatModel
-from gradbus.actors.local_training import LocalTraining, Update
+from gradbus.actors.local_training import LocalTraining
 from gradbus.actors.model_copy import ModelCopy
 from gradbus.actors.residuals import Residuals
 from gradbus.actors.task import FederatedTask
@@ -46,7 +47,6 @@ from gradbus.runtime.settings import ClientConfig
 from gradbus.runtime.tasks import single_error
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
-REPEAT_AFTER_S = 0.5  # without an answer, say it again
 
 log = get_logger("client")
 
@@ -90,15 +90,16 @@ class Client:
         self._changed = asyncio.Event()
         self._welcome: Welcome | None = None
         self._command: TrainCmd | None = None
-        self._update: Update | None = None
-        self._receipt: Receipt | None = None
+        self._prepared = False  # the task has loaded its data
+        self._handled = False  # the command has been answered, without success
         self._ended: Bye | None = None
         self._session = 0  # incarnation of the controller that has welcomed this client last
-        self._done_round = 0
+        self._counted_round = 0  # the last round in which an update of ours counted, in this session
         self._phase = "idle"
         self._transfers = 0
         self._heard_s = time.monotonic()
-        self._rounds = self._refused = self._bytes_up = 0
+        self._delivery = Delivery(bus, self._identity)
+        self._rounds = self._refused = 0
 
     @property
     def from_round(self) -> int | None:
@@ -144,7 +145,7 @@ class Client:
             self._decode.close()
             if hasattr(self, "_training"):
                 self._training.close()
-        return ClientSummary(self._rounds, self._refused, self._bytes_up, self._training.train_s)
+        return ClientSummary(self._rounds, self._refused, self._delivery.bytes_up, self._training.train_s)
 
     # What it hears
 
@@ -164,9 +165,10 @@ class Client:
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         match message:
             case TrainCmd():
-                if self._command is None or message.round_id != self._command.round_id:
+                if message != self._command:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
-                self._command = message
+                self._command, self._handled = message, False
+                self._delivery.interrupt()
             case ModelBlob():
                 complete = self._copy.feed(message)
                 if complete is not None:
@@ -187,14 +189,14 @@ class Client:
         A controller that died before it had committed a round does that round again, from the same model.
         """
         self._session = session
-        self._command, self._done_round, self._update = None, 0, None
+        self._command, self._counted_round = None, 0
+        self._delivery.interrupt()
         self._copy.start(welcome.run_id)
         self._compute.stop_current()
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
     def _hear_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
         me = (self.client_id, self._identity.incarnation)
-        update = self._update
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
                 if self._welcome is None or session != self._session:
@@ -206,18 +208,12 @@ class Client:
             case Status() if session != self._session and self._welcome is not None:
                 self._welcome = None  # another start of the controller: be welcomed anew
                 group.create_task(self._hello(), name=f"client-{self.client_id}-hello")
-            case Grant() if (body.to, body.incarnation) == me and update is not None:
-                if body.transfer == update.key.transfer:
-                    group.create_task(self._send(update, None), name=f"client-{self.client_id}-send")
-            case NeedUpdate() if (body.to, body.incarnation) == me and update is not None:
-                if body.transfer == update.key.transfer:
-                    group.create_task(self._send(update, body.seqs), name=f"client-{self.client_id}-resend")
-            case Receipt() if (body.to, body.incarnation) == me:
-                if update is not None and body.transfer == update.key.transfer:
-                    self._receipt = body
+            case Grant() | NeedUpdate() | Receipt() if (body.to, body.incarnation) == me:
+                self._delivery.on_answer(body, group)
             case Bye() if self._welcome is not None and body.run_id == self._welcome.run_id and body.ok:
                 self._ended = body
                 self._compute.stop_current()
+                self._delivery.interrupt()
             case _:
                 pass
 
@@ -225,26 +221,17 @@ class Client:
         await self._decode.run(self._copy.apply, key, payload)
         self._changed.set()
 
-    async def _send(self, update: Update, only: list[int] | None) -> None:
-        if self._phase == "offering":
-            self._phase = "uploading"
-        try:
-            self._bytes_up += await self._bus.send_update(
-                update.key, update.offer.num_samples, update.payload, only=only
-            )
-        except BusError as error:
-            log.warning("update not sent", round=update.key.round_id, reason=str(error))
-
     # What it says
 
     async def _hello(self) -> None:
-        ready = self._bus.matched_readers(ClientUpdate) > 0
+        ready = self._prepared and self._bus.matched_readers(ClientUpdate) > 0
         ready = ready and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
         session = self._session if self._welcome is not None else 0
         round_id = self._command.round_id if self._command is not None else -1
+        phase = self._phase if self._delivery.phase == "idle" else self._delivery.phase
         hello = Hello(
             protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready, session=session,
-            phase=self._phase, round_id=round_id, model_round=self._copy.round_id,
+            phase=phase, round_id=round_id, model_round=self._copy.round_id,
             host=f"{socket.gethostname()}:{os.getpid()}",
         )  # fmt: skip
         with contextlib.suppress(BusError):  # said again with the next heartbeat
@@ -268,16 +255,16 @@ class Client:
     # What it does
 
     async def _work(self) -> None:
-        prepared = False
         while True:
             self._changed.clear()
             if self._ended is not None:
                 return
             welcome, command = self._welcome, self._command
-            if welcome is not None and not prepared:
+            if welcome is not None and not self._prepared:
                 self._phase = "preparing"
                 await self._compute.run(self._training.prepare, welcome.num_clients)
-                self._phase, prepared = "idle", True
+                self._phase, self._prepared = "idle", True
+                await self._hello()  # ready only now: loading data is not part of the first round
                 continue
             if welcome is None or command is None or not self._wanted(welcome, command):
                 await self._wait(self._config.controller_timeout_s)
@@ -289,7 +276,8 @@ class Client:
                 await self._fetch(welcome, command)
 
     def _wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
-        return command.round_id > self._done_round and command.round_id >= welcome.next_round
+        """Whether to train: DDS may repeat a command, and the controller may give one again."""
+        return not self._handled and command.round_id > self._counted_round and command.round_id >= welcome.next_round
 
     async def _fetch(self, welcome: Welcome, command: TrainCmd) -> None:
         """Wait for the model that the command builds on; ask for it while it does not come."""
@@ -335,46 +323,34 @@ class Client:
             self._phase = "idle"
         if self._superseded(command):
             return
-        self._update, self._receipt = update, None
-        try:
-            await self._deliver(command, update)
-        finally:
-            self._update, self._phase = None, "idle"
-
-    def _superseded(self, command: TrainCmd) -> bool:
-        """Whether the result of this command is no longer wanted."""
-        return self._command is not command or self._ended is not None or self._welcome is None
-
-    async def _deliver(self, command: TrainCmd, update: Update) -> None:
-        """Offer the update until the controller has said what became of it, or wants another."""
-        self._phase = "offering"
-        while self._receipt is None:
-            if self._superseded(command):
-                log.info("update came too late", round=command.round_id)
-                return
-            self._changed.clear()
-            with contextlib.suppress(BusError):
-                await self._bus.publish(self._identity, update.offer)
-            if self._receipt is None:
-                await self._wait_for_receipt(command)
-        receipt = self._receipt
-        self._done_round = command.round_id
+        session = self._session
+        receipt = await self._delivery.deliver(
+            update,
+            wanted=lambda: not self._superseded(command),
+            valid=lambda: self._session == session and self._welcome is not None and self._ended is None,
+        )
+        if receipt is None:
+            return
         if receipt.accepted:
             self._rounds += 1
+            self._counted_round = round_id
             await self._compute.run(self._training.accepted, update)
         else:
             self._refused += 1
-            log.warning("update refused", client=self.client_id, round=command.round_id, reason=receipt.reason)
+            self._mark_handled(command)
+            log.warning("update refused", client=self.client_id, round=round_id, reason=receipt.reason)
 
-    async def _wait_for_receipt(self, command: TrainCmd) -> None:
-        """Until the receipt, or it is time to offer again."""
-        until_s = time.monotonic() + REPEAT_AFTER_S
-        while self._receipt is None and not self._superseded(command) and time.monotonic() < until_s:
-            await self._wait(until_s - time.monotonic())
-            self._changed.clear()
+    def _superseded(self, command: TrainCmd) -> bool:
+        """Whether the result of this command is no longer wanted."""
+        return self._command != command or self._ended is not None or self._welcome is None
+
+    def _mark_handled(self, command: TrainCmd) -> None:
+        """Nothing more is to be done for this command, unless it is given again."""
+        if self._command == command:
+            self._handled = True
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
-        self._done_round = command.round_id
+        self._mark_handled(command)
         text = "".join(traceback.format_exception(error))
         log.error("training failed", client=self.client_id, round=command.round_id, error=str(error), traceback=text)
         sent = text[-8000:] if self._config.report_failures else type(error).__name__

@@ -25,6 +25,7 @@ from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.gathering import Gathering
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
+from gradbus.actors.presence import Presence
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport
 from gradbus.actors.rounds import Outcome, Round
@@ -33,8 +34,7 @@ from gradbus.actors.strategy import Strategy, make_strategy
 from gradbus.actors.task import EvalOutcome, FederatedTask
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import Bye, Status
-from gradbus.runtime.errors import BusError, RoundTimeout
+from gradbus.runtime.errors import RoundTimeout, WriteTimeout
 from gradbus.runtime.failpoints import ENVIRONMENT, FailPoint
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
@@ -111,6 +111,10 @@ class Controller:
             max_bytes=up.max_bytes(dim), budget_bytes=config.receive_budget_bytes, max_samples=config.max_samples,
             on_change=self._changed,
         )  # fmt: skip
+        self._presence = Presence(
+            self._bus, self._identity, self._members, self._intake, self.progress, run_id=state.run_id,
+            heartbeat_s=config.heartbeat_s, changed=self._membership_changed,
+        )  # fmt: skip
         self.progress.reports = list(state.history)
         self.progress.round_id = state.round_id
 
@@ -155,8 +159,7 @@ class Controller:
         finally:
             if not running.done():
                 running.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await running
+                await asyncio.wait([running])  # and not "await running": a cancel of ours must not get lost in it
 
     async def _run(self, on_report: Callable[[RoundReport], None]) -> None:
         config = self._config
@@ -175,7 +178,7 @@ class Controller:
                     helpers = [
                         group.create_task(reception.run(inbox, group), name="reception"),
                         group.create_task(self._intake.run(), name="intake"),
-                        group.create_task(self._beat(), name="heartbeat"),
+                        group.create_task(self._presence.beat(), name="heartbeat"),
                     ]
                     try:
                         if state.round_id < config.rounds:
@@ -187,12 +190,13 @@ class Controller:
                             on_report(await self._one_round(state.round_id + 1))
                         finished, reason = True, "all rounds are done"
                         self.progress.phase = "done"
+                        await self._presence.bye(ok=True, reason=reason)
                     except Exception as error:
                         self.progress.phase, reason = "failed", str(error)
                         raise
                     finally:
-                        with contextlib.suppress(BusError):
-                            await self._bus.publish(self._identity, Bye(state.run_id, finished, reason[:4096]))
+                        if not finished:
+                            await self._presence.bye(ok=False, reason=reason)
                         for helper in helpers:
                             helper.cancel()
         finally:
@@ -223,12 +227,15 @@ class Controller:
         return ready if self._bus.matched_readers(TrainCmd) and self._bus.matched_writers(ClientUpdate) else []
 
     def _membership_changed(self) -> None:
-        present = {member.client_id for member in self._members}
         if self._round is not None:
-            for client_id in self._round.open - present:
+            # A client that died and is back already takes part from the next round on: in this one it is lost.
+            round_id = self._round.round_id
+            taking_part = {member.client_id for member in self._members if member.from_round <= round_id}
+            for client_id in self._round.open - taking_part:
                 self._round.lose(client_id)
-                log.warning("client lost", client=client_id, round=self._round.round_id)
-        self.progress.clients = tuple(sorted(present))
+                log.warning("client lost", client=client_id, round=round_id)
+        self.progress.clients = tuple(sorted(member.client_id for member in self._members))
+        self._presence.on_left()
         self._changed()
 
     def _client_failed(self, client_id: int, round_id: int, text: str) -> None:
@@ -254,21 +261,6 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, at_s - time.monotonic())):
                 await self._wakeup.wait()
-
-    async def _beat(self) -> None:
-        """Say that the controller lives, and notice clients that do not."""
-        while True:
-            progress = self.progress
-            status = Status(self.run_id, progress.round_id, progress.phase, progress.ready, progress.expected)
-            with contextlib.suppress(BusError):
-                await self._bus.publish(self._identity, status)
-            dead = self._members.expire(time.monotonic())
-            for member in dead:
-                log.warning("client silent", client=member.client_id, host=member.hello.host)
-                self._intake.forget(member.client_id, member.incarnation)
-            if dead:
-                self._membership_changed()
-            await asyncio.sleep(self._config.heartbeat_s)
 
     # A round
 
@@ -325,7 +317,7 @@ class Controller:
         self.progress.phase = "aggregating"
         await self._downlink.quiesce()
         self._fail.reached("after_collect_before_aggregate", round_id)
-        await self._compute.run(self._strategy.finish, state.weights)
+        crc32 = await self._compute.run(self._finish)
         aggregated_s = time.perf_counter()
         self._fail.reached("after_aggregate_before_commit", round_id)
         report = RoundReport(
@@ -334,14 +326,17 @@ class Controller:
             train_s=tally.train_s, encode_s=tally.encode_s, dropped=dict(dropped),
             wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
             aggregate_s=tally.aggregate_s + aggregated_s - collected_s,
-            weights_crc32=zlib.crc32(state.weights.numpy().data),
+            weights_crc32=crc32,
         )  # fmt: skip
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._downlink.prepare(round_id)
         await self._compute.run(state.commit, report, self._downlink.held_apart)
         committed_s = time.perf_counter()
         self._fail.reached("after_commit_before_publish", round_id)
-        await self._downlink.publish()
+        try:
+            await self._downlink.publish()
+        except WriteTimeout as error:  # some client takes nothing; the others ask for what they miss
+            log.warning("model not taken by all", round=round_id, reason=str(error))
         published_s = time.perf_counter()
         self._fail.reached("after_publish", round_id)
         evaluation = await self._evaluate(round_id)
@@ -363,6 +358,10 @@ class Controller:
             outcome=report.outcome, seconds=round(report.seconds, 3),
         )  # fmt: skip
         return report
+
+    def _finish(self) -> int:
+        self._strategy.finish(self._state.weights)
+        return zlib.crc32(self._state.weights.numpy().data)
 
     async def _evaluate_resumed(self) -> None:
         """The round before a crash was committed, but may not have been evaluated."""

@@ -45,7 +45,7 @@ class Downlink:
         self._codec = codec
         self._run_id = run_id
         self._weights = weights
-        self.held = weights if codec.lossless else (weights.clone() if held is None else held)
+        self.held = weights if held is None else held
         self._transfer = 0
         self._round_id = -1
         self._current: tuple[FrameKey, Any, int] | None = None  # what was sent last, for repairs

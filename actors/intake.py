@@ -96,6 +96,7 @@ class Intake:
         self._offers: dict[int, tuple[int, Offer]] = {}  # client -> (incarnation, offer), in order of arrival
         self._transfers: dict[FrameKey, _Transfer] = {}
         self._complete: deque[_Transfer] = deque()
+        self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
         self.tally = Tally()
@@ -120,13 +121,12 @@ class Intake:
     async def on_offer(self, client_id: int, incarnation: int, offer: Offer) -> None:
         """A client has an update."""
         round_ = self._round
-        if round_ is None or offer.run_id != self._run_id or offer.round_id != round_.round_id:
-            await self._refuse(client_id, incarnation, offer, "stale", f"round {offer.round_id} is not open")
-            return
-        why = round_.may_send(client_id)
-        if why == "repeated":
+        key = FrameKey(Kind.UPDATE, offer.run_id, offer.round_id, client_id, incarnation, offer.transfer)
+        if self._counted.get(client_id) == key:  # it has not got the receipt
             await self._receipt(client_id, incarnation, offer, accepted=True)
-        elif why is not None:
+        elif round_ is None or offer.run_id != self._run_id or offer.round_id != round_.round_id:
+            await self._refuse(client_id, incarnation, offer, "stale", f"round {offer.round_id} is not open")
+        elif (why := round_.may_send(client_id)) is not None:
             await self._refuse(
                 client_id, incarnation, offer, "unexpected", f"client {client_id} is {why} in this round"
             )
@@ -221,6 +221,7 @@ class Intake:
             tally.losses.append((offer.num_samples, offer.loss))
             tally.train_s = max(tally.train_s, offer.train_s)
             tally.encode_s = max(tally.encode_s, offer.encode_s)
+            self._counted[transfer.client_id] = transfer.key
             round_.accept(transfer.client_id, time.monotonic())
             self._on_change()
             await self._receipt(transfer.client_id, transfer.incarnation, offer, accepted=True)

@@ -47,8 +47,7 @@ class LocalTraining:
 
     def prepare(self, num_clients: int) -> None:
         """Load data. ``num_clients``: of the run, as the controller says; 0 if it does not know."""
-        client_id = self._identity.sender
-        self._task.prepare(client_id, max(num_clients, client_id + 1))
+        self._task.prepare(self._identity.sender, num_clients)
 
     def train(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool]

@@ -8,6 +8,8 @@ from enum import Enum
 
 from gradbus.runtime.control import PROTOCOL, Hello
 
+MAX_MEMBERS = 65_536  # whoever can send a Hello cannot make the table grow without end
+
 
 class Answer(Enum):
     """What to say to a client that has said Hello."""
@@ -80,6 +82,11 @@ class Members:
         member = self._members.get(client_id)
         return member if member is not None and member.incarnation == incarnation else None
 
+    def incarnation_of(self, client_id: int) -> int | None:
+        """Which start of this client is a member, if any."""
+        member = self._members.get(client_id)
+        return None if member is None else member.incarnation
+
     def heard(self, client_id: int, incarnation: int, now_s: float) -> Member | None:
         """Something came from it: it lives."""
         member = self.get(client_id, incarnation)
@@ -97,6 +104,8 @@ class Members:
             detail = f"{hello.dim:,} values, here {self._dim:,}" if hello.dim != self._dim else "other names or shapes"
             return Answer.REFUSE, f"its model is not the same as the controller's ({detail}): set the same model"
         member = self._members.get(client_id)
+        if member is None and len(self._members) >= MAX_MEMBERS:
+            return Answer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
         if member is not None and incarnation < member.incarnation:
             return Answer.REFUSE, f"client id {client_id} is in use by a later start ({member.hello.host})"
         if member is not None and incarnation > member.incarnation:

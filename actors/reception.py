@@ -82,10 +82,14 @@ class Reception:
 
     async def _hello(self, client_id: int, incarnation: int, hello: Hello) -> None:
         before = self._members.get(client_id, incarnation)
+        earlier = self._members.incarnation_of(client_id)
         was_ready = before is not None and before.hello.ready and before.hello.session == self._identity.incarnation
         answer, why = self._members.hello(
             client_id, incarnation, hello, now_s=time.monotonic(), next_round=self._next_round()
         )
+        if earlier is not None and self._members.get(client_id, earlier) is None:
+            self._intake.forget(client_id, earlier)  # an older start of it, which is gone
+            self._changed()
         config = self._config
         if answer is Answer.REFUSE:
             log.warning("client refused", client=client_id, host=hello.host, reason=why)

@@ -42,7 +42,8 @@ class Round:
         self.minimum = minimum
         self.accepted: set[int] = set()
         self.failed: dict[int, str] = {}
-        self._quorum = max(minimum, math.ceil(quorum * len(self.expected)))
+        # Less a hair: 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
+        self._quorum = max(minimum, math.ceil(quorum * len(self.expected) - 1e-9))
         self._grace_s = grace_s
         self._quorum_at_s: float | None = None
         self.deadline_at_s = now_s + deadline_s
@@ -66,7 +67,9 @@ class Round:
         return "failed" if client_id in self.failed else None
 
     def accept(self, client_id: int, now_s: float) -> None:
-        """Its update counts."""
+        """Its update counts: also if it was lost or failed while its update was being added."""
+        self.expected.add(client_id)
+        self.failed.pop(client_id, None)
         self.accepted.add(client_id)
         if len(self.accepted) >= self._quorum and self._quorum_at_s is None:
             self._quorum_at_s = now_s

@@ -27,7 +27,7 @@ class RunState:
         run_id: 64 bits, new at a fresh start.
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
-        held: what the clients held after that round, where it is not the weights; else None.
+        held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds.
     """
 
@@ -51,6 +51,8 @@ class RunState:
             except BaseException:
                 self._store.close()
                 raise
+        if self.held is None and self._kind() == "lossy":
+            self.held = self.weights.clone()
 
     def _open_store(self, config: FederatedConfig) -> None:
         assert self._store is not None
@@ -98,7 +100,7 @@ class RunState:
     def save_initial(self) -> None:
         """Make a fresh run durable before the first client hears of it, so that a crash in round 1 keeps its id."""
         if self._store is not None and self.round_id == 0 and not self._store.rounds():
-            self._save(self.held if self.held is not None else None)
+            self._save(self.held)
 
     def commit(self, report: RoundReport, held: Tensor | None) -> None:
         """The round is done: from here on it is not lost. Raises CheckpointError: it could not be written."""

@@ -39,7 +39,10 @@ class FederatedTask(Protocol):
         """The model, with the same initial weights on every node that starts from the same settings."""
 
     def prepare(self, client_id: int, num_clients: int) -> None:
-        """Load the data of this client. Called once, before its first round, off the event loop."""
+        """Load the data of this client. Called once, before its first round, off the event loop.
+
+        ``num_clients``: how many the run expects; 0 if it does not know: then the task's own number holds.
+        """
 
     def train(
         self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int, subset_size: int,

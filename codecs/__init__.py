@@ -4,10 +4,16 @@
     payload = codec.encode(delta)                         # bytes
     decode(payload, expected_dim=delta.numel()).vector    # what the receiver sees
 
-``docs/codecs.md`` describes every byte.
+``docs/codecs.md`` describes every byte. Deep gradient compression, which has a state and one message for all tensors,
+is apart: :func:`dgc_step`, ``docs/dgc.md``.
 """
 
 from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, SparseBlock
+from gradbus.codecs.dgc import DgcState, dgc_step, take_back
+from gradbus.codecs.dgc_config import DgcConfig, DgcLayout
+from gradbus.codecs.dgc_sgd import DenseMomentum, DgcSgd, dense_momentum_step
+from gradbus.codecs.dgc_warmup import PAPER_WARMUP, geometric_warmup, warmup_density
+from gradbus.codecs.dgc_wire import DgcMean, DgcMessage, combine_dgc, decode_dgc, max_dgc_bytes
 from gradbus.codecs.errors import CodecError, DimMismatchError, NonFiniteError
 from gradbus.codecs.feedback import residual_step
 from gradbus.codecs.flat import flat_size, flatten, unflatten_into
@@ -17,24 +23,40 @@ from gradbus.codecs.sparse import SparseVector, top_k
 
 __all__ = [
     "ALL",
+    "PAPER_WARMUP",
     "Codec",
     "CodecError",
     "Coding",
     "Decoded",
     "DenseBlock",
+    "DenseMomentum",
+    "DgcConfig",
+    "DgcLayout",
+    "DgcMean",
+    "DgcMessage",
+    "DgcSgd",
+    "DgcState",
     "DimMismatchError",
     "NonFiniteError",
     "Parsed",
     "SparseBlock",
     "SparseVector",
+    "combine_dgc",
     "decode",
+    "decode_dgc",
     "decode_indices",
+    "dense_momentum_step",
+    "dgc_step",
     "encode_indices",
     "flat_size",
     "flatten",
+    "geometric_warmup",
     "get",
+    "max_dgc_bytes",
     "parse",
     "residual_step",
+    "take_back",
     "top_k",
     "unflatten_into",
+    "warmup_density",
 ]

@@ -23,7 +23,9 @@ def federated(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One run: a controller process and some client processes. Returns what each of them reported."""
     common = {"job": f"bench-{os.getpid()}", "domain": _DOMAIN, "dim": dim}
-    extra = {key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "uvloop") if key in settings}
+    extra: dict[str, Any] = {
+        key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "uvloop") if key in settings
+    }
     rules = {"rounds": rounds, "num_clients": clients, "eval_every": 0, "start_timeout_s": 120.0, **settings}
     controller = bench_process.start({**common, **extra, "role": "controller", "federated": rules})
     shares = [list(range(index, clients, processes)) for index in range(processes)]

@@ -159,7 +159,7 @@ def collect(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        raise RuntimeError(f"benchmark process {process.args} took longer than {timeout_s:g} s") from None
+        raise RuntimeError(f"benchmark process {process.args!r} took longer than {timeout_s:g} s") from None
     if process.returncode:
         raise RuntimeError(f"benchmark process ended with {process.returncode}; its errors stand above")
     result: dict[str, Any] = json.loads(output.splitlines()[-1])

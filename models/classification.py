@@ -138,15 +138,16 @@ class ClassificationTask:
 
         Args:
             client_id: 0..num_clients-1.
-            num_clients: if it differs from before, the training set is shared out anew, for all clients of this task.
+            num_clients: if it differs from before, the training set is shared out anew, for all clients of this task;
+                0: as before.
 
         Raises:
             ValueError: no such client, or no such partition of this data set.
         """
-        if num_clients < 1:
-            raise ValueError(f"num_clients must be >= 1, got {num_clients}")
+        if num_clients < 0:
+            raise ValueError(f"num_clients must be >= 0, got {num_clients}")
         with self._lock:
-            if num_clients != self.num_clients:
+            if num_clients not in (0, self.num_clients):
                 self.num_clients, self._shares = num_clients, None
         self.share(client_id)
         # The first optimizer of a process imports the compiler of PyTorch: seconds that should not fall into round 1.

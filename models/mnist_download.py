@@ -22,7 +22,7 @@ PROBE_TIMEOUT_S = 3.0
 _CHILD = "import sys, torchvision; torchvision.datasets.MNIST(sys.argv[1], download=True)"
 
 
-class DownloadFailed(OSError):  # noqa: N818  reads as what happened; the base class says "error" already
+class DownloadFailed(OSError):
     """MNIST could not be fetched; the message says at which step."""
 
 

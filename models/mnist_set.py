@@ -12,7 +12,7 @@ from .mnist_download import DownloadFailed, download_mnist
 DATA_ROOT_VARIABLE = "GRADBUS_DATA"
 
 
-class DataMissing(FileNotFoundError):  # noqa: N818  says what is the matter; the base class says that it is an error
+class DataMissing(FileNotFoundError):
     """A data set is neither on disk nor to be had from the network.
 
     Attributes:

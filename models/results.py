@@ -33,7 +33,7 @@ class EvalResult:
     num_samples: int
 
 
-class TrainingStopped(Exception):  # noqa: N818  not an error: the caller asked for it
+class TrainingStopped(Exception):
     """``should_stop()`` was true between two batches; the model holds a half-trained state, to be thrown away.
 
     Attributes:

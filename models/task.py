@@ -25,7 +25,10 @@ class Task(Protocol):
         """A new model with its initial parameters, bit-equal on every node and at every call."""
 
     def prepare(self, client_id: int, num_clients: int) -> None:
-        """Get ready to train as ``client_id`` of ``num_clients`` (load data, warm up), before the first round."""
+        """Get ready to train as ``client_id`` of ``num_clients`` (load data, warm up), before the first round.
+
+        ``num_clients`` is 0 where the run does not know how many there will be: the task's own number holds then.
+        """
 
     def train(
         self,

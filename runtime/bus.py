@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from gradbus.runtime import control, frames
@@ -262,6 +263,18 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+async def _open_node(make: Callable[[], Node]) -> Node:
+    """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
+    opening = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
+            node = await opening
+            await asyncio.to_thread(node.close)
+        raise
+
+
 @contextlib.asynccontextmanager
 async def connect(
     job: str = "default",
@@ -270,7 +283,7 @@ async def connect(
     network: Profile | NetworkConfig = "loopback",
     interface: str | None = None,
     peers: Sequence[str] = (),
-    lease_s: float = 3.0,
+    lease_s: float | None = None,
     stall_timeout_s: float = 30.0,
     fast: bool | None = None,
 ) -> AsyncIterator[Bus]:
@@ -282,7 +295,8 @@ async def connect(
         network: profile ``loopback`` or ``network``, or all settings at once.
         interface: network interface; default ``lo``: nothing leaves this machine.
         peers: addresses of other machines.
-        lease_s: when this process is silent for so long, the others take it for dead.
+        lease_s: when this process is silent for so long, the others take it for dead; by default 1 s with ``loopback``
+            and 3 s with ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
 
@@ -298,8 +312,7 @@ async def connect(
             raise ConfigError(f"network {network!r}: expected 'loopback' or 'network'")
         network = NetworkConfig(profile=network, interface=interface or "lo", peers=tuple(peers), lease_s=lease_s)
     with short_switch_interval():
-        # On the loop: opening a participant takes some milliseconds, once, and keeps DDS on one thread.
-        node = Node(domain_id=domain, partition=job, network=network, fast=fast)
+        node = await _open_node(partial(Node, domain_id=domain, partition=job, network=network, fast=fast))
         if node.fast_path_fault is not None:
             log.warning(
                 "slow path", reason=node.fast_path_fault, effect="large messages hold the GIL while they are sent"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
+
+LET_GO_S = 10.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,21 +42,27 @@ class ComputeThread:
         self._stop.set()
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of ``function(*args, **kwargs)``, computed on the thread."""
+        """The result of ``function(*args, **kwargs)``, computed on the thread.
+
+        When the caller is cancelled, the function is asked to stop, and the caller goes on when the thread has let go
+        of what it works on, or after ``LET_GO_S``.
+        """
 
         def call() -> T:
             self._stop.clear()
             return function(*args, **kwargs)
 
-        future = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        running = self._executor.submit(call)
+        future = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if not future.cancel():
+            # Ask the executor's own future: that of asyncio says "cancelled" although the thread goes on.
+            if not running.cancel():
                 self._stop.set()
-                # What it works on belongs to the caller, who goes on only when the thread has let go of it.
-                with contextlib.suppress(Exception):
-                    await asyncio.wait([future], timeout=30.0)
+                await asyncio.wait([future], timeout=LET_GO_S)
+            if future.done() and not future.cancelled():
+                future.exception()  # nobody is left to hear it
             raise
 
     def close(self) -> None:

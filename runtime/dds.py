@@ -299,7 +299,7 @@ def _self_test(domain_id: int) -> str | None:
 
 def _run_self_test(domain_id: int) -> str | None:
     partition = f"gradbus-self-test-{os.getpid()}"
-    topic = Topic("train/self_test", "Frame", False, False, 0, 1, 0.1, lambda sample: sample)
+    topic = Topic("train/self_test", "Frame", False, False, 0, 1, 0.1, False, lambda sample: sample)
     participant = DomainParticipant(domain_id)
     try:
         qos = Qos(Policy.Partition(partitions=[partition]))

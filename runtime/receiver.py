@@ -19,6 +19,8 @@ from gradbus.runtime.messages import Control, Message, PeerLost
 
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
+_MAX_SENDERS = 65_536  # remembered for one process: it cannot make us grow without end
+
 
 class Channel:
     """One topic on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
@@ -120,10 +122,14 @@ class Receiver(threading.Thread):
     def _drain(self, channel: Channel) -> None:
         while True:
             room = channel.room
-            if room <= 0:
+            if room <= 0 and not channel.reader.topic.may_drop:
                 self._pause(channel)
                 return
-            taken = channel.reader.take(min(_BATCH, room))
+            taken = channel.reader.take(min(_BATCH, room) if room > 0 else _BATCH)
+            if room <= 0:
+                self.rejected["inbox full"] += len(taken)
+                if taken:
+                    continue
             if not taken:
                 if channel.paused:
                     channel.paused = False
@@ -153,7 +159,9 @@ class Receiver(threading.Thread):
             self.rejected["sample"] += 1
             return None
         if isinstance(message, Control):
-            self._senders.setdefault(source, set()).add((message.sender, message.incarnation))
+            known = self._senders.setdefault(source, set())
+            if len(known) < _MAX_SENDERS:
+                known.add((message.sender, message.incarnation))
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.reader.topic.name] += len(data)
         return message

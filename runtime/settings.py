@@ -35,7 +35,7 @@ class BusSettings(Settings):
     interface: str = "lo"
     peers: tuple[str, ...] = ()
     multicast: bool = False
-    lease_s: Positive = 3.0
+    lease_s: Positive | None = None
     stall_timeout_s: Positive = 30.0
 
 

@@ -22,6 +22,8 @@ class Topic:
         keep_last: only the newest sample counts; otherwise all are kept until taken.
         reader_samples: samples that wait in the reader at most; then its writers wait. 0: no bound.
         inbox: messages that wait in the process at most; then the reader fills up.
+        may_drop: with a full inbox, drop messages and count them instead. For data that is broadcast and can be asked
+            for again: one process that does not keep up must not hold up the others.
         block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
         to_message: from the fields of a sample to a message.
 
@@ -36,6 +38,7 @@ class Topic:
     reader_samples: int
     inbox: int
     block_s: float
+    may_drop: bool
     to_message: Callable[[Any], Message]
 
 
@@ -70,8 +73,8 @@ def _control(sample: Any) -> Control:
 
 TOPICS: dict[type[Any], Topic] = {
     # A late or restarted client still reads the command of the open round: state, not event.
-    TrainCmd: Topic("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, _train_cmd),
-    ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, _client_update),
-    ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 16, 0.1, _model_blob),
-    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, _control),
+    TrainCmd: Topic("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
+    ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
+    ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
+    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, False, _control),
 }

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.resources
+import json
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,7 @@ COMMAND = Path(sysconfig.get_path("scripts"), "gradbus")
 PACKAGES = ("actors", "codecs", "experiments", "models", "runtime")
 DEMO = ["demo", "--data", "glyphs", "--rounds", "2", "--samples", "300", "--no-live"]
 DEMO_TIMEOUT_S = 240
-REPORT = "report*"  # somewhere below the folder that the demo was started from
+SUMMARY = "runs/*/summary.json"  # below the folder that the demo was started from
 
 
 def check_files() -> None:
@@ -82,9 +83,11 @@ def check_demo() -> None:
             stderr=subprocess.STDOUT,
         )
         assert done.returncode == 0, f"gradbus {' '.join(DEMO)} ended with {done.returncode}:\n{done.stdout}"
-        reports = sorted(Path(folder).rglob(REPORT))
-        assert reports, f"no {REPORT} in {sorted(Path(folder).rglob('*'))}; the demo said:\n{done.stdout}"
-        print(f"demo wrote {', '.join(str(report.relative_to(folder)) for report in reports)}")
+        summaries = sorted(Path(folder).glob(SUMMARY))
+        assert len(summaries) == 1, f"no {SUMMARY} in {sorted(Path(folder).rglob('*'))}; the demo said:\n{done.stdout}"
+        summary = json.loads(summaries[0].read_text(encoding="utf-8"))
+        assert (summary["outcome"], summary["rounds"]) == ("done", 2), summary
+        print(f"demo: accuracy {summary['accuracy']:.3f} after {summary['rounds']} rounds")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
 """``python -m gradbus``: the command line."""
 
-from gradbus.experiments.cli import main
+
+def main() -> None:
+    from gradbus.experiments.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -169,3 +169,30 @@ def test_a_client_with_another_model_is_refused_with_the_reason(federation: Fede
     assert stranger.wait() == 3
     assert "1,000 values, here 200,000" in stranger.all("error")[0]["text"]
     finish(controller, federation.client(0))
+
+
+def test_a_client_that_dies_and_is_back_at_once_does_not_hold_up_the_open_round(
+    federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    controller = federation.controller(rounds=3, num_clients=2)
+    client = federation.client(0, hold={"2": str(gate)})
+    victim = federation.client(1, hold={"2": NEVER})
+    victim.wait_for("training", round=2)
+    victim.signal(signal.SIGKILL)
+    again = federation.client(1)  # before anybody has noticed
+    again.wait_for("welcomed", from_round=3)
+    gate.touch()
+    reports = finish(controller, client, again)
+    assert [report["clients"] for report in reports] == [[0, 1], [0], [0, 1]]
+    assert reports[1]["seconds"] < 10.0
+
+
+def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
+    # 100 MB fill every queue on the way to a client that does not read.
+    with Federation(domain=next(_domains), dim=25_000_000) as federation:
+        controller = federation.controller(rounds=3, num_clients=2, round_timeout_s=60.0)
+        clients = [federation.client(0), federation.client(1, block_loop_in=1)]
+        reports = finish(controller, clients[0])
+    assert reports[-1]["clients"] == [0]
+    assert sum(report["seconds"] for report in reports) < 20.0

@@ -45,6 +45,7 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
 
 async def _client(spec: dict[str, Any], say: Say) -> None:
     hold: dict[str, str] = spec.get("hold", {})
+    loop = asyncio.get_running_loop()
 
     class Task(NullTask):
         """Says when it trains; holds in the rounds that the test names, until a file is there or it is called off."""
@@ -55,6 +56,8 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             gate = hold.get(str(round_id))
             while gate is not None and not Path(gate).exists() and not arguments["should_stop"]():
                 time.sleep(0.005)
+            if spec.get("block_loop_in") == round_id:
+                loop.call_soon_threadsafe(time.sleep, 120.0)  # a mistake of the program around us
             if spec.get("raise_in") == round_id:
                 raise RuntimeError("the user's own mistake")
             if spec.get("nan_in") == round_id:

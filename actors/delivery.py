@@ -1,0 +1,111 @@
+"""A client's update on its way to the controller: offered, sent when granted, repaired, until there is a receipt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from gradbus.actors.local_training import Update
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.control import Grant, NeedUpdate, Receipt
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import Identity
+
+REPEAT_AFTER_S = 0.5  # without an answer, offer again
+SETTLE_S = 5.0  # how long to ask what became of an update that a newer command has overtaken
+
+log = get_logger("client")
+
+
+class Delivery:
+    """One update at a time.
+
+    Attributes:
+        phase: offering or uploading while there is an update, else idle.
+        bytes_up: bytes of updates sent so far, repairs included.
+    """
+
+    def __init__(self, bus: Bus, identity: Identity) -> None:
+        self._bus = bus
+        self._identity = identity
+        self._update: Update | None = None
+        self._receipt: Receipt | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._heard = asyncio.Event()
+        self.phase = "idle"
+        self.bytes_up = 0
+
+    async def deliver(self, update: Update, *, wanted: Callable[[], bool], valid: Callable[[], bool]) -> Receipt | None:
+        """Offer the update until the controller has said what became of it.
+
+        Args:
+            update: what to deliver.
+            wanted: whether no newer command has come. After one, it is still asked for a while what became of this
+                update: only who knows whether it counted knows what is still owed.
+            valid: whether the controller is still the one that it was trained for.
+
+        Returns:
+            The receipt, or None if there will be none.
+        """
+        self._begin(update)
+        overtaken_s: float | None = None
+        try:
+            while True:
+                if self._receipt is not None:
+                    return self._receipt
+                if not valid():
+                    return None
+                now_s = time.monotonic()
+                if not wanted():
+                    overtaken_s = now_s if overtaken_s is None else overtaken_s
+                    if now_s - overtaken_s > SETTLE_S:
+                        log.info("update came too late", round=update.key.round_id)
+                        return None
+                self._heard.clear()
+                with contextlib.suppress(BusError):
+                    await self._bus.publish(self._identity, update.offer)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REPEAT_AFTER_S):
+                        await self._heard.wait()
+        finally:
+            self._update, self.phase = None, "idle"
+            if self._sending is not None:
+                self._sending.cancel()
+
+    def _begin(self, update: Update) -> None:
+        self._update, self._receipt, self.phase = update, None, "offering"
+
+    def on_answer(self, body: Grant | NeedUpdate | Receipt, group: asyncio.TaskGroup) -> None:
+        """The controller has answered this client; tasks that send belong to ``group``."""
+        update = self._update
+        if update is None or body.transfer != update.key.transfer or body.round_id != update.key.round_id:
+            return
+        match body:
+            case Receipt():
+                self._receipt = body
+                self._heard.set()
+            case Grant():
+                self._start(update, None, group)
+            case NeedUpdate():
+                self._start(update, body.seqs, group)
+
+    def interrupt(self) -> None:
+        """Look again whether the update is still wanted."""
+        self._heard.set()
+
+    def _start(self, update: Update, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
+        """Send, unless the last answer is still being obeyed: what is missing then will be asked for again."""
+        if self._sending is None or self._sending.done():
+            name = f"client-{self._identity.sender}-send"
+            self._sending = group.create_task(self._send(update, only), name=name)
+
+    async def _send(self, update: Update, only: Sequence[int] | None) -> None:
+        self.phase = "uploading"
+        try:
+            size = await self._bus.send_update(update.key, update.offer.num_samples, update.payload, only=only)
+            self.bytes_up += size
+        except BusError as error:
+            log.warning("update not sent", round=update.key.round_id, reason=str(error))

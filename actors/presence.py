@@ -1,0 +1,77 @@
+"""The controller's voice: that it lives, where it stands, and that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from gradbus.actors.intake import Intake
+from gradbus.actors.members import Members
+from gradbus.actors.report import Progress
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.control import Bye, Status
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import Identity
+
+BYE_S = 2.0  # how long clients are waited for at the end
+
+log = get_logger("controller")
+
+
+class Presence:
+    """Heartbeats out, and those of the clients watched."""
+
+    def __init__(
+        self, bus: Bus, identity: Identity, members: Members, intake: Intake, progress: Progress, *, run_id: int,
+        heartbeat_s: float, changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``changed``: called when clients were found dead."""
+        self._bus = bus
+        self._identity = identity
+        self._members = members
+        self._intake = intake
+        self._progress = progress
+        self._run_id = run_id
+        self._heartbeat_s = heartbeat_s
+        self._changed = changed
+        self._left = asyncio.Event()
+
+    async def beat(self) -> None:
+        """Say that the controller lives, and notice clients that do not. Runs until cancelled."""
+        while True:
+            at = self._progress
+            with contextlib.suppress(BusError):  # the next one will do
+                await self._bus.publish(
+                    self._identity, Status(self._run_id, at.round_id, at.phase, at.ready, at.expected)
+                )
+            dead = self._members.expire(time.monotonic())
+            for member in dead:
+                log.warning("client silent", client=member.client_id, host=member.hello.host)
+                self._intake.forget(member.client_id, member.incarnation)
+            if dead:
+                self._changed()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def bye(self, *, ok: bool, reason: str) -> None:
+        """Tell the clients that this is the end.
+
+        If all is done it is said until they have left, for a client that does not hear it would go on waiting. If not,
+        once: they are to wait.
+        """
+        until_s = time.monotonic() + (BYE_S if ok else 0.0)
+        while True:
+            with contextlib.suppress(BusError):
+                await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096]))
+            if not len(self._members) or time.monotonic() >= until_s:
+                return
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(self._heartbeat_s, max(0.0, until_s - time.monotonic()))):
+                    await self._left.wait()
+
+    def on_left(self) -> None:
+        """Some client has gone."""
+        self._left.set()

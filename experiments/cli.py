@@ -1,0 +1,184 @@
+"""The command line: ``gradbus demo | controller | client | doctor``.
+
+What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import gradbus
+from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopName, NetworkChoice
+from gradbus.experiments.lifecycle import guard, run_loop
+from gradbus.experiments.lookup import let_current_directory_be_imported
+
+app = typer.Typer(
+    name="gradbus",
+    help="Train one model across machines over a DDS data bus.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json or .toml file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one key, stronger than the file. May be repeated."),
+]
+DataRoot = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder that holds MNIST/raw. [default: $GRADBUS_DATA, the cache]")
+]
+Level = Annotated[LogLevel, typer.Option(help="What is worth a log line.")]
+Style = Annotated[LogStyle, typer.Option(help="auto: readable on a terminal, JSON elsewhere.")]
+Loop = Annotated[LoopName, typer.Option(help="Event loop; asyncio where there is no uvloop.")]
+RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Reports, figures, checkpoints. [default: runs/JOB-TIME]")
+]
+Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gradbus {gradbus.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and leave.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 2,
+    samples: Annotated[int, typer.Option(min=0, help="Per client and round; 0: all that the client has.")] = 2000,
+    data: Annotated[str, typer.Option(help="mnist, glyphs, auto, or package.module:attribute.")] = "auto",
+    codec: Annotated[CodecChoice, typer.Option(help="Of the clients' updates.")] = CodecChoice.FP32,
+    downlink_codec: Annotated[CodecChoice, typer.Option(help="Of the global model.")] = CodecChoice.FP32,
+    partition: Annotated[str, typer.Option(help="iid, dirichlet:ALPHA, shards, by_label, or JSON.")] = "iid",
+    seed: Annotated[int, typer.Option(min=0, max=0x7FFF_FFFF)] = 0,
+    domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
+    run_dir: RunDir = None,
+    live: Live = True,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Level = LogLevel.INFO,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Train on this machine: a controller and its clients, each a process of its own, over DDS."""
+    hint: list[str] = []
+
+    def action() -> None:
+        from gradbus.experiments.demo import DemoOptions
+        from gradbus.experiments.runs import demo_run
+
+        let_current_directory_be_imported()
+        options = DemoOptions(
+            rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec.value,
+            downlink_codec=downlink_codec.value, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
+            overrides=tuple(overrides or ()), loop=loop.value, level=log_level.value,
+        )  # fmt: skip
+        demo_run(options, live=live, loop=loop, hint=hint)
+
+    raise typer.Exit(guard("demo", action, when_stopped=lambda: "".join(hint)))
+
+
+@app.command()
+def controller(
+    config: Config,
+    run_dir: RunDir = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")
+    ] = None,
+    live: Live = True,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Level = LogLevel.INFO,
+    log_style: Style = LogStyle.AUTO,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Run the rounds of a job: wait for its clients, average what they learn, publish the model."""
+    hint: list[str] = []
+
+    def action() -> None:
+        from gradbus.experiments.runs import controller_run
+
+        let_current_directory_be_imported()
+        extra = [] if resume is None else [f"federated.resume={str(resume).lower()}"]
+        controller_run(
+            config, run_dir=run_dir, overrides=[*(overrides or ()), *extra], data_root=data_root, live=live,
+            level=log_level, style=log_style, loop=loop, hint=hint,
+        )  # fmt: skip
+
+    raise typer.Exit(guard("controller", action, when_stopped=lambda: "".join(hint)))
+
+
+@app.command()
+def client(
+    config: Config,
+    client_id: Annotated[int, typer.Option("--id", min=0, help="One for each client of the job.", show_default=False)],
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Level = LogLevel.INFO,
+    log_style: Style = LogStyle.AUTO,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Train on this machine's own data whenever the controller of the job says so."""
+
+    def action() -> None:
+        from gradbus.experiments.buses import check
+        from gradbus.experiments.files import ClientFile, load
+        from gradbus.runtime import logs
+
+        logs.configure(level=log_level.value, style=log_style.value)
+        let_current_directory_be_imported()
+        settings = load(ClientFile, config, overrides=overrides or (), data_root=data_root)
+        check(settings.bus)
+        from gradbus.experiments.federated import run_client
+
+        run_loop(lambda: run_client(settings, client_id), loop)
+
+    raise typer.Exit(guard("client", action))
+
+
+@app.command()
+def doctor(
+    network: Annotated[NetworkChoice, typer.Option(help="Network profile.")] = NetworkChoice.LOOPBACK,
+    interface: Annotated[str, typer.Option(help="Network interface.")] = "lo",
+    peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
+    domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Check this machine: versions, network settings, and DDS, measured on the spot."""
+    well: list[bool] = []
+
+    def action() -> None:
+        from gradbus.experiments.doctor import examine
+        from gradbus.runtime import logs
+        from gradbus.runtime.settings import BusSettings
+
+        logs.configure(level="error")
+        addresses = tuple(address.strip() for address in peers.split(",") if address.strip())
+        settings = BusSettings(domain=domain, network=network.value, interface=interface, peers=addresses)
+        well.append(examine(settings, loop))
+
+    code: Any = guard("doctor", action)
+    raise typer.Exit(code or (0 if all(well) else 8))
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What can be known of this machine without opening the bus: one line each, with a cure where something is wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from gradbus.experiments.versions import versions
+from gradbus.runtime.settings import BusSettings
+
+WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
+_JUMBO_MTU = 9000
+_SIOCGIFADDR = 0x8915
+
+
+class Verdict(Enum):
+    """How good a finding is. Only BAD makes the doctor's exit code other than 0."""
+
+    OK = "ok"
+    ADVICE = "advice"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``cure``: what to do about it."""
+
+    name: str
+    value: str
+    verdict: Verdict = Verdict.OK
+    cure: str = ""
+
+
+def machine(settings: BusSettings) -> list[Finding]:
+    """Versions, interface, buffers, ports."""
+    found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
+    found += [_network(settings), _buffer(), _ports(settings.domain)]
+    document = os.environ.get("CYCLONEDDS_URI", "").strip()
+    if document:
+        shown = document if len(document) <= 60 else f"{document[:57]}..."
+        found.append(
+            Finding(
+                "CYCLONEDDS_URI",
+                f"{shown} (merged over gradbus's settings)",
+                Verdict.ADVICE,
+                "CYCLONEDDS_URI changes the network settings of every job; unset it if that is not meant",
+            )
+        )
+    return found
+
+
+def _network(settings: BusSettings) -> Finding:
+    name, profile = settings.interface, settings.network
+    mtu = _mtu(name)
+    value = f"profile {profile}, interface {name}" + (f", MTU {mtu}" if mtu else "")
+    if settings.peers:
+        value += f", peers {', '.join(settings.peers)}"
+    if profile == "loopback" and name != "lo" and mtu is not None and mtu < _JUMBO_MTU:
+        return Finding(
+            "network", value, Verdict.ADVICE,
+            f"profile loopback sends datagrams of 65,500 bytes, too large for MTU {mtu}: use --network network",
+        )  # fmt: skip
+    if profile == "network" and name == "lo":
+        return Finding(
+            "network", value, Verdict.ADVICE,
+            "interface lo reaches this machine alone: name the one that leads to the others (--interface)",
+        )  # fmt: skip
+    return Finding("network", value)
+
+
+def _buffer() -> Finding:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WANTED_BUFFER_BYTES)
+        granted = probe.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # Linux counts its own overhead in
+    value = f"{granted / (1 << 20):.3g} MiB granted of {WANTED_BUFFER_BYTES >> 20} MiB"
+    if granted >= WANTED_BUFFER_BYTES:
+        return Finding("receive buffer", value)
+    limit = _read(Path("/proc/sys/net/core/rmem_max"))
+    return Finding(
+        "receive buffer", value, Verdict.ADVICE,
+        f"bursts may be lost and sent again (net.core.rmem_max is {limit or 'unknown'}): "
+        f"sudo sysctl -w net.core.rmem_max={WANTED_BUFFER_BYTES}",
+    )  # fmt: skip
+
+
+def _ports(domain: int) -> Finding:
+    return Finding("UDP ports", f"{port_range(domain)} (domain {domain})")
+
+
+def port_range(domain: int) -> str:
+    """The ports that DDS processes of this domain listen on: two each, for up to 121 processes of a machine."""
+    base = 7400 + 250 * domain
+    return f"{base + 10}-{base + 10 + 2 * 120 + 1}"
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface of this machine; None if it has none, or the system does not tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _mtu(interface: str) -> int | None:
+    text = _read(Path("/sys/class/net", interface, "mtu"))
+    return int(text) if text else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

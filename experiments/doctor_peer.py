@@ -1,0 +1,55 @@
+"""The other end of the doctor's measurement: ``python -m gradbus.experiments.doctor_peer SETTINGS``, a child."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.doctor_link import END, GOT, HERE, PEER, Link
+from gradbus.runtime.messages import Control, Message, ModelBlob
+from gradbus.runtime.settings import BusSettings
+
+_LIFETIME_S = 20.0  # whatever becomes of the doctor
+
+
+async def serve(settings: BusSettings) -> None:
+    """Echo words and acknowledge transfers until the doctor says that it is over."""
+    opened_ns = time.monotonic_ns()  # the same clock for all processes of a machine
+    received: dict[int, int] = {}
+    async with open_bus(settings) as bus:
+        with bus.subscribe(Control, ModelBlob) as inbox:
+            link = Link(bus, PEER, inbox)
+            answers: asyncio.Queue[str] = asyncio.Queue()  # bounded by the doctor, which waits for each
+
+            def take(message: Message) -> None:
+                if isinstance(message, ModelBlob):
+                    frame = message.frame
+                    transfer = frame.key.transfer
+                    received[transfer] = received.get(transfer, 0) + len(frame.data)
+                    if received[transfer] == frame.total_bytes:
+                        answers.put_nowait(f"{GOT} {transfer}")
+
+            async def answer() -> None:
+                while True:
+                    await link.say(await answers.get())
+
+            answering = asyncio.create_task(answer(), name="answer")
+            try:
+                word = await link.meet(f"{HERE} {opened_ns}")
+                while word != END:
+                    if word != HERE:
+                        await link.say(word)
+                    word = await link.hear(take)
+            finally:
+                answering.cancel()
+
+
+async def _main(settings: BusSettings) -> None:
+    async with asyncio.timeout(_LIFETIME_S):
+        await serve(settings)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(BusSettings.model_validate_json(sys.argv[1])))

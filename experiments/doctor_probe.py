@@ -1,0 +1,114 @@
+"""DDS, measured between this process and a child: discovery, round trip, throughput. A few seconds in all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.doctor_link import DOCTOR, END, GOT, HERE, PING, Link
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.messages import Control, new_incarnation
+from gradbus.runtime.settings import BusSettings
+
+MET_WITHIN_S = 5.0  # of it about one second is the start of a Python process
+_TRIPS = 200
+_TRANSFER_BYTES = 32 << 20
+_MEASURE_S = 1.5
+_STEP_S = 2.5  # deadline of a single answer
+
+
+@dataclass(slots=True)
+class Measured:
+    """What came out; None: it did not come to that.
+
+    Attributes:
+        fast_path: samples go through libddsc without the GIL.
+        discovery_s: from the moment that the second process opens its bus until its first word is here.
+        round_trip_s: of 64 bytes, median. throughput: bytes per second, in frames of 1 MiB.
+        fault: what went wrong, in words.
+    """
+
+    fast_path: bool | None = None
+    discovery_s: float | None = None
+    round_trip_s: float | None = None
+    throughput: float | None = None
+    fault: str | None = None
+    met: bool = False
+
+
+async def measure(settings: BusSettings) -> Measured:
+    """Measure with these settings, in a job of its own.
+
+    Raises:
+        ConfigError, BusError: the bus cannot be opened.
+    """
+    settings = settings.model_copy(update={"job": f"doctor-{secrets.token_hex(4)}"})
+    found = Measured()
+    async with open_bus(settings) as bus:
+        found.fast_path = bus.fast_path
+        with bus.subscribe(Control) as inbox:
+            link = Link(bus, DOCTOR, inbox)
+            peer = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "gradbus.experiments.doctor_peer", settings.model_dump_json(),
+                stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            try:
+                await _talk(bus, link, found)
+            except (TimeoutError, BusError) as error:
+                found.fault = str(error) or "no answer in time"
+            finally:
+                await _end(peer, found)
+    return found
+
+
+async def _talk(bus: Bus, link: Link, found: Measured) -> None:
+    async with asyncio.timeout(MET_WITHIN_S):
+        word = await link.meet(HERE)
+    found.met = True
+    found.discovery_s = (time.monotonic_ns() - int(word.split()[1])) / 1e9
+    trips = []
+    for _ in range(_TRIPS):
+        started_s = time.perf_counter()
+        await link.say(PING)
+        await _expect(link, PING)
+        trips.append(time.perf_counter() - started_s)
+    found.round_trip_s = statistics.median(trips)
+    payload = bytes(_TRANSFER_BYTES)
+    incarnation, until_s = new_incarnation(), time.perf_counter() + _MEASURE_S
+    rates: list[float] = []
+    while len(rates) < 2 or time.perf_counter() < until_s:
+        transfer = len(rates)
+        started_s = time.perf_counter()
+        async with asyncio.timeout(_STEP_S):
+            await bus.send_model(FrameKey(Kind.MODEL, 1, 0, CONTROLLER, incarnation, transfer), payload)
+        await _expect(link, f"{GOT} {transfer}")
+        rates.append(_TRANSFER_BYTES / (time.perf_counter() - started_s))
+    found.throughput = statistics.median(rates[1:])  # the first one fills the caches
+    await link.say(END)
+
+
+async def _expect(link: Link, wanted: str) -> None:
+    async with asyncio.timeout(_STEP_S):
+        while await link.hear() != wanted:
+            pass
+
+
+async def _end(peer: asyncio.subprocess.Process, found: Measured) -> None:
+    """The peer leaves by itself if it was told to; else it is ended, and its last line kept."""
+    try:
+        async with asyncio.timeout(1.0 if found.throughput is not None else 0.0):
+            await peer.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            peer.kill()
+    _, errors = await peer.communicate()
+    if not found.met and errors.strip():
+        found.fault = f"the second process ended with: {errors.decode(errors='replace').strip().splitlines()[-1]}"

@@ -1,0 +1,68 @@
+"""What the exit code of every command says.
+
+| code | meaning | what to do |
+|---|---|---|
+| 0 | all went well | |
+| 1 | something unexpected; its traceback is in the log | report it |
+| 2 | a setting, an option or a configuration file is wrong | correct what the line names |
+| 3 | the data set is not there and cannot be fetched | name its folder with ``--data-root`` or ``GRADBUS_DATA`` |
+| 4 | clients, or the controller, did not come or went away | start them; ``gradbus doctor`` |
+| 5 | a round had too few updates, too often | start more clients and continue the run |
+| 6 | a checkpoint or the state directory cannot be used | as the line says |
+| 7 | the controller refused this client | as the line says: another id, or the same model |
+| 8 | the data bus cannot be used | ``gradbus doctor`` |
+| 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from gradbus.runtime.errors import (
+    BarrierTimeout,
+    BusError,
+    CheckpointError,
+    ConfigError,
+    GradbusError,
+    JoinRefused,
+    RoundTimeout,
+)
+
+
+class ExitCode(IntEnum):
+    """See the table above."""
+
+    OK = 0
+    UNEXPECTED = 1
+    CONFIG = 2
+    NO_DATA = 3
+    NOBODY_CAME = 4
+    TOO_FEW_UPDATES = 5
+    CHECKPOINT = 6
+    REFUSED = 7
+    BUS = 8
+
+
+class NoData(GradbusError):
+    """A data set that is asked for is neither on disk nor to be had from the network."""
+
+
+class ClientsGone(GradbusError):
+    """All client processes have ended before the run has."""
+
+
+_CODES: dict[type[GradbusError], ExitCode] = {
+    ConfigError: ExitCode.CONFIG,
+    NoData: ExitCode.NO_DATA,
+    BarrierTimeout: ExitCode.NOBODY_CAME,
+    ClientsGone: ExitCode.NOBODY_CAME,
+    RoundTimeout: ExitCode.TOO_FEW_UPDATES,
+    CheckpointError: ExitCode.CHECKPOINT,
+    JoinRefused: ExitCode.REFUSED,
+    BusError: ExitCode.BUS,
+}
+
+
+def exit_code_of(error: GradbusError) -> ExitCode:
+    """The code of the nearest class in the table; UNEXPECTED for one that is not there."""
+    return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), ExitCode.UNEXPECTED)

@@ -1,0 +1,83 @@
+"""A controller, and a client, from a configuration file to the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.files import ClientFile, ControllerFile
+from gradbus.experiments.lifecycle import off_the_loop
+from gradbus.experiments.live import Display
+from gradbus.experiments.run_dir import RunDirectory
+from gradbus.experiments.tasks import ConfiguredTask
+from gradbus.runtime.logs import get_logger
+
+log = get_logger("cli")
+
+MakeDisplay = Callable[[Controller], Display]
+
+
+async def run_controller(
+    file: ControllerFile, run: RunDirectory, display: MakeDisplay, *, say: Callable[[str], None] = lambda text: None
+) -> list[RoundReport]:
+    """All rounds that are left. The run directory is complete whatever the end.
+
+    Args:
+        display: makes what shows the run, for a controller that has not started.
+        say: gets lines for the user, such as which data are used.
+
+    Raises:
+        As :meth:`gradbus.Controller.run`; NoData, ConfigError.
+    """
+    started_s = time.perf_counter()
+    config = file.federated
+    if config.state_dir is None:
+        config = config.model_copy(update={"state_dir": run.state})
+    run.write_config(file.model_copy(update={"federated": config, "run_dir": run.path}).model_dump(mode="json"))
+    outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
+    try:
+        await off_the_loop(task.load, "load")
+        if task.note:
+            log.info("data", note=task.note)
+            say(task.note)
+        async with open_bus(file.bus) as bus:
+            controller = Controller(bus, task, config)
+            progress = controller.progress
+            with display(controller) as shown:
+                async with contextlib.aclosing(controller.rounds()) as rounds:
+                    async for report in rounds:
+                        run.add(progress.reports)
+                        shown.round_done(report)
+        outcome = "done"
+    except asyncio.CancelledError:
+        outcome = "stopped"
+        raise
+    finally:
+        if progress.reports:  # else nothing is known, and what an earlier start wrote stays
+            run.add(progress.reports)
+        run.finish(
+            progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job, data=task.note
+        )
+    return progress.reports
+
+
+async def run_client(file: ClientFile, client_id: int) -> ClientSummary:
+    """Take part until the controller says that all rounds are done.
+
+    Raises:
+        As :meth:`gradbus.Client.run`; NoData, ConfigError.
+    """
+    task = ConfiguredTask(file.task)
+    await off_the_loop(lambda: task.load(to_train=True), "load")
+    log.info("client starts", client=client_id, job=file.bus.job, data=task.note or None)
+    async with open_bus(file.bus) as bus:
+        summary = await Client(bus, task, client_id=client_id, config=file.client).run()
+    log.info(
+        "client done", client=client_id, rounds=summary.rounds, refused=summary.refused, bytes_up=summary.bytes_up,
+        train_s=round(summary.train_s, 3),
+    )  # fmt: skip
+    return summary

@@ -1,0 +1,113 @@
+"""Configuration files: what a controller and a client are told. One file each, with sections.
+
+Weak to strong: the defaults here, the file, the environment (``GRADBUS_FEDERATED__ROUNDS=20``), ``--set
+federated.rounds=20``, other options of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from gradbus.runtime.settings import (
+    BusSettings,
+    ClientConfig,
+    FederatedConfig,
+    NonNegative,
+    Settings,
+    load_settings,
+)
+
+Options = dict[str, Any]
+"""Keyword arguments for what a setting names."""
+
+
+class TaskSettings(Settings):
+    """Model, data and training. Controller and clients must agree on ``model``, ``data``, ``partition`` and ``seed``.
+
+    Attributes:
+        model: makes the network, ``package.module:attribute``; called with ``model_options``.
+        data: ``mnist``, ``glyphs`` (digits drawn on the spot), ``auto`` (MNIST, or glyphs where that is not to be had),
+            or ``package.module:attribute`` of a function that returns a ``gradbus.models.DataSplit``; ``data_options``
+            are its arguments.
+        data_root: folder that holds ``MNIST/raw``; else ``GRADBUS_DATA``, else the user's cache.
+        download: fetch MNIST if it is missing.
+        partition: how the training set is shared out: iid, dirichlet, shards, by_label, or an object with a ``kind``
+            and its options: ``{"kind": "dirichlet", "alpha": 0.5}``.
+        num_clients: cut the training set into so many shares, if the controller expects fewer clients or does not know.
+        batch_size, momentum, weight_decay: of the clients' SGD.
+        seed: of the initial weights and the partition.
+        train_fn: a training function in place of SGD, ``package.module:attribute``; see ``gradbus.models.TrainFn``.
+        task: a function that returns a whole task of your own, ``package.module:attribute``; see
+            ``gradbus.models.Task``. It gets ``task_options``, and all above is then without effect.
+        threads: threads of torch in this process. device: where model and data live.
+    """
+
+    model: str = "gradbus.models:mnist_cnn"
+    model_options: Options = Field(default_factory=dict)
+    data: str = "auto"
+    data_options: Options = Field(default_factory=dict)
+    data_root: Path | None = None
+    download: bool = True
+    partition: str | dict[str, Any] = "iid"
+    num_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: NonNegative = 0.0
+    seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    train_fn: str | None = None
+    task: str | None = None
+    task_options: Options = Field(default_factory=dict)
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    device: str = "cpu"
+
+
+class ControllerFile(Settings):
+    """What ``gradbus controller`` reads.
+
+    Attributes:
+        run_dir: where reports, figures and checkpoints go; None: ``runs/<job>-<time>``, anew at each start. A run that
+            is started again with the same directory is continued.
+    """
+
+    bus: BusSettings = BusSettings()
+    task: TaskSettings = TaskSettings()
+    federated: FederatedConfig = FederatedConfig()
+    run_dir: Path | None = None
+
+
+class ClientFile(Settings):
+    """What ``gradbus client`` reads."""
+
+    bus: BusSettings = BusSettings()
+    task: TaskSettings = TaskSettings()
+    client: ClientConfig = ClientConfig()
+
+
+F = TypeVar("F", ControllerFile, ClientFile)
+_SECTIONS = {*ControllerFile.model_fields, *ClientFile.model_fields}
+
+
+def load(
+    kind: type[F],
+    path: Path | None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+    data_root: Path | None = None,
+) -> F:
+    """Read a file of this kind and all that goes before it. ``defaults``: what the program itself says.
+
+    Raises:
+        ConfigError: with every wrong key, and the nearest right one.
+    """
+    strongest: list[str] = [] if data_root is None else [f"task.data_root={json.dumps(os.fspath(data_root))}"]
+    # One environment may serve a controller and clients: what belongs to the other kind is no mistake.
+    others = {f"GRADBUS_{section.upper()}__" for section in _SECTIONS - set(kind.model_fields)}
+    environment = {name: text for name, text in os.environ.items() if not name.upper().startswith(tuple(others))}
+    return load_settings(kind, path, overrides=[*overrides, *strongest], environment=environment, values=defaults)

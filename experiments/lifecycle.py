@@ -1,0 +1,143 @@
+"""How a command starts, is stopped, and ends: signals, event loop, errors, exit code.
+
+The first Ctrl-C (SIGTERM, SIGHUP) cancels the command, which says goodbye and leaves; the second exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+from gradbus.experiments.choices import LoopName
+from gradbus.experiments.exit_codes import ExitCode, exit_code_of
+from gradbus.runtime import logs
+from gradbus.runtime.errors import GradbusError
+
+T = TypeVar("T")
+
+stopping = threading.Event()
+"""Set when this process has been told to stop: what computes in a thread may look at it."""
+
+before_abort: list[Callable[[], None]] = []
+"""What must happen even when the second Ctrl-C ends the process at once: short, and never waiting."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the end of its terminal"}
+
+
+class Interrupted(Exception):
+    """The command was told to stop, and has."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(f"stopped by {_NAMES[signum]}")
+        self.signum = signum
+
+
+def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = LoopName.UVLOOP) -> T:
+    """Run ``main()`` on an event loop of its own.
+
+    Raises:
+        Interrupted: a signal stopped it.
+        Exception: as ``main`` does.
+    """
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
+            return runner.run(_supervise(main))
+    finally:
+        signal.signal(signal.SIGINT, _leave_at_once)
+
+
+def _loop_factory(loop: LoopName) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if loop is LoopName.UVLOOP:
+        try:
+            import uvloop  # not on every platform
+        except ImportError:
+            return None
+        return uvloop.new_event_loop
+    return None
+
+
+async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[signal.Signals] = []
+
+    def on_signal(signum: signal.Signals) -> None:
+        if received:
+            _abort(signum)
+        received.append(signum)
+        task.cancel()
+        # A moment later, so that the cancellation has reached whoever waits for the computation that this ends.
+        loop.call_later(0.05, stopping.set)
+
+    for signum in _SIGNALS:
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        return await main()
+    except (asyncio.CancelledError, Exception):
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
+    finally:
+        for signum in _SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+async def off_the_loop(function: Callable[[], object], name: str) -> None:
+    """Run it in a thread. Cancelled, this returns at once and leaves the thread to itself: loading is not undone."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix=f"gradbus-{name}")
+    try:
+        await asyncio.get_running_loop().run_in_executor(executor, function)
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _abort(signum: int) -> NoReturn:
+    for action in before_abort:
+        action()
+    os._exit(128 + signum)
+
+
+def _leave_at_once(signum: int, _: FrameType | None) -> NoReturn:
+    say(f"gradbus: stopped by {_NAMES[signal.Signals(signum)]}")
+    _abort(signum)
+
+
+def say(text: str) -> None:
+    """One line on stderr, whatever the text."""
+    print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str) -> int:
+    """Run a command and turn the way it ended into an exit code, and one line on stderr unless it ended well.
+
+    Args:
+        name: of the command, for that line.
+        when_stopped: what to add to it after Ctrl-C: how to go on.
+    """
+    before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end in order
+    try:
+        action()
+    except Interrupted as stop:
+        hint = when_stopped()
+        say(f"gradbus {name}: {stop}" + (f". {hint}" if hint else ""))
+        sys.stdout.flush()
+        os._exit(128 + stop.signum)  # a thread that still computes cannot be stopped: do not wait for it
+    except GradbusError as error:
+        say(f"gradbus {name}: {error}")
+        return exit_code_of(error)
+    except Exception:
+        logs.configure()  # whoever had the log before
+        logs.get_logger("cli").exception("unexpected error", command=name)
+        say(f"gradbus {name}: unexpected error, see the traceback above")
+        return ExitCode.UNEXPECTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return ExitCode.OK

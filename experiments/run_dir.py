@@ -1,0 +1,110 @@
+"""The directory of a run: what was asked, what came of it, in files that other programs can read.
+
+``config.json`` (a configuration of its own: the run can be started again from it), ``rounds.jsonl`` (one report a line,
+written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, and the checkpoints in ``state/``.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from gradbus.experiments.versions import versions
+from gradbus.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradbus.actors.report import RoundReport
+
+
+class RunDirectory:
+    """Writes the files of one run. A context manager, for its log file.
+
+    Attributes:
+        path: the directory. log: controller.log, open for appending.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the directory if need be. Raises ConfigError: it cannot be written."""
+        self.path = path
+        self._written = 0
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self.log = (path / "controller.log").open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.close()
+
+    @property
+    def state(self) -> Path:
+        """Where the checkpoints of the run go."""
+        return self.path / "state"
+
+    def write_config(self, values: Any) -> None:
+        """Keep the settings in force."""
+        _write_json(self.path / "config.json", values)
+
+    def add(self, reports: Sequence[RoundReport]) -> None:
+        """Append what is new in the history of the run.
+
+        The first call writes the file anew: the controller's history is the truth after a resume, also for a round that
+        was committed just before the process died.
+        """
+        if self._written and self._written <= len(reports):
+            mode, new = "a", reports[self._written :]
+        else:
+            mode, new = "w", reports
+        with (self.path / "rounds.jsonl").open(mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(report.to_json()) + "\n" for report in new)
+        self._written = len(reports)
+
+    def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
+        """Write the summary, and return it.
+
+        Args:
+            outcome: done, stopped or failed.
+            seconds: of this start of the controller, from start to end.
+            more: further entries.
+        """
+        summary = {
+            "outcome": outcome, **totals(reports), "wall_s": round(seconds, 3), **more, "versions": versions(),
+            "platform": platform.platform(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }  # fmt: skip
+        _write_json(self.path / "summary.json", summary)
+        return summary
+
+
+def new_path(job: str) -> Path:
+    """``runs/<job>-<time>`` below the current directory."""
+    return Path("runs", f"{job}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
+    """What the rounds add up to."""
+    evaluated = [report.accuracy for report in reports if report.accuracy is not None]
+    return {
+        "rounds": len(reports),
+        "accuracy": evaluated[-1] if evaluated else None,
+        "best_accuracy": max(evaluated, default=None),
+        "loss": reports[-1].loss if reports else None,
+        "bytes_up": sum(report.bytes_up for report in reports),
+        "bytes_down": sum(report.bytes_down for report in reports),
+        "train_s": round(sum(report.train_s for report in reports), 3),
+        "wire_s": round(sum(report.wire_s for report in reports), 3),
+        "aggregate_s": round(sum(report.aggregate_s for report in reports), 3),
+        "weights_crc32": reports[-1].weights_crc32 if reports else None,
+    }
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,69 @@
+"""The commands ``demo`` and ``controller``: plan, run, and say what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradbus.experiments.buses import check
+from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.demo import DemoOptions, plan, run_demo
+from gradbus.experiments.figures import draw_accuracy
+from gradbus.experiments.files import ControllerFile, load
+from gradbus.experiments.lifecycle import run_loop
+from gradbus.experiments.live import percent, size
+from gradbus.experiments.run_dir import RunDirectory, new_path, totals
+from gradbus.experiments.screen import Screen
+
+if TYPE_CHECKING:
+    from gradbus.actors import RoundReport
+
+
+def demo_run(options: DemoOptions, *, live: bool, loop: LoopName, hint: list[str]) -> None:
+    """``gradbus demo``. ``hint`` gets what is left if it is stopped."""
+    screen = Screen(live=live, level=LogLevel(options.level))
+    screen.configure_logs()
+    planned = plan(options)
+    check(planned.controller.bus)
+    with RunDirectory(planned.run_dir) as run:
+        hint.append(f"What was done until then is in {run.path}")
+        bus = planned.controller.bus
+        if planned.note:
+            screen.say(f"data: {planned.note}")
+        screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
+        reports = run_loop(lambda: run_demo(planned, run, screen, options), loop)
+        _conclude(screen, run, reports, title=bus.job)
+
+
+def controller_run(
+    config: Path, *, run_dir: Path | None, overrides: Sequence[str], data_root: Path | None, live: bool,
+    level: LogLevel, style: LogStyle, loop: LoopName, hint: list[str],
+) -> None:  # fmt: skip
+    """``gradbus controller``. ``hint`` gets how the run can be continued, once that is known."""
+    file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
+    check(file.bus)
+    from gradbus.experiments.federated import run_controller  # loads torch
+
+    # Who asks for a style of log lines wants to see them.
+    screen = Screen(live=live and style is LogStyle.AUTO, level=level, style=style)
+    screen.configure_logs()
+    with RunDirectory(run_dir or file.run_dir or new_path(file.bus.job)) as run:
+        hint.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
+        if screen.table:
+            log_file = screen.log_file(run)
+            display = screen.display(log_file, file)
+            with screen.logging(log_file):
+                reports = run_loop(lambda: run_controller(file, run, display, say=screen.say), loop)
+        else:
+            reports = run_loop(lambda: run_controller(file, run, screen.silent()), loop)
+        _conclude(screen, run, reports, title=file.bus.job)
+
+
+def _conclude(screen: Screen, run: RunDirectory, reports: Sequence[RoundReport], *, title: str) -> None:
+    sums = totals(reports)
+    draw_accuracy(run.path / "accuracy.png", reports, title=title)
+    screen.say(
+        f"done: {sums['rounds']} rounds, accuracy {percent(sums['accuracy'])}, "
+        f"up {size(sums['bytes_up'])}, down {size(sums['bytes_down'])}; run directory {run.path}"
+    )

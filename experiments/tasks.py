@@ -1,0 +1,160 @@
+"""From settings to a task: what a configuration file can say about model, data and training.
+
+Whatever the settings get wrong becomes a ConfigError or NoData here, which name the setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradbus import models
+from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
+from gradbus.experiments.exit_codes import NoData
+from gradbus.experiments.files import TaskSettings
+from gradbus.experiments.lifecycle import stopping
+from gradbus.experiments.lookup import resolve
+from gradbus.runtime.errors import ConfigError
+
+_METHODS = ("build_model", "prepare", "train", "evaluate")
+
+
+class ConfiguredTask:
+    """A task made from settings. Implements :class:`gradbus.actors.task.FederatedTask`.
+
+    Attributes:
+        note: one line about the data, once they are loaded.
+    """
+
+    def __init__(self, settings: TaskSettings) -> None:
+        """Import what the settings name; nothing is loaded yet. Raises ConfigError."""
+        self._settings = settings
+        self.note = ""
+        torch.set_num_threads(settings.threads)
+        with _settings_to_blame():
+            self._task: FederatedTask = _own(settings) if settings.task is not None else _classification(settings)
+
+    def load(self, *, to_train: bool = False) -> None:
+        """Load the data, and for a client what training needs, before anybody waits for it.
+
+        Raises:
+            NoData, ConfigError.
+        """
+        if isinstance(self._task, models.ClassificationTask):
+            with _settings_to_blame():
+                self.note = self._task.data.note or self._task.data.name
+        if to_train:
+            # The first optimizer of a process makes torch import its compiler, which takes seconds.
+            torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+    def build_model(self) -> nn.Module:
+        return self._task.build_model()
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        with _settings_to_blame():
+            self._task.prepare(client_id, max(num_clients, self._settings.num_clients))
+
+    def train(self, model: nn.Module, **command: Any) -> TrainOutcome:
+        return self._task.train(model, **command)
+
+    def evaluate(self, model: nn.Module) -> EvalOutcome | None:
+        """As the task does it, but ended by Ctrl-C: nobody waits for a result then."""
+        hook = model.register_forward_pre_hook(_stop_if_asked)
+        try:
+            return self._task.evaluate(model)
+        finally:
+            hook.remove()
+
+
+def _stop_if_asked(*_: Any) -> None:
+    if stopping.is_set():
+        raise models.TrainingStopped(0)
+
+
+def _own(settings: TaskSettings) -> FederatedTask:
+    assert settings.task is not None
+    made = _call(settings.task, settings.task_options, key="task.task")
+    lacking = [name for name in _METHODS if not callable(getattr(made, name, None))]
+    if lacking:
+        raise ConfigError(
+            f"task.task {settings.task!r}: what it returns, {type(made).__name__}, has no {', '.join(lacking)}; "
+            f"see gradbus.models.Task"
+        )
+    task: FederatedTask = made
+    return task
+
+
+def _classification(settings: TaskSettings) -> models.ClassificationTask:
+    model = _function(settings.model, key="task.model")
+    if settings.model_options:
+        model = partial(model, **settings.model_options)
+    return models.ClassificationTask(
+        model,
+        _source(settings),
+        settings.partition,
+        settings.num_clients,
+        batch_size=settings.batch_size,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        seed=settings.seed,
+        device=settings.device,
+        train_fn=None if settings.train_fn is None else _function(settings.train_fn, key="task.train_fn"),
+    )
+
+
+def _source(settings: TaskSettings) -> Callable[[], models.DataSplit]:
+    match settings.data:
+        case "glyphs":
+            return partial(_call, "gradbus.models:glyphs", settings.data_options, key="task.data")
+        case "mnist" | "auto" as name:
+            if settings.data_options:
+                raise ConfigError(f"task.data_options: data {name!r} takes none")
+            return partial(models.load, name, settings.data_root, download=settings.download)
+        case spec if ":" in spec:
+            _function(spec, key="task.data")
+            return partial(_own_data, spec, settings.data_options)
+    raise ConfigError(f"task.data {settings.data!r}: expected auto, mnist, glyphs or package.module:attribute")
+
+
+def _own_data(spec: str, options: dict[str, Any]) -> models.DataSplit:
+    data = _call(spec, options, key="task.data")
+    if not isinstance(data, models.DataSplit):
+        raise ConfigError(
+            f"task.data {spec!r}: expected it to return gradbus.models.DataSplit, got {type(data).__name__}"
+        )
+    return data
+
+
+def _function(spec: str, *, key: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = resolve(spec, key=key)
+    if not callable(found):
+        raise ConfigError(f"{key} {spec!r}: expected a function or a class, got {type(found).__name__}")
+    return found
+
+
+def _call(spec: str, options: dict[str, Any], *, key: str) -> Any:
+    function = _function(spec, key=key)
+    try:
+        return function(**options)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call, not inside
+            raise ConfigError(f"{key} {spec!r}, its options: {error}") from None
+        raise
+
+
+@contextlib.contextmanager
+def _settings_to_blame() -> Iterator[None]:
+    """What goes wrong in here is due to the settings, not to the program."""
+    try:
+        yield
+    except models.DataMissing as error:
+        raise NoData(str(error)) from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from None

@@ -1,0 +1,198 @@
+"""Who takes part: clients that come, go, come again, or share an id by mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gradbus.actors.members import Answer, Members
+from gradbus.runtime.control import PROTOCOL, Hello
+
+DIM, LAYOUT, SESSION = 1_199_882, 77, 9
+DEAD_AFTER_S = 2.5
+RIVAL_AFTER_S = 1.2
+GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1")
+
+
+def new_members() -> Members:
+    return Members(dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=DEAD_AFTER_S, rival_after_s=RIVAL_AFTER_S)
+
+
+def greet(
+    members: Members, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
+    **changes: object,
+) -> tuple[Answer, str]:  # fmt: skip
+    hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
+    return members.hello(client_id, incarnation, hello, now_s=now_s, next_round=next_round)
+
+
+def join(members: Members, client_id: int = 0, incarnation: int = 100, **options: object) -> None:
+    """Hello, welcome, and the hello that confirms it."""
+    assert greet(members, client_id, incarnation, **options)[0] is Answer.WELCOME  # type: ignore[arg-type]
+    options["session"] = SESSION
+    assert greet(members, client_id, incarnation, **options)[0] is Answer.NOTHING  # type: ignore[arg-type]
+
+
+def test_a_new_client_is_welcomed_until_it_has_heard_it_and_is_ready_from_then_on() -> None:
+    members = new_members()
+    assert greet(members) == (Answer.WELCOME, "")
+    assert members.ready(1) == []
+    assert greet(members) == (Answer.WELCOME, "")  # the welcome was lost
+    assert greet(members, session=SESSION) == (Answer.NOTHING, "")
+    assert members.ready(1) == [0]
+
+
+def test_a_client_whose_bus_is_not_matched_yet_is_a_member_but_not_ready() -> None:
+    members = new_members()
+    join(members, ready=False)
+    assert len(members) == 1
+    assert members.ready(1) == []
+    greet(members, session=SESSION, ready=True)
+    assert members.ready(1) == [0]
+
+
+def test_a_client_that_an_earlier_start_of_the_controller_welcomed_is_welcomed_again() -> None:
+    members = new_members()
+    assert greet(members, session=SESSION - 1) == (Answer.WELCOME, "")
+    assert greet(members, session=SESSION - 1) == (Answer.WELCOME, "")
+    assert members.ready(1) == []
+
+
+def test_ready_clients_are_named_in_ascending_order() -> None:
+    members = new_members()
+    for client_id in (5, 1, 3):
+        join(members, client_id)
+    assert members.ready(1) == [1, 3, 5]
+    assert sorted(member.client_id for member in members) == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": PROTOCOL + 1}, f"protocol {PROTOCOL + 1}, this controller {PROTOCOL}"),
+        ({"dim": 1000}, "1,000 values, here 1,199,882"),
+        ({"layout": LAYOUT + 1}, "other names or shapes"),
+    ],
+)
+def test_a_client_that_does_not_fit_is_refused_with_the_reason(changes: dict[str, int], words: str) -> None:
+    members = new_members()
+    answer, why = greet(members, **changes)
+    assert answer is Answer.REFUSE
+    assert words in why
+    assert len(members) == 0
+
+
+def test_a_late_client_takes_part_from_the_round_after_the_open_one() -> None:
+    members = new_members()
+    join(members, 0, next_round=1)
+    join(members, 1, next_round=4)
+    assert members.ready(3) == [0]
+    assert members.ready(4) == [0, 1]
+
+
+def test_a_repeated_hello_does_not_change_the_first_round_of_a_client() -> None:
+    members = new_members()
+    join(members, next_round=2)
+    greet(members, session=SESSION, next_round=7)
+    assert members.ready(2) == [0]
+
+
+def test_a_silent_client_is_dead_and_comes_back_for_the_next_round() -> None:
+    members = new_members()
+    join(members, 0)
+    join(members, 1)
+    members.heard(1, 100, 2.0)
+    assert members.expire(DEAD_AFTER_S) == []
+    assert [member.client_id for member in members.expire(DEAD_AFTER_S + 0.1)] == [0]
+    assert members.ready(1) == [1]
+    assert members.heard(0, 100, 3.0) is None
+    assert greet(members, 0, now_s=3.0, next_round=2, session=SESSION)[0] is Answer.WELCOME  # hears its new first round
+    assert members.ready(1) == [1]
+    assert members.ready(2) == [0, 1]
+
+
+def test_every_message_of_a_client_is_a_sign_of_life() -> None:
+    members = new_members()
+    join(members)
+    for now_s in (2.0, 4.0, 6.0):
+        assert members.heard(0, 100, now_s) is not None
+        assert members.expire(now_s + 1.0) == []
+
+
+def test_words_of_another_start_are_no_sign_of_life() -> None:
+    members = new_members()
+    join(members)
+    assert members.heard(0, 99, 2.0) is None
+    assert members.heard(0, 101, 2.0) is None
+    assert [member.client_id for member in members.expire(2.6)] == [0]
+
+
+def test_a_client_that_leaves_is_removed_once_and_only_this_start_of_it() -> None:
+    members = new_members()
+    join(members)
+    assert not members.remove(0, 99)
+    assert not members.remove(1, 100)
+    assert members.remove(0, 100)
+    assert not members.remove(0, 100)
+    assert members.ready(1) == []
+
+
+def test_a_restarted_client_replaces_its_older_start_once_that_is_known_to_be_gone() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    assert greet(members, incarnation=200, now_s=1.0, host="host-a:2") == (Answer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S - 0.01) == (Answer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S, next_round=5) == (Answer.WELCOME, "")
+    assert members.get(0, 100) is None
+    assert members.get(0, 200) is not None
+    greet(members, incarnation=200, now_s=3.0, session=SESSION)
+    assert members.ready(4) == []
+    assert members.ready(5) == [0]
+
+
+def test_a_restarted_client_is_welcome_at_once_when_its_older_start_was_seen_to_go() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
+    assert members.remove(0, 100)
+    assert greet(members, incarnation=200, now_s=1.1)[0] is Answer.WELCOME
+
+
+def test_of_two_live_processes_with_one_id_the_newcomer_is_refused_and_the_older_one_stays() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    answers = []
+    for tick in range(8):
+        now_s = 1.0 + 0.25 * tick
+        greet(members, incarnation=100, now_s=now_s, session=SESSION)
+        answers.append(greet(members, incarnation=200, now_s=now_s, host="host-b:7"))
+    refused = [why for answer, why in answers if answer is Answer.REFUSE]
+    assert refused == ["client id 0 is in use by host-a:1: give each its own id"]
+    assert members.get(0, 100) is not None
+    assert members.ready(1) == [0]
+
+
+def test_every_further_newcomer_gets_a_wait_of_its_own() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.0)[0] is Answer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.0 + RIVAL_AFTER_S)[0] is Answer.WELCOME
+    assert members.get(0, 300) is not None
+
+
+def test_an_older_start_is_refused_and_leaves_the_later_one_alone() -> None:
+    members = new_members()
+    join(members, incarnation=200)
+    answer, why = greet(members, incarnation=100, now_s=1.0, host="host-b:7")
+    assert answer is Answer.REFUSE
+    assert "in use by a later start (host-a:1)" in why
+    assert members.get(0, 200) is not None
+
+
+def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    assert greet(members, incarnation=200, now_s=1.0, dim=7)[0] is Answer.REFUSE
+    assert members.get(0, 100) is not None

@@ -1,0 +1,93 @@
+"""Running the command line: in this process where it only has to fail, in processes of its own where it works."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from typer.testing import CliRunner
+
+from gradbus.experiments import lifecycle
+from gradbus.experiments.cli import app
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+Invoke = Callable[..., Ended]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("GRADBUS_", "CYCLONEDDS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GRADBUS_DATA", str(tmp_path / "no-data"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def domain() -> int:
+    """A DDS domain that no other test is likely to use."""
+    return random.randrange(1, 100)
+
+
+@pytest.fixture
+def configs(root: Path) -> Path:
+    """The folder of the example configurations."""
+    return root / "experiments" / "configs"
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
+    """Run a command in this process; for those that end by themselves, and soon."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    threads = torch.get_num_threads()
+
+    def call(*arguments: Any) -> Ended:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return Ended(result.exit_code, result.stdout, result.stderr)
+
+    yield call
+    torch.set_num_threads(threads)
+    structlog.reset_defaults()
+    lifecycle.stopping.clear()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a command in a process of its own, in the test's folder; it is ended with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gradbus", *map(str, arguments)],
+            cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,135 @@
+"""Every mistake of a user ends in one line that says what to do, and in an exit code that tells it from the others."""
+
+from pathlib import Path
+
+import pytest
+
+GLYPHS = ("--set", "task.data=glyphs", "--set", 'task.data_options={"train": 20, "test": 10}', "--log-level", "error")
+
+
+def one_line(text: str) -> str:
+    """The only line of the text."""
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    assert "Traceback" not in text
+    return lines[0]
+
+
+def test_an_unknown_key_names_the_nearest(invoke, configs) -> None:
+    ended = invoke("client", configs / "client.conf.json", "--id", 0, "--set", "task.batchsize=4")
+    assert ended.code == 2
+    assert "did you mean 'batch_size'" in one_line(ended.err)
+
+
+def test_a_missing_configuration_file_is_named(invoke) -> None:
+    ended = invoke("controller", "absent.json")
+    assert ended.code == 2
+    assert "absent.json cannot be read: No such file" in one_line(ended.err)
+
+
+def test_a_configuration_that_is_not_json_says_where(invoke, tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"bus": {')
+    ended = invoke("client", "half.json", "--id", 0)
+    assert ended.code == 2
+    assert "half.json is not valid JSON" in one_line(ended.err)
+
+
+@pytest.mark.parametrize("command", [("client", "client.conf.json", "--id", 0), ("controller", "controller.conf.json")])
+def test_data_that_are_not_there_are_asked_for(invoke, configs, command, tmp_path: Path) -> None:
+    name, config, *rest = command
+    missing = (
+        "--set",
+        "task.data=mnist",
+        "--set",
+        "task.download=false",
+        "--data-root",
+        tmp_path,
+        "--log-level",
+        "error",
+    )
+    ended = invoke(name, configs / config, *rest, *missing)
+    assert ended.code == 3
+    assert "put the four MNIST files there" in one_line(ended.err)
+
+
+def test_a_state_directory_that_cannot_be_made_is_named(invoke, configs, domain, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    where = ("--set", "federated.state_dir=file/state", "--set", f"bus.domain={domain}")
+    ended = invoke("controller", configs / "controller.conf.json", *where, *GLYPHS)
+    assert ended.code == 6
+    assert "state directory file/state cannot be written: Not a directory" in one_line(ended.err)
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(invoke, configs, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = invoke("controller", configs / "controller.conf.json", "--run-dir", "file/run")
+    assert ended.code == 2
+    assert "run directory file/run cannot be written" in one_line(ended.err)
+
+
+def test_a_document_for_cyclone_that_is_not_closed_is_refused(invoke, configs, monkeypatch) -> None:
+    monkeypatch.setenv("CYCLONEDDS_URI", "<CycloneDDS><Domain>")
+    ended = invoke("client", configs / "client.conf.json", "--id", 0)
+    assert ended.code == 2
+    assert "CYCLONEDDS_URI is not well-formed XML" in one_line(ended.err)
+
+
+def test_an_interface_that_does_not_exist_is_named_with_those_that_do(invoke, configs) -> None:
+    ended = invoke("controller", configs / "controller.conf.json", "--set", "bus.interface=nope0")
+    assert ended.code == 2
+    assert "'nope0' does not exist here" in one_line(ended.err)
+    assert "lo" in ended.err
+
+
+def test_clients_that_do_not_come_are_counted_and_named(invoke, configs, domain) -> None:
+    soon = ("--set", "federated.start_timeout_s=0.3", "--set", f"bus.domain={domain}")
+    ended = invoke("controller", configs / "controller.conf.json", *soon, *GLYPHS)
+    assert ended.code == 4
+    assert "missing [0, 1]" in one_line(ended.err)
+
+
+def test_a_controller_that_is_not_there_is_missed(invoke, configs, domain) -> None:
+    soon = ("--set", "client.controller_timeout_s=0.3", "--set", f"bus.domain={domain}")
+    ended = invoke("client", configs / "client.conf.json", "--id", 0, *soon, *GLYPHS)
+    assert ended.code == 4
+    assert "controller: 0 of 1 ready" in one_line(ended.err)
+
+
+def test_a_demo_does_not_write_over_another_run(invoke, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rounds.jsonl").touch()
+    ended = invoke("demo", "--data", "glyphs", "--run-dir", "run")
+    assert ended.code == 2
+    assert "run directory run is not empty" in one_line(ended.err)
+
+
+@pytest.mark.parametrize("text", ["dirichlet:x", "{", "dirichlett"])
+def test_a_wrong_partition_of_a_demo_is_refused(invoke, text) -> None:
+    ended = invoke("demo", "--data", "glyphs", "--partition", text)
+    assert ended.code == 2
+    assert text.split(":")[0] in one_line(ended.err)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("client", "x.json"), ("demo", "--rounds", 0), ("demo", "--codec", "q9"), ("x",)]
+)
+def test_wrong_usage_is_explained_without_a_traceback(invoke, arguments) -> None:
+    ended = invoke(*arguments)
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    assert "Error" in ended.err
+
+
+def test_an_unexpected_error_is_logged_with_its_traceback(invoke, configs, domain, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine.py").write_text("def data():\n    raise RuntimeError('the disk is gone')\n")
+    mine = ("--set", "task.data=mine:data", "--set", f"bus.domain={domain}")
+    ended = invoke("client", configs / "client.conf.json", "--id", 0, *mine)
+    assert ended.code == 1
+    assert "the disk is gone" in ended.err
+    assert "RuntimeError" in ended.err
+
+
+def test_the_version_is_told(invoke) -> None:
+    ended = invoke("--version")
+    assert ended.code == 0
+    assert ended.out.startswith("gradbus ")

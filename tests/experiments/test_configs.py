@@ -1,0 +1,98 @@
+"""Configuration files: the examples, and what a wrong one is told."""
+
+from pathlib import Path
+
+import pytest
+
+from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.experiments.tasks import ConfiguredTask
+from gradbus.runtime.errors import ConfigError
+
+EXAMPLES = sorted(path.name for path in (Path(__file__).parents[2] / "experiments" / "configs").glob("*.json"))
+
+
+def kind_of(name: str) -> type[ControllerFile] | type[ClientFile]:
+    return ControllerFile if name.startswith("controller") else ClientFile
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_loads_and_names_a_task_that_can_be_made(name: str, configs: Path) -> None:
+    file = load(kind_of(name), configs / name)
+    task = ConfiguredTask(file.task)
+    assert sum(parameter.numel() for parameter in task.build_model().parameters()) == 1_199_882
+
+
+def test_there_is_an_example_for_each_codec_and_each_way_of_running() -> None:
+    codecs = {f"controller.{codec}.conf.json" for codec in ("q8", "s4", "sq8")}
+    pairs = {f"{side}{way}.conf.json" for side in ("controller", "client") for way in ("", ".non-iid", ".two-machines")}
+    assert set(EXAMPLES) == codecs | pairs
+
+
+@pytest.mark.parametrize("way", ["", ".non-iid", ".two-machines"])
+def test_controller_and_client_of_an_example_agree(way: str, configs: Path) -> None:
+    controller = load(ControllerFile, configs / f"controller{way}.conf.json")
+    client = load(ClientFile, configs / f"client{way}.conf.json")
+    assert controller.bus == client.bus
+    for key in ("model", "data", "partition", "seed"):
+        assert getattr(controller.task, key) == getattr(client.task, key)
+
+
+def test_the_reference_run_is_the_one_that_is_documented(configs: Path) -> None:
+    controller = load(ControllerFile, configs / "controller.conf.json")
+    client = load(ClientFile, configs / "client.conf.json")
+    rules = controller.federated
+    assert (rules.rounds, rules.num_clients, rules.subset_size, rules.lr, rules.codec) == (10, 2, 6000, 0.01, "fp32")
+    assert (client.task.batch_size, client.task.momentum, controller.bus.job) == (64, 0.9, "mnist")
+
+
+def test_options_of_the_command_win_over_the_environment_and_that_over_the_file(
+    configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADBUS_FEDERATED__ROUNDS", "3")
+    monkeypatch.setenv("GRADBUS_FEDERATED__LR", "0.5")
+    file = load(ControllerFile, configs / "controller.conf.json", overrides=["federated.rounds=4"])
+    assert (file.federated.rounds, file.federated.lr) == (4, 0.5)
+
+
+def test_one_environment_serves_controller_and_clients(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBUS_FEDERATED__ROUNDS", "3")
+    monkeypatch.setenv("GRADBUS_BUS__JOB", "both")
+    assert load(ClientFile, configs / "client.conf.json").bus.job == "both"
+
+
+def test_an_unknown_section_in_the_environment_is_an_error(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBUS_FEDERATE__ROUNDS", "3")
+    with pytest.raises(ConfigError, match="did you mean 'federated'"):
+        load(ControllerFile, configs / "controller.conf.json")
+
+
+def test_a_data_root_that_looks_like_a_number_stays_a_path(configs: Path) -> None:
+    assert load(ClientFile, configs / "client.conf.json", data_root=Path("2024")).task.data_root == Path("2024")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("task.model=gradbus.models:mnist_cn", "did you mean 'mnist_cnn'"),
+        ("task.model=gradbus.modls:mnist_cnn", "no module 'gradbus.modls'"),
+        ("task.model=mnist_cnn", "expected package.module:attribute"),
+        ("task.data=mnits", "expected auto, mnist, glyphs or package.module:attribute"),
+        ("task.partition=dirichlett", "did you mean 'dirichlet'"),
+        ("task.task=gradbus.models:mnist_cnn", "has no build_model, prepare, evaluate"),
+        ("task.model=broken:net", "importing 'broken' failed: ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_name_is_an_error_that_names_the_nearest(
+    override: str, said: str, configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        ConfiguredTask(load(ClientFile, configs / "client.conf.json", overrides=[override]).task)
+
+
+def test_options_that_a_function_does_not_take_are_an_error(configs: Path) -> None:
+    overrides = ["task.data=glyphs", 'task.data_options={"trian": 5}']
+    task = ConfiguredTask(load(ClientFile, configs / "client.conf.json", overrides=overrides).task)
+    with pytest.raises(ConfigError, match="trian"):
+        task.load()

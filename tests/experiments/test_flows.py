@@ -1,0 +1,220 @@
+"""The command line in earnest: real processes, real DDS on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from gradbus.actors import Client, Controller
+from gradbus.experiments.exit_codes import exit_code_of
+from gradbus.experiments.federated import run_client
+from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.models import NullTask, TrainResult
+from gradbus.runtime.bus import connect
+from gradbus.runtime.errors import JoinRefused
+from gradbus.runtime.settings import FederatedConfig
+
+T = TypeVar("T")
+
+pytestmark = pytest.mark.slow
+
+DEMO = ("demo", "--data", "glyphs", "--samples", 200, "--no-live")
+
+
+def read_until(process: subprocess.Popen[str], wanted: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if wanted in line:
+            return
+    pytest.fail(f"no {wanted!r} before the end; stderr: {process.communicate()[1]}")
+
+
+def last_line(text: str) -> str:
+    assert "Traceback" not in text, text
+    return text.strip().splitlines()[-1]
+
+
+def test_a_demo_trains_and_leaves_a_complete_run_directory(start, domain, tmp_path: Path) -> None:
+    process = start(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert [line.split(":")[0] for line in out.splitlines()][2:] == ["round 1/2", "round 2/2", "done"], out
+    run = tmp_path / "run"
+    reports = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert [(report["round_id"], report["clients"]) for report in reports] == [(1, [0, 1]), (2, [0, 1])]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["outcome"] == "done"
+    assert summary["bytes_up"] == sum(report["bytes_up"] for report in reports) > 0
+    assert (run / "accuracy.png").stat().st_size > 1000
+    assert load(ControllerFile, run / "config.json").federated.codec == "sq8"
+    for number in (0, 1):
+        events = [json.loads(line)["event"] for line in (run / f"client-{number}.log").read_text().splitlines()]
+        assert events[-1] == "client done"
+    assert sorted(path.name for path in (run / "state").glob("*.json")) == [f"round-00000{i}.json" for i in range(3)]
+
+
+def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(start, domain, tmp_path: Path) -> None:
+    process = start(*DEMO, "--rounds", 500, "--run-dir", "run", "--domain", domain)
+    read_until(process, "round 1/500")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    process.send_signal(signal.SIGINT)
+    sent_s = time.monotonic()
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - sent_s < 4
+    assert process.returncode == 130
+    assert err == "gradbus demo: stopped by Ctrl-C. What was done until then is in run\n"
+    assert psutil.wait_procs(children, timeout=1)[1] == []
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "stopped"
+
+
+def test_a_demo_goes_on_when_a_client_is_killed(start, domain) -> None:
+    process = start(*DEMO, "--rounds", 5, "--run-dir", "run", "--domain", domain)
+    read_until(process, "round 1/5")
+    (victim,) = [child for child in psutil.Process(process.pid).children() if id_of(child) == "1"]
+    victim.kill()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert "clients 1/1" in next(line for line in out.splitlines() if line.startswith("round 5/5"))
+    assert "client ended early client=1 end=signal 9" in err
+
+
+def id_of(child: psutil.Process) -> str:
+    command = child.cmdline()
+    return command[command.index("--id") + 1]
+
+
+class SlowTask(NullTask):
+    """Rounds that take a tenth of a second, so that there is something to come late for."""
+
+    def train(self, *arguments: object, **more: object) -> TrainResult:
+        time.sleep(0.1)
+        return super().train(*arguments, **more)  # type: ignore[arg-type]
+
+
+def null_client(domain: int, dim: int) -> dict[str, object]:
+    return {
+        "bus": {"job": "refusals", "domain": domain},
+        "task": {"task": "gradbus.models:NullTask", "task_options": {"dim": dim}},
+    }
+
+
+def test_clients_that_do_not_fit_are_refused_and_the_run_goes_on(start, domain, tmp_path: Path) -> None:
+    (tmp_path / "client.json").write_text(json.dumps(null_client(domain, dim=10)))
+    same_id = start("client", "client.json", "--id", 0)
+    other_model = ClientFile.model_validate(null_client(domain, dim=11))
+
+    async def run() -> int:
+        rounds_after = 0
+        async with connect("refusals", domain=domain) as bus, connect("refusals", domain=domain) as other:
+            client = asyncio.create_task(Client(other, SlowTask(10), client_id=0).run())
+            misfit = asyncio.create_task(run_client(other_model, 1))
+            config = FederatedConfig(rounds=1000, num_clients=1)
+            try:
+                async with contextlib.aclosing(Controller(bus, SlowTask(10), config).rounds()) as rounds:
+                    async for _ in rounds:
+                        rounds_after += same_id.poll() is not None and misfit.done()
+                        if rounds_after == 2:
+                            break
+            finally:
+                client.cancel()
+                misfit.cancel()
+                await asyncio.wait([client, misfit])
+        error = misfit.exception()
+        assert isinstance(error, JoinRefused)
+        assert exit_code_of(error) == 7
+        assert "its model is not the same as the controller's (11 values, here 10)" in str(error)
+        return rounds_after
+
+    assert asyncio.run(bounded(run())) == 2
+    assert same_id.returncode == 7
+    assert "client id 0 is in use by" in last_line(same_id.communicate()[1])
+
+
+async def bounded(work: Coroutine[Any, Any, T]) -> T:
+    """Its result, or TimeoutError before the test's own limit ends everything."""
+    async with asyncio.timeout(90):
+        return await work
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(start, invoke, domain, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    config = tmp_path / "controller.json"
+    file = {
+        "bus": {"job": "damage", "domain": domain},
+        "task": {"task": "gradbus.models:NullTask", "task_options": {"dim": 10}},
+        "federated": {"rounds": 3, "num_clients": 1, "state_dir": str(state)},
+        "run_dir": "run",
+    }
+    config.write_text(json.dumps(file))
+
+    async def train() -> None:
+        async with connect("damage", domain=domain) as bus, connect("damage", domain=domain) as other:
+            client = asyncio.create_task(Client(other, NullTask(10), client_id=0).run())
+            await Controller(bus, NullTask(10), load(ControllerFile, config).federated).run()
+            await client
+
+    async def help_out(process: subprocess.Popen[str]) -> tuple[str, str]:
+        async with connect("damage", domain=domain) as bus:
+            client = asyncio.create_task(Client(bus, NullTask(10), client_id=0).run())
+            try:
+                return await asyncio.to_thread(process.communicate, timeout=90)
+            finally:
+                client.cancel()
+                await asyncio.wait([client])
+
+    asyncio.run(bounded(train()))
+    (state / "round-000003.safetensors").write_bytes(b"not any more")
+    process = start("controller", config)
+    out, err = asyncio.run(bounded(help_out(process)))
+    assert process.returncode == 0, err
+    assert "round-000003.json" in err
+    assert re.search(r'"round": 2.*"event": "using an older checkpoint"', err)
+    assert "done: 3 rounds" in out
+    reports = [json.loads(line)["round_id"] for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert reports == [1, 2, 3]
+
+    for path in state.glob("*.json"):
+        path.write_text("{}")
+    ended = invoke("controller", config, "--log-level", "error")
+    assert ended.code == 6
+    assert "checkpoints in" in last_line(ended.err)
+    assert "are damaged" in last_line(ended.err)
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_controller_that_is_terminated_says_how_to_go_on(start, domain, tmp_path: Path, configs: Path) -> None:
+    null = ("--set", "task.task=gradbus.models:NullTask", "--set", 'task.task_options={"dim": 10}')
+    config = configs / "controller.conf.json"
+    process = start("controller", config, *null, "--set", f"bus.domain={domain}", "--run-dir", "run")
+    while not (tmp_path / "run" / "state" / ".lock").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    sent_s = time.monotonic()
+    _, err = process.communicate(timeout=10)
+    assert time.monotonic() - sent_s < 3
+    assert process.returncode == 143
+    assert err == f"gradbus controller: stopped by SIGTERM. To continue: gradbus controller {config} --run-dir run\n"
+
+
+def test_the_doctor_finds_this_machine_well_and_measures_it(start, domain) -> None:
+    process = start("doctor", "--domain", domain)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    for pattern in (r"discovery +(\d+) ms", r"round trip, 64 B +(\d+) us", r"throughput, 1 MiB frames +(\d+) MB/s"):
+        match = re.search(pattern, out)
+        assert match, out
+        assert int(match[1]) > 0

@@ -1,0 +1,157 @@
+"""The pieces of the command line, one by one."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gradbus.actors import Progress, RoundReport
+from gradbus.experiments import lookup
+from gradbus.experiments.doctor import judge
+from gradbus.experiments.doctor_facts import Verdict, port_range
+from gradbus.experiments.doctor_probe import Measured
+from gradbus.experiments.exit_codes import ExitCode, exit_code_of
+from gradbus.experiments.live import LiveTable, PlainLines, size
+from gradbus.experiments.logfile import LogFile
+from gradbus.experiments.run_dir import RunDirectory
+from gradbus.runtime import errors
+from gradbus.runtime.settings import BusSettings
+
+REPORT = RoundReport(
+    round_id=2, clients=(0, 1), expected=2, loss=0.5, accuracy=0.9, bytes_up=9_599_056, bytes_down=1000, train_s=1.5
+)
+
+
+def test_every_error_of_a_run_has_its_own_exit_code() -> None:
+    codes = {
+        errors.ConfigError("x"): 2,
+        errors.BarrierTimeout("x", missing=(), ready=0, needed=1, timeout_s=1.0): 4,
+        errors.RoundTimeout(1, 0, 1, 3): 5,
+        errors.CheckpointError("x"): 6,
+        errors.JoinRefused("x"): 7,
+        errors.BusClosed("x"): 8,
+        errors.WriteTimeout("x", 1.0): 8,
+        errors.GradbusError("x"): 1,
+    }
+    assert {error: exit_code_of(error) for error in codes} == codes
+    assert ExitCode.NO_DATA == 3
+
+
+def test_the_table_shows_rounds_clients_bytes_times_and_warnings() -> None:
+    progress = Progress(
+        phase="training",
+        round_id=3,
+        rounds=10,
+        ready=1,
+        expected=2,
+        clients=(0, 1),
+        reports=[REPORT],
+        dropped={"stale": 2},
+    )
+    log = LogFile(io.StringIO())
+    log.write('{"client": 1, "event": "client silent", "level": "warning"}\n')
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    console.print(LiveTable(console, progress, log, "job mnist", 2).render())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in (
+        "job mnist", "1/10 rounds", "2/2", "0.5000", "90.00 %", "9.60 MB", "1.00 kB", "1.50",
+        "training round 3: updates 1/2 (min 1)", "clients here: 0, 1", "not counted: stale 2", "client silent client=1",
+    ):  # fmt: skip
+        assert text in shown
+
+
+def test_the_table_says_how_many_clients_it_waits_for() -> None:
+    progress = Progress(phase="waiting", rounds=10, clients=(1,))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(LiveTable(console, progress, LogFile(io.StringIO()), "job mnist", 2).render())
+    assert "waiting for clients: 1/2 (min 1) | clients here: 1" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_table_keeps_to_the_screen_however_many_rounds_there_are() -> None:
+    progress = Progress(phase="done", rounds=500, reports=[REPORT] * 500)
+    console = Console(file=io.StringIO(), width=120, height=24)
+    console.print(LiveTable(console, progress, LogFile(io.StringIO()), "job mnist", 2).render())
+    assert len(console.file.getvalue().splitlines()) < 24  # type: ignore[attr-defined]
+
+
+def test_a_plain_line_holds_what_a_row_holds() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    PlainLines(console, Progress(rounds=10)).round_done(REPORT)
+    (line,) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert line.startswith("round 2/10: clients 2/2, loss 0.5000, accuracy 90.00 %, up 9.60 MB, down 1.00 kB")
+
+
+def test_sizes_are_decimal() -> None:
+    assert [size(n) for n in (0, 999, 1000, 4_799_528, 2 * 10**9, 10**12)] == [
+        "0 B", "999 B", "1.00 kB", "4.80 MB", "2.00 GB", "1.00 TB",
+    ]  # fmt: skip
+
+
+def test_a_run_directory_is_written_anew_after_a_resume_and_then_appended_to(tmp_path: Path) -> None:
+    reports = [RoundReport(round_id=i) for i in range(1, 5)]
+    (tmp_path / "rounds.jsonl").write_text('{"round_id": 1}\n{"round_id": 2}\n{"round_id": 3, "cut off')
+    with RunDirectory(tmp_path) as run:
+        run.add(reports[:3])
+        run.add(reports)
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round_id"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_the_current_directory_is_imported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    lookup.let_current_directory_be_imported()
+    assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
+    assert "" not in sys.path
+
+
+def test_help_loads_neither_torch_nor_dds() -> None:
+    code = (
+        "import sys; from gradbus.experiments import cli; import typer.main; typer.main.get_command(cli.app);"
+        "print([name for name in ('torch', 'cyclonedds', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout == "[]\n"
+
+
+STUBBORN = """
+import asyncio
+from gradbus.experiments.lifecycle import before_abort, guard, run_loop
+async def main():
+    print("ready", flush=True)
+    for _ in range(300):
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            print("asked", flush=True)
+before_abort.append(lambda: print("last words", flush=True))
+guard("stubborn", lambda: run_loop(main))
+"""
+
+
+def test_the_second_ctrl_c_ends_what_does_not_heed_the_first() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "asked\n"
+    process.send_signal(signal.SIGINT)
+    started_s = time.monotonic()
+    assert process.communicate(timeout=10)[0] == "last words\n"
+    assert time.monotonic() - started_s < 2
+    assert process.returncode == 130
+
+
+def test_the_doctor_names_the_ports_when_nobody_is_found() -> None:
+    findings = judge(Measured(fast_path=True), BusSettings(domain=3))
+    assert findings[-1].verdict is Verdict.BAD
+    assert "let UDP ports 8160-8401 through the firewall" in findings[-1].cure
+    assert port_range(0) == "7410-7651"
