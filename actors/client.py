@@ -218,8 +218,8 @@ class Client:
                 pass
 
     async def _take_model(self, key: FrameKey, payload: memoryview) -> None:
-        await self._decode.run(self._copy.apply, key, payload)
-        self._changed.set()
+        if self._copy.adopt(key, await self._decode.run(self._copy.decode, key, payload)):
+            self._changed.set()
 
     # What it says
 

@@ -115,7 +115,8 @@ class Controller:
             self._bus, self._identity, self._members, self._intake, self.progress, run_id=state.run_id,
             heartbeat_s=config.heartbeat_s, changed=self._membership_changed,
         )  # fmt: skip
-        self.progress.reports = list(state.history)
+        for report in state.history:
+            self.progress.add(report)
         self.progress.round_id = state.round_id
 
     @property
@@ -189,17 +190,25 @@ class Controller:
                         while state.round_id < config.rounds:
                             on_report(await self._one_round(state.round_id + 1))
                         finished, reason = True, "all rounds are done"
-                        self.progress.phase = "done"
                         await self._presence.bye(ok=True, reason=reason)
                     except Exception as error:
-                        self.progress.phase, reason = "failed", str(error)
+                        reason = str(error)
                         raise
                     finally:
                         if not finished:
                             await self._presence.bye(ok=False, reason=reason)
                         for helper in helpers:
                             helper.cancel()
+        except asyncio.CancelledError:
+            self.progress.phase = "stopped"
+            raise
+        except BaseException:
+            self.progress.phase = "failed"
+            raise
+        else:
+            self.progress.phase = "done"
         finally:
+            self.progress.clients = ()
             self._compute.close()
             if hasattr(self, "_state"):
                 self._state.close()
@@ -350,9 +359,7 @@ class Controller:
             accuracy=None if evaluation is None else evaluation.accuracy,
             eval_loss=None if evaluation is None else evaluation.loss,
         )
-        self.progress.reports.append(report)
-        for reason, count in report.dropped.items():
-            self.progress.dropped[reason] = self.progress.dropped.get(reason, 0) + count
+        self.progress.add(report)
         log.info(
             "round done", round=round_id, accuracy=report.accuracy, loss=report.loss, clients=list(report.clients),
             outcome=report.outcome, seconds=round(report.seconds, 3),

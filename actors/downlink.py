@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.codecs import Codec, DenseBlock, parse, residual_step
+from gradbus.codecs import Codec, CodecError, DenseBlock, parse, residual_step
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import NeedModel
@@ -112,17 +112,17 @@ class Downlink:
             return  # it will ask for the newer one
         known = next((m for m in (self._current, self._full) if m is not None and m[0].transfer == need.transfer), None)
         if need.seqs and known is not None:
-            self._start(self._send(known, need.seqs), group)
+            self._start(known, need.seqs, group)
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             self._full_sent_s = time.monotonic()
             if self._full is None:
                 self._full = self._full_message()
-            self._start(self._send(self._full), group)
+            self._start(self._full, None, group)
 
-    def _start(self, sending: Any, group: asyncio.TaskGroup) -> None:
+    def _start(self, message: tuple[FrameKey, Any, int], only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
         async def resend() -> None:
             try:
-                await sending
+                await self._send(message, only)
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
 
@@ -131,7 +131,11 @@ class Downlink:
         task.add_done_callback(self._resends.discard)
 
     async def quiesce(self) -> None:
-        """Stop resending: the weights are about to change. Returns when nothing reads them any more."""
+        """Stop resending: the weights are about to change. Returns when nothing reads them any more.
+
+        Until the next message is prepared, requests go unanswered: what was sent last is changing under it.
+        """
+        self._current = self._full = None
         tasks = list(self._resends)
         for task in tasks:
             task.cancel()
@@ -150,7 +154,10 @@ def add_into(vector: Tensor, payload: Any) -> None:
     Raises:
         CodecError: bad bytes; the vector is as it was.
     """
-    for block in parse(payload, expected_dim=vector.numel()).blocks():
+    parsed = parse(payload, expected_dim=vector.numel())
+    if not parsed.is_delta:
+        raise CodecError(f"a difference is expected, this {parsed.codec} message holds weights")
+    for block in parsed.blocks(30 * 1024):
         if isinstance(block, DenseBlock):
             vector[block.start : block.start + block.values.numel()] += block.values
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,32 +23,32 @@ class FlatModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        entries = [(name, tensor) for name, tensor in module.state_dict(keep_vars=True).items()]
-        self._tensors: list[Tensor] = []
-        seen: set[int] = set()
+        self._places: dict[str, slice] = {}  # of every name; tied weights share one, and travel once
+        seen: dict[int, slice] = {}
         text: list[str] = []
-        for name, tensor in entries:
-            if tensor.is_floating_point() and id(tensor) not in seen:  # tied weights travel once
-                seen.add(id(tensor))
-                self._tensors.append(tensor)
+        self.dim = 0
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if not tensor.is_floating_point():
+                continue
+            if id(tensor) not in seen:
+                seen[id(tensor)] = slice(self.dim, self.dim + tensor.numel())
+                self.dim += tensor.numel()
                 text.append(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}")
-        self.dim = sum(tensor.numel() for tensor in self._tensors)
+            self._places[name] = seen[id(tensor)]
         self.layout = int.from_bytes(hashlib.sha256("\n".join(text).encode()).digest()[:8], "little")
         self._vector: Tensor | None = None
-        kinds = {(tensor.dtype, tensor.device) for tensor in self._tensors}
+        kinds = {(tensor.dtype, tensor.device) for tensor, _ in self._tensors()}
         if len(kinds) == 1 and next(iter(kinds))[0] == torch.float32:
             self._vector = torch.empty(self.dim, device=next(iter(kinds))[1])
-            for tensor, place in self._places():
+            for tensor, place in self._tensors():
                 view = self._vector[place].view(tensor.shape)
                 view.copy_(tensor.detach())
                 tensor.data = view
 
-    def _places(self) -> list[tuple[Tensor, slice]]:
-        start, places = 0, []
-        for tensor in self._tensors:
-            places.append((tensor, slice(start, start + tensor.numel())))
-            start += tensor.numel()
-        return places
+    def _tensors(self) -> list[tuple[Tensor, slice]]:
+        """The tensors and their places, as the module has them now: ``to()`` and others put new ones in."""
+        state = self.module.state_dict(keep_vars=True)
+        return [(state[name], place) for name, place in self._places.items()]
 
     @property
     def _in_place(self) -> bool:
@@ -58,7 +59,7 @@ class FlatModel:
         start = self._vector.data_ptr()
         return all(
             tensor.data_ptr() == start + place.start * item and tensor.is_contiguous() and tensor.dtype == torch.float32
-            for tensor, place in self._places()
+            for tensor, place in self._tensors()
         )
 
     @torch.no_grad()
@@ -67,7 +68,10 @@ class FlatModel:
         if self._in_place:
             assert self._vector is not None
             return self._vector if self._vector.device.type == "cpu" else self._vector.cpu()
-        return torch.cat([tensor.detach().to("cpu", torch.float32).reshape(-1) for tensor in self._tensors])
+        vector = torch.empty(self.dim)
+        for tensor, place in self._tensors():
+            vector[place] = tensor.detach().to("cpu", torch.float32).reshape(-1)
+        return vector
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
@@ -78,5 +82,20 @@ class FlatModel:
             assert self._vector is not None
             self._vector.copy_(vector)
             return
-        for tensor, place in self._places():
+        for tensor, place in self._tensors():
             tensor.copy_(vector[place].view(tensor.shape))
+
+    def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The vector that a module with these tensors has, float32, shape (D,).
+
+        Raises:
+            KeyError: a tensor of this model is missing. ValueError: one has another shape.
+        """
+        vector = torch.empty(self.dim)
+        for name, (tensor, place) in zip(self._places, self._tensors(), strict=True):
+            if name not in tensors:
+                raise KeyError(f"no tensor {name!r}, there are {sorted(tensors)[:8]}")
+            if tensors[name].shape != tensor.shape:
+                raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(tensor.shape)}")
+            vector[place] = tensors[name].to(torch.float32).reshape(-1)
+        return vector

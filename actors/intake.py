@@ -61,7 +61,8 @@ class Tally:
 
     def loss(self) -> float | None:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
-        known = sorted((samples, loss) for samples, loss in self.losses if math.isfinite(loss))
+        # Anything beyond is as good as none, and could overflow the sum; NaN is not below it either.
+        known = sorted((samples, loss) for samples, loss in self.losses if abs(loss) < 1e100)
         total = sum(samples for samples, _ in known)
         return math.fsum(samples * loss for samples, loss in known) / total if total else None
 
@@ -106,6 +107,8 @@ class Intake:
         """Take updates for this round."""
         self._round = round_
         self._offers.clear()
+        # In a round that is done again, what counted in the attempt before does not count any more.
+        self._counted = {i: key for i, key in self._counted.items() if key.round_id != round_.round_id}
         self.tally = Tally()
         self.dropped = Counter()
 
@@ -141,12 +144,14 @@ class Intake:
             )  # fmt: skip
         else:
             granted = next((t for t in self._transfers.values() if t.client_id == client_id), None)
+            if granted is not None and granted.payload is not None:
+                return  # all of it is here and will count or be refused in a moment: only then another one may come
             if granted is not None and (granted.incarnation, granted.offer) != (incarnation, offer):
                 self._drop(granted.key)  # it started again, or trained again: only its newest update counts
                 granted = None
             if granted is None:
                 self._offers[client_id] = (incarnation, offer)
-            elif granted.payload is None and granted.frames == 0:
+            elif granted.frames == 0:
                 await self._send_grant(granted)  # it may not have got it
             await self._grant_more()
 
@@ -201,7 +206,6 @@ class Intake:
 
     async def _fold(self, transfer: _Transfer) -> None:
         payload, offer, round_ = transfer.payload, transfer.offer, self._round
-        transfer.payload = None
         if round_ is None or self._transfers.get(transfer.key) is not transfer or payload is None:
             return  # the round ended meanwhile
         started_s = time.perf_counter()
@@ -233,7 +237,8 @@ class Intake:
 
     async def _grant_more(self) -> None:
         """Grant offers in order of arrival while the budget lasts."""
-        for client_id, (incarnation, offer) in list(self._offers.items()):
+        while self._offers:  # looked at anew after each grant: while it is said, offers come, go and are granted
+            client_id, (incarnation, offer) = next(iter(self._offers.items()))
             in_flight = sum(transfer.offer.total_bytes for transfer in self._transfers.values())
             if self._transfers and in_flight + offer.total_bytes > self._budget_bytes:
                 return

@@ -46,7 +46,8 @@ class ModelCopy:
         self._forget(lambda key: True)
 
     def feed(self, message: ModelBlob) -> tuple[FrameKey, memoryview] | None:
-        """Take a frame. Returns the transfer and its payload when all of it is there, for :meth:`apply`."""
+        """Take a frame. Returns the transfer and its payload when all of it is there, for
+        :meth:`decode` and :meth:`adopt`."""
         frame, key = message.frame, message.frame.key
         if key not in self._keys:
             if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(frame.flags, key.round_id):
@@ -73,21 +74,25 @@ class ModelCopy:
     def _useful(self, flags: int, round_id: int) -> bool:
         return not flags & Flags.DELTA or round_id == self.round_id + 1
 
-    def apply(self, key: FrameKey, payload: memoryview) -> bool:
-        """Make the model that the payload says. For the compute thread. False: the payload was no use."""
-        flags = self._keys.get(key)
-        if flags is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
-            return False
+    def decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
+        """The model that the payload says; None: it is no use. For the compute thread, and changes nothing."""
+        flags, base = self._keys.get(key), self.vector
         try:
-            if flags & Flags.DELTA:
-                assert self.vector is not None
-                vector = self.vector.clone()
-                add_into(vector, payload)
-            else:
-                vector = _dense(payload, self._dim)
+            if flags is None or not flags & Flags.DELTA:
+                return None if flags is None else _dense(payload, self._dim)
+            if base is None:
+                return None
+            vector = base.clone()
+            add_into(vector, payload)
         except CodecError as error:
             log.warning("model dropped", round=key.round_id, reason=str(error))
-            self._forget(lambda known: known == key)
+            return None
+        return vector
+
+    def adopt(self, key: FrameKey, vector: Tensor | None) -> bool:
+        """Take what was decoded. False: it is no use, or no longer: a newer model or another run came meanwhile."""
+        flags = self._keys.pop(key, None)
+        if flags is None or vector is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
         self.vector, self.round_id = vector, key.round_id
         self._forget(lambda known: known.round_id <= self.round_id)
@@ -111,6 +116,8 @@ class ModelCopy:
 def _dense(payload: memoryview, dim: int) -> Tensor:
     """The vector of a full model; for float32 the received bytes themselves, without a copy."""
     parsed = parse(payload, expected_dim=dim)
+    if parsed.is_delta or parsed.is_sparse:
+        raise CodecError(f"a full model in a {parsed.codec} message of a difference: expected dense weights")
     if parsed.codec == "fp32" and parsed.version == 1:
         return torch.frombuffer(payload, dtype=torch.float32)
     vector = torch.empty(dim)

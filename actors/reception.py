@@ -6,6 +6,7 @@ Nothing that comes from the wire ends the controller: what cannot be used is cou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -55,6 +56,10 @@ class Reception:
                 await self._handle(message, group)
             except GradbusError as error:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))
+            except Exception:  # a mistake of ours: one message must not end a run of days
+                self._intake.dropped["handler failed"] += 1
+                with contextlib.suppress(Exception):  # the log itself may be what failed: its stream is the host's
+                    log.exception("message not handled", kind=type(message).__name__)
 
     async def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         match message:

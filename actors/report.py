@@ -59,11 +59,11 @@ class Progress:
     """Where a controller stands now, for whoever shows it. Changed in place on the event loop.
 
     Attributes:
-        phase: starting, waiting, training, aggregating, evaluating, done or failed.
+        phase: starting, waiting, training, aggregating, evaluating; at the end done, failed or stopped.
         round_id: the open round, or the last one. rounds: how many there will be.
         ready: updates that are in. expected: of so many. minimum: that suffice.
         clients: ids of the clients that are there.
-        reports: the rounds that are done, oldest first.
+        reports: the rounds that are done, oldest first. dropped: what was not counted in them, by reason.
     """
 
     phase: str = "starting"
@@ -75,3 +75,9 @@ class Progress:
     clients: tuple[int, ...] = ()
     reports: list[RoundReport] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
+
+    def add(self, report: RoundReport) -> None:
+        """A round is done."""
+        self.reports.append(report)
+        for reason, count in report.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count

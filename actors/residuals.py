@@ -56,6 +56,8 @@ class Residuals:
         for old in sorted(self._by_round)[:-_KEPT]:
             del self._by_round[old]
         if self._store is not None:
+            for stale in [known for known in self._store.rounds() if known >= round_id]:
+                self._store.remove(stale)  # undone; as the newest ones they would also be kept in the place of this
             self._store.save(Checkpoint(round_id, {"residual": residual}, {"run_id": f"{self._run_id:016x}"}))
 
     def close(self) -> None:

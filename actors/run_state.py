@@ -43,7 +43,8 @@ class RunState:
         self.round_id = 0
         self.history: list[RoundReport] = []
         if config.init_path is not None:
-            self._set_weights(load_weights(config.init_path), f"initial weights {config.init_path}")
+            given = load_weights(config.init_path, assemble=model.vector_of)
+            self._set_weights(given, f"initial weights {config.init_path}")
         if config.state_dir is not None:
             self._store = CheckpointStore(config.state_dir, keep=config.keep_checkpoints)
             try:

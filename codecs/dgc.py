@@ -1,7 +1,8 @@
 """Deep gradient compression: each step sends the largest 0.1 % of the accumulated velocity and remembers the rest.
 
-Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887), Algorithm 1 with momentum correction and momentum
-factor masking. ``docs/dgc.md`` tells where this differs from the paper and from the authors' implementation.
+Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887): momentum correction and local gradient clipping
+(section 3.2), momentum factor masking (section 3.3). ``docs/dgc.md`` tells where this differs from the paper and from
+the authors' implementation.
 
     layout = DgcLayout.of(model.named_parameters(), min_numel=config.min_numel)  # the same on all ranks
     state, dense = DgcState.zeros(layout), DenseMomentum.zeros(layout)
@@ -132,7 +133,7 @@ def dgc_step(
     indices = torch.cat(chosen)
     values = V[indices]
     payload, decoded = encode_dgc(layout, dense, indices, values, value_dtype=config.value_dtype)
-    V[indices] = values - decoded if config.residual == "exact" else 0.0  # Algorithm 1, l. 12: sent, so no longer owed
+    V[indices] = values - decoded if config.residual == "exact" else 0.0  # sent, so no longer owed
     if masked:
         U[torch.cat(masked)] = 0
     return payload, state
@@ -187,7 +188,7 @@ def _are_finite(tensors: list[Tensor]) -> bool:
 
 
 def _clip_scale(tensors: list[Tensor], config: DgcConfig) -> float:
-    """Local gradient clipping (section 3.3): what this rank's gradients are multiplied by, before the accumulation.
+    """Local gradient clipping (section 3.2): what this rank's gradients are multiplied by, before the accumulation.
 
     By the norm over all tensors, at clip_norm / sqrt(world): if N ranks have independent gradients of norm c each, the
     norm of their sum is about sqrt(N) c.

@@ -43,7 +43,7 @@ def plan_sampling(n: int, density: float, sample_ratio: float) -> SamplingPlan:
     k = min(n, math.ceil(n * density))
     fewest = math.ceil(min(n, 2 / density))
     enough = max(math.ceil(n * sample_ratio), fewest)
-    if sample_ratio >= 1.0 or n <= fewest:
+    if sample_ratio >= 1.0 or n <= fewest or k == n:
         return SamplingPlan(1, n, k, k)
     stride = math.ceil(n / enough / 32) * 32 + 1
     while n // stride < enough:  # ends at stride 1 at the latest: n >= enough

@@ -125,7 +125,7 @@ class DgcSgd(torch.optim.Optimizer):
     def _decay(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """d of the class's text, a new tensor: the buffer itself would be changed by adding the gradient to it."""
         m: float = group["momentum"]
-        decay = p * group["weight_decay"]
+        decay: Tensor = p * group["weight_decay"]
         if m == 0:
             return decay
         state = self.state[p]

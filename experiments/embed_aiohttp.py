@@ -80,8 +80,10 @@ class Job:
 
     @property
     def phase(self) -> str:
-        """The controller's phase while it runs, then how it ended."""
-        return self.progress.phase if self.running else self.outcome
+        """The controller's phase while it runs; ``ending`` while it takes its leave; then how it ended."""
+        if not self.running:
+            return self.outcome
+        return "ending" if self.progress.phase in ("done", "failed") else self.progress.phase
 
     @property
     def running(self) -> bool:
@@ -234,8 +236,9 @@ def _finite(value: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The service as a program of its own. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m gradbus.experiments.embed_aiohttp", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m gradbus.experiments.embed_aiohttp", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--config", type=Path, action="append", help="a controller's file; repeat it for several jobs")
     parser.add_argument("--job", help="name of the job, in place of the file's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s: this machine alone)")

@@ -15,6 +15,8 @@ from gradbus.actors import Progress, RoundReport
 PHASES = ("train", "encode", "wire", "aggregate", "checkpoint", "publish", "eval")
 """Phases of a round; each has its seconds in a report."""
 
+Family = CounterMetricFamily | GaugeMetricFamily
+
 
 @dataclass(slots=True)
 class Totals:
@@ -95,7 +97,7 @@ class JobCollector(Collector):
         yield from families.values()
 
     @staticmethod
-    def _families() -> dict[str, Metric]:
+    def _families() -> dict[str, Family]:
         def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
             return CounterMetricFamily(f"gradbus_{name}", text, labels=["job", *labels])
 
@@ -122,7 +124,7 @@ class JobCollector(Collector):
         }
 
 
-def _measure(families: Mapping[str, Metric], name: str, job: Measured) -> None:
+def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     def put(family: str, value: float, *labels: str) -> None:
         families[family].add_metric([name, *labels], value)
 

@@ -189,7 +189,11 @@ class Bus:
                     self._check_open()
                     waiter: asyncio.Future[None] = self._loop.create_future()
                     self._match_waiters.append(waiter)
-                    await waiter
+                    try:
+                        await waiter
+                    finally:
+                        with contextlib.suppress(ValueError):  # it was woken, and so is no longer listed
+                            self._match_waiters.remove(waiter)
         except TimeoutError:
             raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s) from None
 

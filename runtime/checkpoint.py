@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -154,7 +154,7 @@ class CheckpointStore:
         """The checkpoint of this round. Raises CheckpointError: it is damaged; the log names it, too."""
         try:
             return self._load(round_id)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             path = self._path(round_id, "json")
             log.warning("damaged checkpoint", file=str(path), fault=str(error))
             raise CheckpointError(f"{path.name}: {error}") from None
@@ -182,22 +182,27 @@ class CheckpointStore:
         return self.directory / f"round-{round_id:06d}.{suffix}"
 
 
-def load_weights(path: Path, *, key: str = "weights") -> Tensor:
+def load_weights(path: Path, *, assemble: Callable[[Mapping[str, Tensor]], Tensor] | None = None) -> Tensor:
     """The weights in a safetensors file, as one float32 vector: for starting from given weights.
 
-    Takes a checkpoint of ours (one tensor ``weights``) or any file of named tensors, which are then taken in the order
-    of the file; the caller checks the number of elements.
+    Takes a checkpoint of ours, which has one tensor ``weights``, or whatever ``assemble`` makes a vector of: a module's
+    named tensors, as a rule.
 
     Raises:
-        CheckpointError: no such file, or not safetensors.
+        CheckpointError: no such file, not safetensors, or nothing in it that can be used.
     """
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"initial weights {path} cannot be read: {error}. Expected a .safetensors file") from None
-    if key in tensors:
-        return tensors[key].to(torch.float32).reshape(-1)
-    raise CheckpointError(f"initial weights {path}: no tensor named {key!r}, it holds {sorted(tensors)[:8]}")
+    if "weights" in tensors:
+        return tensors["weights"].to(torch.float32).reshape(-1)
+    if assemble is None:
+        raise CheckpointError(f"initial weights {path}: no tensor named 'weights', it holds {sorted(tensors)[:8]}")
+    try:
+        return assemble(tensors)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"initial weights {path} do not fit the model: {error}") from None
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:

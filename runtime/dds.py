@@ -159,17 +159,27 @@ class Reader:
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """Up to ``limit`` samples, not yet looked at, and the handles of their writers.
 
-        A sample is raw bytes on the fast path and a typed sample on the other; :meth:`typed` makes both one.
+        A sample is raw bytes on the fast path and, on the other, a typed one or what is wrong with it; :meth:`typed`
+        makes them one.
         """
         if self._taker is not None:
             return self._taker.take(limit)
-        taken = self.entity.take(limit)
-        return [
-            (sample, sample.sample_info.publication_handle) for sample in taken if isinstance(sample, self.idl_type)
-        ]
+        taken: list[tuple[Any, int]] = []
+        for _ in range(limit):  # one by one: the binding parses here, and a bad sample takes its whole batch with it
+            try:
+                got = self.entity.take(1)
+            except idl_types.SampleError as error:
+                taken.append((error, 0))
+                continue
+            if not got:
+                break
+            taken += [(one, one.sample_info.publication_handle) for one in got if isinstance(one, self.idl_type)]
+        return taken
 
     def typed(self, raw: Any) -> Any:
         """The sample as an object of its IDL type. Raises SampleError."""
+        if isinstance(raw, idl_types.SampleError):
+            raise raw
         return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
 
 

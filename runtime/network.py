@@ -158,12 +158,15 @@ def _parse_user(document: str) -> ET.Element:
         where = f"CYCLONEDDS_URI ({path})"
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror}. Unset it, or name a readable file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"{where}: cannot be read: {reason}. Unset it, or name a readable file") from None
     try:
         root = ET.fromstring(text)
     except ET.ParseError as error:
         raise ConfigError(f"{where} is not well-formed XML: {error}. Unset it, or close every element") from None
+    for element in root.iter():  # Cyclone's own examples declare a namespace
+        element.tag = element.tag.rpartition("}")[2]
     if root.tag == "Domain":  # Cyclone takes a document without the outermost element, too
         outer = ET.Element("CycloneDDS")
         outer.append(root)

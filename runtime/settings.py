@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import os
@@ -64,7 +65,7 @@ class FederatedConfig(Settings):
         server_lr, server_momentum, server_beta2, server_tau: its constants; see gradbus.actors.strategy.
         state_dir: where checkpoints go; None: none are made. keep_checkpoints: how many.
         resume: continue from the newest checkpoint in ``state_dir``, if there is one.
-        init_path: safetensors file with the initial weights.
+        init_path: safetensors file with the initial weights: one of our checkpoints, or the named tensors of the model.
         eval_every: evaluate after every so many rounds, and after the last; 0: never.
         receive_budget_bytes: updates on their way in at one time, together; one is always let in.
         max_samples: a client that says it has more than that is refused.
@@ -152,7 +153,7 @@ def load_settings(
     Raises:
         ConfigError: with every wrong key, what was expected, and the nearest right key.
     """
-    merged: dict[str, Any] = json.loads(json.dumps(values or {}))
+    merged: dict[str, Any] = copy.deepcopy(dict(values or {}))
     where = "settings"
     if path is not None:
         where = str(path)
@@ -188,8 +189,11 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
         return f"unknown key {name!r}{hint}"
     if fault["type"] == "missing":
         return f"key {name!r} is missing"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{name}: {message[:1].lower()}{message[1:]}, got {fault['input']!r}" if location else message
+    message: str = fault["msg"].removeprefix("Value error, ")
+    if not location:
+        return message
+    found = "" if isinstance(fault["input"], Mapping) else f", got {fault['input']!r}"  # a rule over a whole section
+    return f"{name}: {message[:1].lower()}{message[1:]}{found}"
 
 
 def _known_keys(kind: type[BaseModel], location: list[str]) -> list[str]:
@@ -209,7 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration {path} is not a UTF-8 text file") from None
     try:
         loaded = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # both decoders' errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
         raise ConfigError(f"configuration {path} is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"configuration {path}: expected an object with sections, got {type(loaded).__name__}")

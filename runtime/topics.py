@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class Topic:
 
 
 def _train_cmd(sample: Any) -> TrainCmd:
-    if sample.round_id < 1 or sample.epochs < 0 or sample.subset_size < 0:
+    if sample.round_id < 1 or sample.epochs < 0 or sample.subset_size < 0 or not math.isfinite(sample.lr):
         raise FrameError("command", f"TrainCmd out of range: {sample}")
     return TrainCmd(sample.round_id, sample.subset_size, sample.epochs, sample.lr, sample.seed)
 

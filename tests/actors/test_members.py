@@ -196,3 +196,16 @@ def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:
     join(members, incarnation=100)
     assert greet(members, incarnation=200, now_s=1.0, dim=7)[0] is Answer.REFUSE
     assert members.get(0, 100) is not None
+
+
+def test_the_table_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbus.actors.members.MAX_MEMBERS", 2)
+    members = new_members()
+    join(members, 0)
+    join(members, 1)
+    answer, why = greet(members, 2)
+    assert answer is Answer.REFUSE
+    assert "has 2 clients already" in why
+    assert greet(members, 0, session=SESSION)[0] is Answer.NOTHING  # a member stays one
+    members.remove(1, 100)
+    assert greet(members, 2)[0] is Answer.WELCOME

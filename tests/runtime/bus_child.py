@@ -1,0 +1,94 @@
+"""The other process of the tests in test_bus_processes.py: ``bus_child.py ROLE JOB DOMAIN LEASE_S``.
+
+It says one JSON value a line, and acts on lines that it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+
+from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, delays_of_the_loop, payload_from, reads
+
+import gradbus
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, TrainCmd
+
+
+def say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+async def told() -> str:
+    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+
+
+async def talk(bus: Bus) -> None:
+    """Tell of one message of each kind, and send one of each."""
+    inbox = bus.subscribe(TrainCmd, ClientUpdate, ModelBlob, Control)
+    say("listening")
+    for _ in range(3 + len(BODIES)):
+        message = await inbox.get()
+        match message:
+            case ClientUpdate() | ModelBlob():
+                say([type(message).__name__, bytes(message.frame.data).hex()])
+            case _:
+                say(repr(message))
+    await told()
+    for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
+        await reads(bus, kind, 2)  # our own reader, and the one of the other process
+    inbox.close()
+    await bus.publish(CHIEF, TrainCmd(3, 600, 2, 0.05, 11))
+    await bus.send_update(UPDATE, 600, b"an update")
+    await bus.send_model(MODEL, b"a model")
+    for body in BODIES:
+        await bus.publish(CLIENT, body)
+    await told()
+
+
+async def receive(bus: Bus) -> None:
+    """Take in models, and tell the checksum of each and how late the loop was meanwhile."""
+    inbox = bus.subscribe(ModelBlob)
+    say("listening")
+    while (size := await told()) != "end":
+        stop = asyncio.Event()
+        delays = asyncio.create_task(delays_of_the_loop(stop))
+        payload = await payload_from(inbox, MODEL, int(size))
+        stop.set()
+        late = await delays
+        say([zlib.crc32(payload), late[int(len(late) * 0.99)]])
+
+
+async def hesitate(bus: Bus) -> None:
+    """Subscribe to updates and read them only when told to."""
+    inbox = bus.subscribe(ClientUpdate)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    say("listening")
+    await told()
+    say((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) * 1024 / MIB)
+    say(zlib.crc32(await payload_from(inbox, UPDATE, 1 << 30)))
+
+
+async def live(bus: Bus) -> None:
+    """Say a word, and then nothing more."""
+    await reads(bus, Control)
+    await bus.publish(CLIENT, BODIES[0])
+    await told()
+
+
+async def main() -> None:
+    role, job, domain, lease_s = sys.argv[1:]
+    async with asyncio.timeout(60), gradbus.connect(job, domain=int(domain), lease_s=float(lease_s)) as bus:
+        await {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live}[role](bus)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,361 @@
+"""Checkpoints: whatever happens to the newest one, the one before it is still there and is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from safetensors.torch import save_file
+
+from gradbus.runtime import checkpoint as module
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
+from gradbus.runtime.errors import CheckpointError
+
+
+def example(round_id: int) -> Checkpoint:
+    tensors = {
+        "weights": torch.arange(1000, dtype=torch.float32) / (round_id + 1),
+        "residual/7": torch.tensor([0.0, -0.0, float("nan"), float("inf"), 1e-45, -1e38]),
+        "steps": torch.tensor([round_id, 2**40], dtype=torch.int64),
+        "empty": torch.empty(0),
+    }
+    return Checkpoint(round_id, tensors, {"round": round_id, "loss": 0.1, "names": ["a", "\u00df"], "none": None})
+
+
+def same(one: Checkpoint | None, other: Checkpoint) -> bool:
+    """Equal, bit for bit."""
+    return (
+        one is not None
+        and one.round_id == other.round_id
+        and one.meta == other.meta
+        and one.tensors.keys() == other.tensors.keys()
+        and all(
+            one.tensors[name].dtype == tensor.dtype and one.tensors[name].numpy().tobytes() == tensor.numpy().tobytes()
+            for name, tensor in other.tensors.items()
+        )
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    """A store with the rounds 1 and 2."""
+    with CheckpointStore(tmp_path / "state") as opened:
+        for round_id in (1, 2):
+            opened.save(example(round_id))
+        yield opened
+
+
+def test_what_was_saved_is_loaded_bit_for_bit(store: CheckpointStore) -> None:
+    assert same(store.load_newest(), example(2))
+    assert same(store.load(1), example(1))
+    assert store.rounds() == [1, 2]
+
+
+def test_tensors_that_are_not_contiguous_are_saved_by_their_values(tmp_path: Path) -> None:
+    tensor = torch.arange(12.0).reshape(3, 4).T
+    with CheckpointStore(tmp_path) as opened:
+        opened.save(Checkpoint(0, {"t": tensor}, {}))
+        loaded = opened.load_newest()
+    assert loaded is not None
+    assert torch.equal(loaded.tensors["t"], tensor)
+
+
+def test_the_size_that_save_tells_is_that_of_its_files(store: CheckpointStore) -> None:
+    size = store.save(example(3))
+    assert size == sum(path.stat().st_size for path in store.directory.glob("round-000003.*"))
+
+
+def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path / "deep" / "er") as opened:
+        assert opened.load_newest() is None
+        assert opened.rounds() == []
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, keep=2) as opened:
+        for round_id in range(5):
+            opened.save(example(round_id))
+        assert opened.rounds() == [3, 4]
+    assert sorted(path.name for path in tmp_path.glob("round-*")) == [
+        "round-000003.json",
+        "round-000003.safetensors",
+        "round-000004.json",
+        "round-000004.safetensors",
+    ]
+
+
+def test_rounds_are_ordered_as_numbers_beyond_six_digits(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as opened:
+        for round_id in (1_000_000, 999_999):
+            opened.save(example(round_id))
+        assert opened.rounds() == [999_999, 1_000_000]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def flip_the_first_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 0x80
+    path.write_bytes(data)
+
+
+def edit_the_round(path: Path) -> None:
+    path.write_text(path.read_text().replace('"round": 2', '"round": 3'))
+
+
+def leave_out_the_checksum(path: Path) -> None:
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    path.write_text(json.dumps(document))
+
+
+def make_it_a_list(path: Path) -> None:
+    path.write_text("[]")
+
+
+def make_it_a_number(path: Path) -> None:
+    path.write_text("7")
+
+
+def nest_it_deeply(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
+    ("safetensors", truncate),
+    ("safetensors", empty),
+    ("safetensors", flip_a_bit),
+    ("safetensors", flip_the_first_bit),
+    ("safetensors", Path.unlink),
+    ("json", truncate),
+    ("json", empty),
+    ("json", flip_a_bit),
+    ("json", flip_the_first_bit),
+    ("json", edit_the_round),
+    ("json", leave_out_the_checksum),
+    ("json", make_it_a_list),
+    ("json", make_it_a_number),
+    ("json", nest_it_deeply),
+]
+
+
+@pytest.mark.parametrize(("suffix", "damage"), DAMAGE, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_checkpoint_is_named_in_the_log_and_the_one_before_it_is_used(
+    store: CheckpointStore, suffix: str, damage: Callable[[Path], None]
+) -> None:
+    damage(store.directory / f"round-000002.{suffix}")
+    with structlog.testing.capture_logs() as entries:
+        assert same(store.load_newest(), example(1))
+    named = [entry for entry in entries if entry["event"] == "damaged checkpoint"]
+    assert [Path(entry["file"]).name for entry in named] == ["round-000002.json"]
+    assert named[0]["log_level"] == "warning"
+    with pytest.raises(CheckpointError, match=r"round-000002\.json: "):
+        store.load(2)
+
+
+def test_when_all_are_damaged_the_error_names_each_and_nothing_is_started_afresh(store: CheckpointStore) -> None:
+    for path in store.directory.glob("*.safetensors"):
+        flip_a_bit(path)
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints .*round-000002.*round-000001"):
+        store.load_newest()
+
+
+def test_a_checkpoint_under_another_rounds_name_is_damaged(store: CheckpointStore) -> None:
+    for suffix in ("json", "safetensors"):
+        (store.directory / f"round-000002.{suffix}").rename(store.directory / f"round-000009.{suffix}")
+    assert same(store.load_newest(), example(1))
+
+
+def test_a_round_can_be_saved_again_over_a_damaged_one(store: CheckpointStore) -> None:
+    flip_a_bit(store.directory / "round-000002.safetensors")
+    store.save(example(2))
+    assert same(store.load_newest(), example(2))
+
+
+def test_what_a_crash_left_is_not_a_checkpoint(store: CheckpointStore) -> None:
+    for name in ("round-000003.safetensors.tmp", "round-000003.json.tmp", "round-000004.safetensors", "notes.txt"):
+        (store.directory / name).write_bytes(b"half")
+    assert store.rounds() == [1, 2]
+    assert same(store.load_newest(), example(2))
+    store.save(example(3))
+    assert same(store.load_newest(), example(3))
+
+
+class _Crash(BaseException):
+    """The process ends here: nothing may catch it."""
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch, stop_at: int, fault: BaseException) -> list[str]:
+    """Let the ``stop_at``-th durable step of a save fail. Returns the steps as they are taken."""
+    steps: list[str] = []
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **options: Any) -> Any:
+            steps.append(name)
+            if len(steps) == stop_at:
+                raise fault
+            return real(*arguments, **options)
+
+        return step
+
+    monkeypatch.setattr(module, "save_file", watched("write tensors", save_file))
+    monkeypatch.setattr(Path, "write_text", watched("write json", Path.write_text))
+    monkeypatch.setattr(os, "fsync", watched("fsync", os.fsync))
+    monkeypatch.setattr(Path, "replace", watched("rename", Path.replace))
+    return steps
+
+
+STEPS = ["write tensors", "fsync", "rename", "write json", "fsync", "rename", "fsync"]
+COMMIT_AT = 6  # the renaming of the JSON; only the sync of the directory comes after it
+
+
+def test_the_steps_of_a_save_are_write_sync_and_rename_twice_and_the_directory_last(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = count_steps(monkeypatch, 0, _Crash())
+    store.save(example(3))
+    assert steps == STEPS
+
+
+@pytest.mark.parametrize("stop_at", range(1, len(STEPS) + 1))
+def test_a_crash_at_any_step_of_a_save_leaves_the_one_before_it(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    with monkeypatch.context() as patch:
+        count_steps(patch, stop_at, _Crash())
+        with pytest.raises(_Crash):
+            store.save(example(3))
+    store.close()
+    with CheckpointStore(store.directory) as again:
+        assert same(again.load_newest(), example(3 if stop_at > COMMIT_AT else 2))
+        again.save(example(3))
+        assert same(again.load_newest(), example(3))
+
+
+@pytest.mark.parametrize("stop_at", range(1, len(STEPS) + 1))
+def test_a_full_disk_at_any_step_is_an_error_that_says_what_to_do_and_spoils_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        count_steps(patch, stop_at, full)
+        with pytest.raises(CheckpointError, match=r"round 3 .*No space left.*make room"):
+            store.save(example(3))
+    assert same(store.load_newest(), example(3 if stop_at > COMMIT_AT else 2))
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.errors import CheckpointError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with CheckpointStore(Path(sys.argv[1])) as store:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        store.save(Checkpoint(3, {"weights": torch.zeros(1_000_000)}, {}))
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_the_system_does_not_let_grow_is_an_error_and_spoils_nothing(store: CheckpointStore) -> None:
+    store.close()
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, store.directory], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint of round 3 cannot be written" in done.stdout
+    with CheckpointStore(store.directory) as again:
+        assert same(again.load_newest(), example(2))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+
+store = CheckpointStore(Path(sys.argv[1]))
+real, renames = Path.replace, []
+
+def replace(path, target):
+    renames.append(path)
+    if len(renames) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(path, target)
+
+Path.replace = replace
+store.save(Checkpoint(3, {"weights": torch.zeros(10)}, {}))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_between_tensors_and_commit_leaves_the_one_before_it(store: CheckpointStore) -> None:
+    store.close()
+    done = subprocess.run([sys.executable, "-c", KILLED, store.directory], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (store.directory / "round-000003.safetensors").exists()
+    with CheckpointStore(store.directory) as again:
+        assert same(again.load_newest(), example(2))
+
+
+def test_a_directory_that_is_in_use_is_refused_until_it_is_let_go(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="in use by another running process"):
+        CheckpointStore(store.directory)
+    store.close()
+    store.close()  # again: nothing happens
+    CheckpointStore(store.directory).close()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"file/state cannot be written"):
+        CheckpointStore(tmp_path / "file" / "state")
+
+
+def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be >= 1"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_initial_weights_come_from_a_checkpoint_or_any_file_with_that_tensor(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    weights = load_weights(store.directory / "round-000002.safetensors")
+    assert torch.equal(weights, example(2).tensors["weights"])
+    save_file({"weights": torch.ones(2, 3, dtype=torch.float64)}, tmp_path / "own.safetensors")
+    assert torch.equal(load_weights(tmp_path / "own.safetensors"), torch.ones(6))
+
+
+def test_initial_weights_that_are_no_use_are_named(tmp_path: Path) -> None:
+    save_file({"fc.bias": torch.ones(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("not tensors")
+    for name, why in (("other", "'weights'"), ("text", "cannot be read"), ("missing", "cannot be read")):
+        with pytest.raises(CheckpointError, match=rf"{name}\.safetensors.*{why}"):
+            load_weights(tmp_path / f"{name}.safetensors")

@@ -1,0 +1,132 @@
+"""docs/wire.md says what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import struct
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from gradbus.runtime import control, frames
+from gradbus.runtime.control import Body
+from gradbus.runtime.frames import Flags, Kind
+from gradbus.runtime.topics import TOPICS
+
+TYPES = {
+    "U32": "uint32",
+    "U64": "uint64",
+    "Round": "round",
+    "Name": "name",
+    "Text": "text",
+    "Seconds": "seconds",
+    "Seqs": "seqs",
+    "bool": "bool",
+    "float": "float",
+    "Annotated[float, Field(gt=0, le=1)]": "float",
+    "Annotated[int, Field(ge=1, le=1 << 30)]": "integer",
+    "Annotated[int, Field(ge=0, le=1 << 40)]": "integer",
+    "Literal[1, 2]": "integer",
+}
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    return (root / "docs" / "wire.md").read_text(encoding="utf-8")
+
+
+def section(page: str, title: str) -> str:
+    """The text below a heading, down to the next one of any level."""
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert match, f"no section {title!r}"
+    return match[1]
+
+
+def rows(text: str, first: str) -> list[list[str]]:
+    """Cells of the table whose first column has this heading."""
+    match = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-|]+\|\n((?:\|.*\n?)+)", text, re.MULTILINE)
+    assert match, f"no table that starts with {first!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in match[1].strip().split("\n")]
+
+
+def test_the_header_has_the_offsets_and_sizes_of_the_code(page: str) -> None:
+    table = rows(section(page, "Frame"), "offset")
+    at, expected = 0, []
+    for field in re.findall(r"\d*[a-zA-Z]", frames._HEAD.format):
+        expected.append((str(at), str(struct.calcsize(f"<{field}"))))
+        at += struct.calcsize(f"<{field}")
+    assert at == frames.HEADER_BYTES
+    assert [(row[0], row[1]) for row in table[: len(expected)]] == expected
+    assert [row[:3] for row in table[len(expected) :]] == [
+        [str(at), "name_bytes", "name"],
+        [f"{at} + name_bytes", "size", "data"],
+    ]
+
+
+def test_the_header_has_the_fields_of_the_code_in_their_order(page: str) -> None:
+    """Each field gets a value of its own, and stands where the page says."""
+    key = frames.FrameKey(Kind.COLLECTIVE, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, "xyz", 0xA6)
+    ((head, data),) = frames.split(key, bytes(35), chunk_bytes=5, flags=0xA7, world=0xA8, only=[2])
+    assert len(data) == 5
+    known = {
+        "version": 2, "kind": 4, "flags": 0xA7, "job": 0xA1, "round_id": 0xA2, "sender": 0xA3, "incarnation": 0xA4,
+        "transfer": 0xA5, "part": 0xA6, "name_bytes": 3, "world": 0xA8, "seq": 2, "seq_cnt": 7, "total_bytes": 35,
+        "offset": 10, "size": 5, "reserved": 0,
+    }  # fmt: skip
+    found = {}
+    for offset, size, name, *_ in rows(section(page, "Frame"), "offset")[:-2]:
+        found[name] = int.from_bytes(head[int(offset) : int(offset) + int(size)], "little")
+    assert {name: found[name] for name in known} == known
+    assert set(found) == set(known) | {"magic", "crc"}
+    assert frames.MAGIC.hex(" ") in section(page, "Frame")
+
+
+def test_kinds_and_flags_have_the_numbers_of_the_code(page: str) -> None:
+    text = section(page, "Frame")
+    assert {row[0]: int(row[1]) for row in rows(text, "kind")} == {kind.name: kind.value for kind in Kind}
+    assert {row[0]: 1 << int(row[1]) for row in rows(text, "flag")} == {flag.name: flag.value for flag in Flags if flag}
+
+
+def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
+    table = {row[0].strip("`"): row for row in rows(section(page, "Topics"), "topic")}
+    assert table.keys() == {topic.name for topic in TOPICS.values()}
+    for topic in TOPICS.values():
+        _, idl_type, _, durability, history, in_reader, in_process, when_full = table[topic.name]
+        assert idl_type == f"`gradbus::{topic.idl_type}`"
+        assert durability == ("transient-local" if topic.retained else "volatile")
+        assert history == ("keep last 1" if topic.keep_last else "keep all")
+        assert int(in_reader) == (1 if topic.keep_last else topic.reader_samples)
+        assert int(in_process) == topic.inbox
+        assert when_full.startswith("dropped") is topic.may_drop
+
+
+def test_every_control_message_is_there_with_its_fields_in_order_and_their_types(page: str) -> None:
+    for kind in get_args(Body):
+        table = [row[:2] for row in rows(section(page, kind.__name__), "field")]
+        assert table == [[field.name, TYPES[str(field.type)]] for field in dataclasses.fields(kind)], kind
+    below = page[page.index("## Control messages") : page.index("## A round")]
+    assert set(re.findall(r"^### (\w+)", below, re.MULTILINE)) == {kind.__name__ for kind in get_args(Body)}
+
+
+def test_limits_and_versions_are_those_of_the_code(page: str) -> None:
+    limits = {row[0]: row[1].replace(",", "") for row in rows(section(page, "Limits"), "what")}
+    assert limits["slice of a frame"] == f"{frames.MAX_CHUNK_BYTES} bytes; {frames.CHUNK_BYTES} are sent"
+    assert limits["frames of a payload"] == str(frames.MAX_FRAMES)
+    assert limits["name"] == f"{frames.MAX_NAME_BYTES} bytes"
+    assert limits["control body"] == f"{control.MAX_BODY_BYTES} bytes"
+    assert limits["numbers of frames in one request"] == str(control.MAX_SEQS)
+    versions = {row[0]: row[1] for row in rows(section(page, "Versions"), "byte")}
+    assert versions["`version` of a frame"] == str(frames.VERSION)
+    assert versions["`protocol` of Hello"] == str(control.PROTOCOL)
+
+
+def test_every_reason_to_refuse_a_frame_is_explained(root: Path, page: str) -> None:
+    source = (root / "runtime" / "frames.py").read_text(encoding="utf-8")
+    reasons = set(re.findall(r'FrameError\(\s*"(\w+)"', source))
+    assert {row[0] for row in rows(section(page, "What is refused"), "reason")} == reasons
+    for file in ("topics.py", "assembler.py", "control.py"):
+        source = (root / "runtime" / file).read_text(encoding="utf-8")
+        for reason in re.findall(r'FrameError\(\s*"(\w+)"', source):
+            assert f"`{reason}`" in section(page, "What is refused"), reason

@@ -1,0 +1,62 @@
+"""What tests of the bus do again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gradbus.runtime.assembler import Assembler, Verdict
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.control import Bye, Hello, Leave, NeedUpdate, Status, Welcome
+from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.messages import ClientUpdate, Identity, ModelBlob
+from gradbus.runtime.subscription import Subscription
+
+MIB = 1 << 20
+CLIENT, CHIEF = Identity(7, 1 << 60), Identity(CONTROLLER, 5)
+UPDATE = FrameKey(Kind.UPDATE, 1, 3, CLIENT.sender, CLIENT.incarnation, 1)
+MODEL = FrameKey(Kind.MODEL, 1, 3, CONTROLLER, CHIEF.incarnation, 1)
+BODIES = [
+    Hello(2, 10, 20, True, 0, "idle", -1, -1, "here:1"),
+    Welcome(7, 1 << 60, 5, 1, "q8", 0.1, 8192, 2, 3, 0.5),
+    Status(5, 0, "waiting", 0, 3),
+    NeedUpdate(7, 1 << 60, 3, 1, [1, 2, 3]),
+    Leave("done"),
+    Bye(5, True, "all rounds are done"),
+]
+Run = Callable[[Callable[[], Any]], Any]
+
+
+async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
+    """Wait until so many readers match the bus's writer of the topic."""
+    bus.open_writer(kind)
+    await bus.matched(lambda: bus.matched_readers(kind) >= count, timeout_s=20)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what no event tells of."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:
+    """The payload of the transfer, from its frames."""
+    assembler = Assembler()
+    assembler.expect(key, max_bytes=max_bytes)
+    async for message in inbox:
+        assert isinstance(message, ClientUpdate | ModelBlob)
+        if assembler.feed(message.frame) is Verdict.COMPLETE:
+            return assembler.take(key)
+    raise AssertionError("the bus closed first")
+
+
+async def delays_of_the_loop(stop: asyncio.Event) -> list[float]:
+    """Seconds by which the loop was late, a sample a millisecond, ascending."""
+    late = []
+    while not stop.is_set():
+        before = time.perf_counter()
+        await asyncio.sleep(0.001)
+        late.append(time.perf_counter() - before - 0.001)
+    return sorted(late)

@@ -1,0 +1,187 @@
+"""An intake with a bus that only keeps what is said, and clients that do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradbus import codecs
+from gradbus.actors.intake import Intake
+from gradbus.actors.rounds import Round
+from gradbus.actors.strategy import FedAvg
+from gradbus.codecs import Parsed
+from gradbus.runtime import frames
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.control import Grant, Offer, Receipt
+from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.messages import ClientUpdate, Identity
+
+RUN, DIM, CHUNK_BYTES = 0xABC, 100, 64
+MAX_SAMPLES = 1 << 30
+T = TypeVar("T")
+
+
+class FakeBus:
+    """Keeps what was published; somebody may wait for it."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.error: Exception | None = None
+        self.open = asyncio.Event()  # while it is not set, publishing waits, as on a full queue
+        self.open.set()
+        self.news = asyncio.Event()
+
+    async def publish(self, sender: Identity, body: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.said.append(body)
+        self.news.set()
+        await self.open.wait()
+
+    def all(self, kind: type[T]) -> list[T]:
+        return [body for body in self.said if isinstance(body, kind)]
+
+    @property
+    def granted(self) -> list[int]:
+        """Ids of the clients that were granted, in order."""
+        return [grant.to for grant in self.all(Grant)]
+
+    @property
+    def receipts(self) -> list[tuple[int, bool]]:
+        return [(receipt.to, receipt.accepted) for receipt in self.all(Receipt)]
+
+
+class HeldFedAvg(FedAvg):
+    """Adding takes as long as the test wants."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.loop = asyncio.get_running_loop()
+        self.entered = asyncio.Event()
+        self.go_on = threading.Event()
+        self.added: list[int] = []
+
+    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+        self.loop.call_soon_threadsafe(self.entered.set)
+        assert self.go_on.wait(10.0)
+        super().add(client_id, update, num_samples)
+        self.added.append(client_id)
+
+
+@dataclass
+class Hall:
+    """An intake with all that it needs."""
+
+    bus: FakeBus
+    strategy: HeldFedAvg
+    intake: Intake
+    round: Round
+    base: Tensor
+    changes: list[None] = field(default_factory=list)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(10.0):
+            while not condition():
+                self.bus.news.clear()
+                await self.bus.news.wait()
+
+    def mean(self) -> Tensor:
+        weights = self.base.clone()
+        self.strategy.finish(weights)
+        return weights - self.base
+
+    def open_round(self, round_id: int, clients: int = 3) -> None:
+        self.round = Round(
+            round_id, range(clients), minimum=1, quorum=1.0, now_s=0.0, deadline_s=1e9, grace_s=0.0
+        )  # fmt: skip
+        self.strategy.begin(round_id, self.base)
+        self.intake.open(self.round)
+
+
+@contextlib.asynccontextmanager
+async def hall_of(*, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False) -> AsyncIterator[Hall]:
+    bus, strategy, base = FakeBus(), HeldFedAvg(DIM), torch.zeros(DIM)
+    if not held:
+        strategy.go_on.set()
+    changes: list[None] = []
+    with ComputeThread("intake-test") as compute:
+        intake = Intake(
+            bus, Identity(CONTROLLER, 1), strategy, compute, dim=DIM, run_id=RUN,  # type: ignore[arg-type]
+            max_bytes=codecs.get("fp32").max_bytes(DIM), budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
+            on_change=lambda: (changes.append(None), bus.news.set())[0],
+        )  # fmt: skip
+        hall = Hall(bus, strategy, intake, None, base, changes)  # type: ignore[arg-type]
+        hall.open_round(1, clients)
+        running = asyncio.create_task(intake.run())
+        try:
+            yield hall
+        finally:
+            strategy.go_on.set()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+
+def run_with(test: Callable[[Hall], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30.0), hall_of(**options) as hall:
+            await test(hall)
+
+    asyncio.run(main())
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A client's update, and how it gets to the intake."""
+
+    client_id: int = 0
+    incarnation: int = 100
+    transfer: int = 1
+    round_id: int = 1
+    run_id: int = RUN
+    num_samples: int = 10
+    seed: int = 0
+    payload: bytes = b""
+
+    @property
+    def delta(self) -> Tensor:
+        return torch.randn(DIM, generator=torch.Generator().manual_seed(self.seed))
+
+    @property
+    def data(self) -> bytes:
+        return self.payload or codecs.get("fp32").encode(self.delta)
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(self.run_id, self.round_id, self.transfer, len(self.data), self.num_samples, 0.5, 1.0, 0.1)
+
+    @property
+    def frames(self) -> list[ClientUpdate]:
+        key = FrameKey(Kind.UPDATE, self.run_id, self.round_id, self.client_id, self.incarnation, self.transfer)
+        return [
+            ClientUpdate(self.client_id, self.round_id, self.num_samples, frames.parse(head + bytes(data)))
+            for head, data in frames.split(key, self.data, chunk_bytes=CHUNK_BYTES)
+        ]
+
+    async def offer_to(self, hall: Hall) -> None:
+        await hall.intake.on_offer(self.client_id, self.incarnation, self.offer)
+
+    async def send_to(self, hall: Hall, which: slice = slice(None)) -> None:
+        for message in self.frames[which]:
+            await hall.intake.on_frame(message)
+
+
+async def deliver(hall: Hall, *senders: Sender) -> None:
+    """All of it, until there is a receipt for each."""
+    for sender in senders:
+        before = len(hall.bus.receipts)
+        await sender.offer_to(hall)
+        await sender.send_to(hall)
+        await hall.until(lambda before=before: len(hall.bus.receipts) > before)  # type: ignore[misc]
