@@ -48,6 +48,8 @@ from gradbus.runtime.tasks import single_error
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
 
+OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
+
 log = get_logger("client")
 
 
@@ -94,6 +96,9 @@ class Client:
         self._handled = False  # the command has been answered, without success
         self._ended: Bye | None = None
         self._session = 0  # incarnation of the controller that has welcomed this client last
+        self._session_heard_s = 0.0
+        self._run_id = 0
+        self._failure: Failed | None = None  # said again with each heartbeat, until the next command
         self._counted_round = 0  # the last round in which an update of ours counted, in this session
         self._phase = "idle"
         self._transfers = 0
@@ -167,7 +172,7 @@ class Client:
             case TrainCmd():
                 if message != self._command:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
-                self._command, self._handled = message, False
+                self._command, self._handled, self._failure = message, False, None
                 self._delivery.interrupt()
             case ModelBlob():
                 complete = self._copy.feed(message)
@@ -175,9 +180,12 @@ class Client:
                     group.create_task(self._take_model(*complete), name=f"client-{self.client_id}-model")
                 return
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
-                if session < self._session:
+                now_s = time.monotonic()
+                if session < self._session and now_s - self._session_heard_s < OLD_SESSION_S:
                     return  # the last words of a controller that has been replaced
-                self._heard_s = time.monotonic()
+                self._heard_s = now_s
+                if session == self._session:
+                    self._session_heard_s = now_s
                 self._hear_controller(session, body, group)
             case _:
                 return
@@ -188,8 +196,8 @@ class Client:
 
         A controller that died before it had committed a round does that round again, from the same model.
         """
-        self._session = session
-        self._command, self._counted_round = None, 0
+        self._session, self._session_heard_s, self._run_id = session, time.monotonic(), welcome.run_id
+        self._command, self._counted_round, self._failure = None, 0, None
         self._delivery.interrupt()
         self._copy.start(welcome.run_id)
         self._compute.stop_current()
@@ -210,7 +218,7 @@ class Client:
                 group.create_task(self._hello(), name=f"client-{self.client_id}-hello")
             case Grant() | NeedUpdate() | Receipt() if (body.to, body.incarnation) == me:
                 self._delivery.on_answer(body, group)
-            case Bye() if self._welcome is not None and body.run_id == self._welcome.run_id and body.ok:
+            case Bye() if body.run_id == self._run_id and body.ok:
                 self._ended = body
                 self._compute.stop_current()
                 self._delivery.interrupt()
@@ -236,6 +244,8 @@ class Client:
         )  # fmt: skip
         with contextlib.suppress(BusError):  # said again with the next heartbeat
             await self._bus.publish(self._identity, hello)
+            if self._failure is not None:
+                await self._bus.publish(self._identity, self._failure)
 
     async def _beat(self) -> None:
         """Say that this client lives, at once when something about the matching changes."""
@@ -301,6 +311,9 @@ class Client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
+        self._check_controller()
+
+    def _check_controller(self) -> None:
         limit_s = self._config.controller_timeout_s
         if time.monotonic() - self._heard_s > limit_s:
             raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s)
@@ -326,8 +339,7 @@ class Client:
         session = self._session
         receipt = await self._delivery.deliver(
             update,
-            wanted=lambda: not self._superseded(command),
-            valid=lambda: self._session == session and self._welcome is not None and self._ended is None,
+            check=lambda: self._same_session(session),
         )
         if receipt is None:
             return
@@ -339,6 +351,11 @@ class Client:
             self._refused += 1
             self._mark_handled(command)
             log.warning("update refused", client=self.client_id, round=round_id, reason=receipt.reason)
+
+    def _same_session(self, session: int) -> bool:
+        """Whether the controller is still this one. Raises BarrierTimeout: there is none any more."""
+        self._check_controller()
+        return self._session == session and self._welcome is not None and self._ended is None
 
     def _superseded(self, command: TrainCmd) -> bool:
         """Whether the result of this command is no longer wanted."""
@@ -354,5 +371,6 @@ class Client:
         text = "".join(traceback.format_exception(error))
         log.error("training failed", client=self.client_id, round=command.round_id, error=str(error), traceback=text)
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
-        with contextlib.suppress(BusError):
-            await self._bus.publish(self._identity, Failed(welcome.run_id, command.round_id, sent))
+        if self._command == command:
+            self._failure = Failed(welcome.run_id, command.round_id, sent)
+            await self._hello()

@@ -13,19 +13,19 @@ import contextlib
 import os
 import time
 import zlib
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 
 import torch
 
 from gradbus import codecs
 from gradbus.actors.codec_options import codec_options
 from gradbus.actors.downlink import Downlink
+from gradbus.actors.evaluation import Evaluation
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.gathering import Gathering
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
-from gradbus.actors.presence import Presence
+from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport
 from gradbus.actors.rounds import Outcome, Round
@@ -92,6 +92,9 @@ class Controller:
         self._model = FlatModel(self._task.build_model())
         self._strategy = self._given_strategy or make_strategy(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
+        # Later than every start before, whatever the clock says.
+        self._identity = Identity(CONTROLLER, max(self._identity.incarnation, self._state.incarnation + 1))
+        self._state.incarnation = self._identity.incarnation
         self._members = Members(
             dim=self._model.dim, layout=self._model.layout, session=self._identity.incarnation,
             dead_after_s=config.dead_after_s, rival_after_s=2.4 * config.heartbeat_s,
@@ -111,6 +114,7 @@ class Controller:
             max_bytes=up.max_bytes(dim), budget_bytes=config.receive_budget_bytes, max_samples=config.max_samples,
             on_change=self._changed,
         )  # fmt: skip
+        self._evaluation = Evaluation(self._task, self._model, state.weights, self._compute, config)
         self._presence = Presence(
             self._bus, self._identity, self._members, self._intake, self.progress, run_id=state.run_id,
             heartbeat_s=config.heartbeat_s, changed=self._membership_changed,
@@ -161,6 +165,8 @@ class Controller:
             if not running.done():
                 running.cancel()
                 await asyncio.wait([running])  # and not "await running": a cancel of ours must not get lost in it
+                if not running.cancelled():
+                    running.exception()  # it was told to stop: nobody is left to hear
 
     async def _run(self, on_report: Callable[[RoundReport], None]) -> None:
         config = self._config
@@ -169,11 +175,12 @@ class Controller:
             await self._compute.run(self._open)
             self._connect()
             state = self._state
+            resumed_at_end = state.round_id >= config.rounds
             with self._bus.subscribe(ClientUpdate, Control) as inbox:
                 async with asyncio.TaskGroup() as group:
-                    reception = Reception(
+                    reception = self._reception = Reception(
                         self._bus, self._identity, self._members, self._intake, self._downlink, config,
-                        run_id=state.run_id, next_round=lambda: self.progress.round_id + 1,
+                        run_id=state.run_id, next_round=self._next_round,
                         changed=self._membership_changed, failed=self._client_failed,
                     )  # fmt: skip
                     helpers = [
@@ -185,12 +192,13 @@ class Controller:
                         if state.round_id < config.rounds:
                             await self._wait_for_clients()
                             await self._compute.run(state.save_initial)
-                            await self._downlink.publish_full(state.round_id)
+                            with unless_taken("model", state.round_id):
+                                await self._downlink.publish_full(state.round_id)
                         await self._evaluate_resumed()
                         while state.round_id < config.rounds:
                             on_report(await self._one_round(state.round_id + 1))
                         finished, reason = True, "all rounds are done"
-                        await self._presence.bye(ok=True, reason=reason)
+                        await self._presence.bye(ok=True, reason=reason, linger=resumed_at_end)
                     except Exception as error:
                         reason = str(error)
                         raise
@@ -215,8 +223,11 @@ class Controller:
 
     # Who is there
 
-    async def _wait_for_clients(self) -> None:
-        """The subscription barrier: enough clients are matched both ways and have been welcomed."""
+    async def _wait_for_clients(self, accepted: Collection[int] = ()) -> None:
+        """The subscription barrier: enough clients are matched both ways and have been welcomed.
+
+        ``accepted``: clients that need not be there, for their updates count already.
+        """
         config, round_id = self._config, self._state.round_id + 1
         self.progress.phase = "waiting"
         gathering = Gathering(
@@ -224,8 +235,9 @@ class Controller:
             timeout_s=config.start_timeout_s, grace_s=config.start_grace_s,
             what=f"round {round_id} cannot start: clients",
         )  # fmt: skip
-        while not gathering.may_start(ready := self._ready(round_id), time.monotonic()):
-            await self._sleep_until(gathering.next_check_s())
+        while not gathering.may_start(ready := sorted({*accepted, *self._ready(round_id)}), time.monotonic()):
+            # Nothing tells when our own side has matched, which may be after the client's last word.
+            await self._sleep_until(min(gathering.next_check_s(), time.monotonic() + self._config.heartbeat_s))
         if len(ready) < (config.num_clients or 0):
             log.warning("starting without all clients", ready=ready, expected=config.num_clients)
 
@@ -234,6 +246,10 @@ class Controller:
         ready = self._members.ready(round_id)
         # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
         return ready if self._bus.matched_readers(TrainCmd) and self._bus.matched_writers(ClientUpdate) else []
+
+    def _next_round(self) -> int:
+        """The first round that a client which comes now takes part in."""
+        return self._round.round_id + 1 if self._round is not None else self._state.round_id + 1
 
     def _membership_changed(self) -> None:
         if self._round is not None:
@@ -248,10 +264,11 @@ class Controller:
         self._changed()
 
     def _client_failed(self, client_id: int, round_id: int, text: str) -> None:
+        if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
+            return  # said before: it is repeated until the next command
         log.error("training failed on a client", client=client_id, round=round_id, traceback=text)
-        if self._round is not None and self._round.round_id == round_id:
-            self._round.fail(client_id, "training failed")
-            self._intake.dropped["training failed"] += 1
+        self._round.fail(client_id, "training failed")
+        self._intake.dropped["training failed"] += 1
         self._changed()
 
     def _changed(self) -> None:
@@ -274,27 +291,29 @@ class Controller:
     # A round
 
     async def _one_round(self, round_id: int) -> RoundReport:
-        dropped: Counter[str] = Counter()
-        got = 0
+        """Attempts at a round, until there are enough updates. What has counted in one goes on counting in the next."""
+        started_s = time.perf_counter()
+        await self._compute.run(self._strategy.begin, round_id, self._downlink.held)
+        accepted: set[int] = set()
         for attempt in range(1, self._config.max_attempts + 1):
-            if not self._ready(round_id):
-                await self._wait_for_clients()
-            started_s = time.perf_counter()
-            round_, outcome = await self._collect(round_id)
-            dropped += self._intake.dropped
-            got = len(round_.accepted)
+            if len(accepted.union(self._ready(round_id))) < self._config.min_clients:
+                await self._wait_for_clients(accepted)
+            round_, outcome = await self._collect(round_id, accepted)
+            accepted = round_.accepted
             if outcome is not Outcome.TOO_FEW:
-                return await self._commit(round_, outcome, attempt, started_s, dropped)
-            log.warning("round repeated", round=round_id, updates=got, needed=round_.minimum, attempt=attempt)
-        raise RoundTimeout(round_id, got, self._config.min_clients, self._config.max_attempts)
+                return await self._commit(round_, outcome, attempt, started_s)
+            log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
+            for member in self._members.admit(round_id):
+                with contextlib.suppress(WriteTimeout):  # its next Hello brings another
+                    await self._reception.welcome(member)
+        raise RoundTimeout(round_id, len(accepted), self._config.min_clients, self._config.max_attempts)
 
-    async def _collect(self, round_id: int) -> tuple[Round, Outcome]:
+    async def _collect(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome]:
         """Command the round and take in updates until it is over."""
         config = self._config
-        await self._compute.run(self._strategy.begin, round_id, self._downlink.held)
         round_ = Round(
             round_id, self._ready(round_id), minimum=config.min_clients, quorum=config.quorum,
-            now_s=time.monotonic(), deadline_s=config.round_timeout_s, grace_s=config.grace_s,
+            now_s=time.monotonic(), deadline_s=config.round_timeout_s, grace_s=config.grace_s, accepted=accepted,
         )  # fmt: skip
         self._fail.reached("before_command", round_id)
         self._round = round_
@@ -302,10 +321,11 @@ class Controller:
         self.progress.phase, self.progress.round_id = "training", round_id
         self._changed()
         command = TrainCmd(round_id, config.subset_size, config.epochs, config.lr, config.seed)
-        await self._bus.publish(self._identity, command)
+        with unless_taken("command", round_id):
+            await self._bus.publish(self._identity, command)
         self._fail.reached("after_command", round_id)
         try:
-            reached = 0
+            reached = len(accepted)
             while (outcome := round_.verdict(time.monotonic())) is None:
                 if len(round_.accepted) > reached:
                     reached = len(round_.accepted)
@@ -317,9 +337,7 @@ class Controller:
         # What was being added when the round ended has been counted by now; that can only have made it better.
         return round_, round_.verdict(time.monotonic()) or outcome
 
-    async def _commit(
-        self, round_: Round, outcome: Outcome, attempt: int, started_s: float, dropped: Counter[str]
-    ) -> RoundReport:
+    async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""
         round_id, state, tally = round_.round_id, self._state, self._intake.tally
         collected_s = time.perf_counter()
@@ -332,7 +350,7 @@ class Controller:
         report = RoundReport(
             round_id=round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
             expected=len(round_.expected), num_samples=tally.num_samples, loss=tally.loss(), bytes_up=tally.bytes_up,
-            train_s=tally.train_s, encode_s=tally.encode_s, dropped=dict(dropped),
+            train_s=tally.train_s, encode_s=tally.encode_s, dropped=self._intake.take_dropped(),
             wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
             aggregate_s=tally.aggregate_s + aggregated_s - collected_s,
             weights_crc32=crc32,
@@ -342,10 +360,8 @@ class Controller:
         await self._compute.run(state.commit, report, self._downlink.held_apart)
         committed_s = time.perf_counter()
         self._fail.reached("after_commit_before_publish", round_id)
-        try:
+        with unless_taken("model", round_id):
             await self._downlink.publish()
-        except WriteTimeout as error:  # some client takes nothing; the others ask for what they miss
-            log.warning("model not taken by all", round=round_id, reason=str(error))
         published_s = time.perf_counter()
         self._fail.reached("after_publish", round_id)
         evaluation = await self._evaluate(round_id)
@@ -377,13 +393,7 @@ class Controller:
             reports[-1] = self._state.amend(reports[-1], accuracy=outcome.accuracy, eval_loss=outcome.loss)
 
     async def _evaluate(self, round_id: int) -> EvalOutcome | None:
-        every = self._config.eval_every
-        if not every or (round_id % every and round_id != self._config.rounds):
+        if not self._evaluation.due(round_id):
             return None
         self.progress.phase = "evaluating"
-        return await self._compute.run(self._evaluate_now)
-
-    def _evaluate_now(self) -> EvalOutcome | None:
-        if self._model.read().data_ptr() != self._state.weights.data_ptr():
-            self._model.write(self._state.weights)
-        return self._task.evaluate(self._model.module)
+        return await self._evaluation.run()

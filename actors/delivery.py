@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 
 from gradbus.actors.local_training import Update
@@ -15,7 +14,6 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Identity
 
 REPEAT_AFTER_S = 0.5  # without an answer, offer again
-SETTLE_S = 5.0  # how long to ask what became of an update that a newer command has overtaken
 
 log = get_logger("client")
 
@@ -38,32 +36,24 @@ class Delivery:
         self.phase = "idle"
         self.bytes_up = 0
 
-    async def deliver(self, update: Update, *, wanted: Callable[[], bool], valid: Callable[[], bool]) -> Receipt | None:
+    async def deliver(self, update: Update, *, check: Callable[[], bool]) -> Receipt | None:
         """Offer the update until the controller has said what became of it.
 
         Args:
             update: what to deliver.
-            wanted: whether no newer command has come. After one, it is still asked for a while what became of this
-                update: only who knows whether it counted knows what is still owed.
-            valid: whether the controller is still the one that it was trained for.
+            check: asked now and then: whether the controller is still the one that it was trained for. May raise. A
+                newer command is no reason to stop: only who knows whether this update counted knows what is still owed.
 
         Returns:
             The receipt, or None if there will be none.
         """
         self._begin(update)
-        overtaken_s: float | None = None
         try:
             while True:
                 if self._receipt is not None:
                     return self._receipt
-                if not valid():
+                if not check():
                     return None
-                now_s = time.monotonic()
-                if not wanted():
-                    overtaken_s = now_s if overtaken_s is None else overtaken_s
-                    if now_s - overtaken_s > SETTLE_S:
-                        log.info("update came too late", round=update.key.round_id)
-                        return None
                 self._heard.clear()
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, update.offer)

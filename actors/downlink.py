@@ -51,7 +51,8 @@ class Downlink:
         self._current: tuple[FrameKey, Any, int] | None = None  # what was sent last, for repairs
         self._full: tuple[FrameKey, Any, int] | None = None
         self._full_sent_s = float("-inf")
-        self._resends: set[asyncio.Task[None]] = set()
+        self._wanted: dict[int, set[int]] = {}  # transfer -> frames that somebody misses; empty: all of them
+        self._resending: asyncio.Task[None] | None = None
         frames = chunk_count(weights.numel() * 4)
         retained = frames if weights.numel() * 4 <= RETAIN_BYTES else 1
         bus.open_writer(ModelBlob, retained_samples=retained)
@@ -112,23 +113,36 @@ class Downlink:
             return  # it will ask for the newer one
         known = next((m for m in (self._current, self._full) if m is not None and m[0].transfer == need.transfer), None)
         if need.seqs and known is not None:
-            self._start(known, need.seqs, group)
+            wanted = self._wanted.setdefault(need.transfer, set(need.seqs))
+            if wanted:  # else all of it is wanted already
+                wanted.update(need.seqs)
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
-            self._full_sent_s = time.monotonic()
             if self._full is None:
                 self._full = self._full_message()
-            self._start(self._full, None, group)
+            self._wanted[self._full[0].transfer] = set()
+        if self._wanted and (self._resending is None or self._resending.done()):
+            self._resending = group.create_task(self._resend(), name="resend-model")
 
-    def _start(self, message: tuple[FrameKey, Any, int], only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
-        async def resend() -> None:
+    async def _resend(self) -> None:
+        """Send what is missed, one message at a time: requests that come meanwhile are answered together."""
+        while self._wanted:
+            transfer, seqs = self._wanted.popitem()
+            message = next(
+                (m for m in (self._current, self._full) if m is not None and m[0].transfer == transfer), None
+            )
+            if message is None:
+                continue
             try:
-                await self._send(message, only)
+                if seqs:
+                    await self._send(message, sorted(seqs))
+                else:
+                    self._full_sent_s = float("inf")  # whoever asks for all of it meanwhile is getting it
+                    await self._send(message)
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
-
-        task = group.create_task(resend(), name="resend-model")
-        self._resends.add(task)
-        task.add_done_callback(self._resends.discard)
+            finally:
+                if not seqs:
+                    self._full_sent_s = time.monotonic()
 
     async def quiesce(self) -> None:
         """Stop resending: the weights are about to change. Returns when nothing reads them any more.
@@ -136,11 +150,10 @@ class Downlink:
         Until the next message is prepared, requests go unanswered: what was sent last is changing under it.
         """
         self._current = self._full = None
-        tasks = list(self._resends)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=5.0)
+        self._wanted.clear()
+        if self._resending is not None:
+            self._resending.cancel()
+            await asyncio.wait([self._resending], timeout=5.0)
 
 
 def _size(payload: Any) -> int:

@@ -102,15 +102,23 @@ class Intake:
         self._work = asyncio.Event()
         self.tally = Tally()
         self.dropped: Counter[str] = Counter()
+        self._rejected_before: Counter[str] = Counter()
 
     def open(self, round_: Round) -> None:
-        """Take updates for this round."""
+        """Take updates for this round. Another attempt at it goes on with what has counted in those before."""
+        if not round_.accepted:
+            self.tally = Tally()
         self._round = round_
         self._offers.clear()
-        # In a round that is done again, what counted in the attempt before does not count any more.
-        self._counted = {i: key for i, key in self._counted.items() if key.round_id != round_.round_id}
-        self.tally = Tally()
+
+    def take_dropped(self) -> dict[str, int]:
+        """What was not counted since this was asked last, by reason, between the rounds as well: updates, their frames,
+        and samples that were no message at all."""
+        rejected = self._bus.rejected
+        dropped = self.dropped + (rejected - self._rejected_before)
+        self._rejected_before = rejected
         self.dropped = Counter()
+        return dict(dropped)
 
     async def close(self) -> None:
         """Take nothing more for the open round. Returns when no update is being added any more."""
@@ -208,6 +216,9 @@ class Intake:
         payload, offer, round_ = transfer.payload, transfer.offer, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer or payload is None:
             return  # the round ended meanwhile
+        if transfer.client_id in round_.accepted:
+            self._drop(transfer.key)  # whatever led here: nobody counts twice
+            return
         started_s = time.perf_counter()
         try:
             await self._compute.run(self._add, transfer.client_id, payload, offer.num_samples)

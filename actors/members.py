@@ -106,9 +106,8 @@ class Members:
         member = self._members.get(client_id)
         if member is None and len(self._members) >= MAX_MEMBERS:
             return Answer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
-        if member is not None and incarnation < member.incarnation:
-            return Answer.REFUSE, f"client id {client_id} is in use by a later start ({member.hello.host})"
-        if member is not None and incarnation > member.incarnation:
+        if member is not None and incarnation != member.incarnation:
+            # Which of the two is older does not matter, and a clock that was set back would get it wrong.
             return self._meet_rival(member, incarnation, hello, now_s, next_round)
         if member is None:  # new, or back after it was taken for dead: it has to hear from which round on it counts
             self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
@@ -135,7 +134,15 @@ class Members:
         if self.get(client_id, incarnation) is None:
             return False
         del self._members[client_id]
+        self._rivals.pop(client_id, None)
         return True
+
+    def admit(self, round_id: int) -> list[Member]:
+        """Let those in who came while an attempt at this round failed: the next one needs them. Returns them."""
+        late = [member for member in self._members.values() if member.from_round > round_id]
+        for member in late:
+            member.from_round = round_id
+        return late
 
     def expire(self, now_s: float) -> list[Member]:
         """Remove and return those that have been silent for too long."""

@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
 from gradbus.actors.report import Progress
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.control import Bye, Status
-from gradbus.runtime.errors import BusError
+from gradbus.runtime.errors import BusError, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Identity
 
 BYE_S = 2.0  # how long clients are waited for at the end
 
 log = get_logger("controller")
+
+
+@contextlib.contextmanager
+def unless_taken(what: str, round_id: int) -> Iterator[None]:
+    """Send something that some client may not take. The others have it, or ask for what they miss: the run goes on."""
+    try:
+        yield
+    except WriteTimeout as error:
+        log.warning("not taken by all", what=what, round=round_id, reason=str(error))
 
 
 class Presence:
@@ -55,17 +64,18 @@ class Presence:
                 self._changed()
             await asyncio.sleep(self._heartbeat_s)
 
-    async def bye(self, *, ok: bool, reason: str) -> None:
+    async def bye(self, *, ok: bool, reason: str, linger: bool = False) -> None:
         """Tell the clients that this is the end.
 
         If all is done it is said until they have left, for a client that does not hear it would go on waiting. If not,
-        once: they are to wait.
+        once: they are to wait. With ``linger`` it is said for a while to whoever may be there: a controller that has
+        only just started does not know its clients yet.
         """
         until_s = time.monotonic() + (BYE_S if ok else 0.0)
         while True:
             with contextlib.suppress(BusError):
                 await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096]))
-            if not len(self._members) or time.monotonic() >= until_s:
+            if (not len(self._members) and not linger) or time.monotonic() >= until_s:
                 return
             self._left.clear()
             with contextlib.suppress(TimeoutError):

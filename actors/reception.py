@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from gradbus.actors.downlink import Downlink
 from gradbus.actors.intake import Intake
-from gradbus.actors.members import Answer, Members
+from gradbus.actors.members import Answer, Member, Members
 from gradbus.runtime.bus import Bus, Subscription
 from gradbus.runtime.control import Failed, Hello, Leave, NeedModel, Offer, Refused, Welcome
 from gradbus.runtime.errors import BusClosed, GradbusError
@@ -95,25 +95,29 @@ class Reception:
         if earlier is not None and self._members.get(client_id, earlier) is None:
             self._intake.forget(client_id, earlier)  # an older start of it, which is gone
             self._changed()
-        config = self._config
         if answer is Answer.REFUSE:
             log.warning("client refused", client=client_id, host=hello.host, reason=why)
             await self._bus.publish(self._identity, Refused(client_id, incarnation, why))
             return
         member = self._members.get(client_id, incarnation)
         if answer is Answer.WELCOME and member is not None:
-            welcome = Welcome(
-                to=client_id, incarnation=incarnation, run_id=self._run_id, next_round=member.from_round,
-                codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
-                codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
-            )  # fmt: skip
-            await self._bus.publish(self._identity, welcome)
+            await self.welcome(member)
         if member is not None and (
             before is None or was_ready != (hello.ready and hello.session == self._identity.incarnation)
         ):
             if before is None:
                 log.info("client joined", client=client_id, host=hello.host, from_round=member.from_round)
             self._changed()
+
+    async def welcome(self, member: Member) -> None:
+        """Tell a client from which round on it takes part, and by which rules."""
+        config = self._config
+        welcome = Welcome(
+            to=member.client_id, incarnation=member.incarnation, run_id=self._run_id, next_round=member.from_round,
+            codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
+            codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
+        )  # fmt: skip
+        await self._bus.publish(self._identity, welcome)
 
     def _gone(self, client_id: int, incarnation: int) -> None:
         self._intake.forget(client_id, incarnation)

@@ -26,7 +26,7 @@ class Round:
 
     def __init__(
         self, round_id: int, expected: Iterable[int], *, minimum: int, quorum: float, now_s: float, deadline_s: float,
-        grace_s: float,
+        grace_s: float, accepted: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """Open the round.
 
@@ -36,11 +36,12 @@ class Round:
             minimum: updates that suffice at the deadline.
             quorum: share of the clients expected at the start that suffices after the grace.
             now_s: the time now. deadline_s: how long it may take. grace_s: what follows the quorum.
+            accepted: clients whose updates count already, from an earlier attempt at the same round.
         """
         self.round_id = round_id
-        self.expected = set(expected)
+        self.accepted = set(accepted)
+        self.expected = set(expected) | self.accepted
         self.minimum = minimum
-        self.accepted: set[int] = set()
         self.failed: dict[int, str] = {}
         # Less a hair: 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
         self._quorum = max(minimum, math.ceil(quorum * len(self.expected) - 1e-9))

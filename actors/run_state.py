@@ -29,6 +29,7 @@ class RunState:
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
         held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds.
+        incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
@@ -41,6 +42,7 @@ class RunState:
         self.held: Tensor | None = None
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
+        self.incarnation = 0
         self.history: list[RoundReport] = []
         if config.init_path is not None:
             given = load_weights(config.init_path, assemble=model.vector_of)
@@ -87,6 +89,7 @@ class RunState:
         self.held = checkpoint.tensors.get("held")
         torch.set_rng_state(checkpoint.tensors["torch_rng"])
         self.run_id = int(meta["run_id"], 16)
+        self.incarnation = int(meta["incarnation"])
         self.round_id = checkpoint.round_id
         known = {field.name for field in fields(RoundReport)}
         self.history = [
@@ -122,7 +125,8 @@ class RunState:
         if held is not None:
             tensors["held"] = held
         meta = {
-            "run_id": f"{self.run_id:016x}", "layout": self._layout, "downlink_codec": self._downlink_codec,
+            "run_id": f"{self.run_id:016x}",
+            "incarnation": self.incarnation, "layout": self._layout, "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": type(self._strategy).__name__,
             "history": [report.to_json() for report in self.history],
         }  # fmt: skip

@@ -111,6 +111,8 @@ class CheckpointStore:
             _commit(temporary, meta_path)
             _sync_directory(self.directory)
         except (OSError, SafetensorError) as error:
+            for left in (data_path.with_suffix(".safetensors.tmp"), meta_path.with_suffix(".json.tmp")):
+                left.unlink(missing_ok=True)  # what is half written only takes the room that is needed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
                 f"checkpoint of round {checkpoint.round_id} cannot be written to {self.directory}: {reason}. "

@@ -25,7 +25,8 @@ class ComputeThread:
 
     def __init__(self, name: str = "compute") -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"gradbus-{name}")
-        self._stop = threading.Event()
+        self._running = threading.Event()  # the stop flag of the function that runs
+        self._latest = self._running  # of the one that was brought last
 
     def __enter__(self) -> Self:
         return self
@@ -35,11 +36,12 @@ class ComputeThread:
 
     def should_stop(self) -> bool:
         """Whether the running function is no longer wanted."""
-        return self._stop.is_set()
+        return self._running.is_set()
 
     def stop_current(self) -> None:
-        """Ask the running function to give up. The flag falls when the next one starts."""
-        self._stop.set()
+        """Ask the function that runs, or is just about to, to give up. It does not concern those that follow."""
+        self._running.set()
+        self._latest.set()
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of ``function(*args, **kwargs)``, computed on the thread.
@@ -48,8 +50,10 @@ class ComputeThread:
         of what it works on, or after ``LET_GO_S``.
         """
 
+        stop = self._latest = threading.Event()
+
         def call() -> T:
-            self._stop.clear()
+            self._running = stop
             return function(*args, **kwargs)
 
         running = self._executor.submit(call)
@@ -59,7 +63,7 @@ class ComputeThread:
         except asyncio.CancelledError:
             # Ask the executor's own future: that of asyncio says "cancelled" although the thread goes on.
             if not running.cancel():
-                self._stop.set()
+                stop.set()
                 await asyncio.wait([future], timeout=LET_GO_S)
             if future.done() and not future.cancelled():
                 future.exception()  # nobody is left to hear it
@@ -67,5 +71,5 @@ class ComputeThread:
 
     def close(self) -> None:
         """Ask what runs to stop, and take nothing new. Does not wait."""
-        self._stop.set()
+        self.stop_current()
         self._executor.shutdown(wait=False, cancel_futures=True)

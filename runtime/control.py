@@ -78,7 +78,7 @@ class Welcome:
     chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)]
     codec_version: Literal[1, 2]
     num_clients: U32
-    heartbeat_s: Seconds
+    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

@@ -211,12 +211,16 @@ class Node:
                 f"no DDS participant in domain {domain_id}: {error.msg or error.code}. Are there more than 120 on this "
                 f"machine, or is the interface down?"
             ) from None
-        qos = Qos(Policy.Partition(partitions=[partition]))
-        self._publisher = Publisher(self.participant, qos=qos)
-        self._subscriber = Subscriber(self.participant, qos=qos)
-        self._topics: dict[str, Any] = {}
-        self.fast_path_fault = None if fast is False else _self_test(domain_id)
-        self.fast = self.fast_path_fault is None if fast is None else fast
+        try:
+            qos = Qos(Policy.Partition(partitions=[partition]))
+            self._publisher = Publisher(self.participant, qos=qos)
+            self._subscriber = Subscriber(self.participant, qos=qos)
+            self._topics: dict[str, Any] = {}
+            self.fast_path_fault = None if fast is False else _self_test(domain_id)
+            self.fast = self.fast_path_fault is None if fast is None else fast
+        except DDSException as error:
+            self.close()
+            raise BusError(f"DDS in domain {domain_id} does not start: {error.msg or error.code}") from None
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
         """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers."""
@@ -265,7 +269,6 @@ class Node:
         if self._domain_id is None:
             return
         domain_id, self._domain_id = self._domain_id, None
-        self._topics.clear()
         # One call deletes the participant with all below it; the binding's objects become empty shells.
         self.participant._delete(self.participant._ref)
         _release_domain(domain_id)

@@ -16,6 +16,7 @@ from gradbus.runtime.dds import Reader, Waiter, Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.idl_types import SampleError
 from gradbus.runtime.messages import Control, Message, PeerLost
+from gradbus.runtime.topics import TOPICS
 
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
@@ -81,9 +82,9 @@ class Receiver(threading.Thread):
             while not self._stop_flag:
                 self._attach_arrivals()
                 self._waiter.wait(1.0)
-                self._refresh()
                 for channel in self._channels:
                     self._drain(channel)
+                self._refresh()  # after: whose last words were among them has to be known when it is missed
         except BaseException as error:
             self.fault = error
             raise
@@ -112,7 +113,10 @@ class Receiver(threading.Thread):
 
     def _note_departures(self, channel: Channel) -> None:
         now = channel.reader.sources()
-        for handle in channel.sources - now:
+        gone = channel.sources - now
+        if channel.reader.topic.to_message is TOPICS[Control].to_message:
+            gone |= self._senders.keys() - now
+        for handle in gone:
             lost: list[Message] = [PeerLost(*sender) for sender in sorted(self._senders.pop(handle, ()))]
             if lost:
                 channel.taken += len(lost)
@@ -120,7 +124,7 @@ class Receiver(threading.Thread):
         channel.sources = now
 
     def _drain(self, channel: Channel) -> None:
-        while True:
+        while not self._stop_flag:
             room = channel.room
             if room <= 0 and not channel.reader.topic.may_drop:
                 self._pause(channel)

@@ -77,5 +77,6 @@ TOPICS: dict[type[Any], Topic] = {
     TrainCmd: Topic("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
     ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
     ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
-    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, False, _control),
+    # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
+    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control),
 }

@@ -182,13 +182,31 @@ def test_every_further_newcomer_gets_a_wait_of_its_own() -> None:
     assert members.get(0, 300) is not None
 
 
-def test_an_older_start_is_refused_and_leaves_the_later_one_alone() -> None:
+def test_a_start_that_seems_older_is_a_rival_too_for_clocks_may_be_set_back() -> None:
     members = new_members()
     join(members, incarnation=200)
-    answer, why = greet(members, incarnation=100, now_s=1.0, host="host-b:7")
-    assert answer is Answer.REFUSE
-    assert "in use by a later start (host-a:1)" in why
+    assert greet(members, incarnation=100, now_s=1.0)[0] is Answer.NOTHING
+    assert greet(members, incarnation=100, now_s=1.0 + RIVAL_AFTER_S)[0] is Answer.WELCOME  # the other was silent
+    assert members.get(0, 100) is not None
+
+
+def test_a_start_that_seems_older_is_refused_while_the_other_talks() -> None:
+    members = new_members()
+    join(members, incarnation=200)
+    greet(members, incarnation=100, now_s=1.0, host="host-b:7")
+    members.heard(0, 200, 1.0 + RIVAL_AFTER_S)
+    answer, why = greet(members, incarnation=100, now_s=1.0 + RIVAL_AFTER_S, host="host-b:7")
+    assert (answer, "in use by host-a:1" in why) == (Answer.REFUSE, True)
     assert members.get(0, 200) is not None
+
+
+def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    members.get(0, 100).from_round = 3  # type: ignore[union-attr]
+    assert members.ready(2) == []
+    assert [member.client_id for member in members.admit(2)] == [0]
+    assert members.ready(2) == [0]
 
 
 def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:

@@ -123,3 +123,28 @@ def test_a_checkpoint_holds_the_history_and_only_the_last_few_are_kept(federatio
     assert names == [f"round-00000{i}.{kind}" for i in (4, 5) for kind in ("json", "safetensors")]
     meta = json.loads((state / "round-000005.json").read_text(encoding="utf-8"))["meta"]
     assert [entry["round_id"] for entry in meta["history"]] == [1, 2, 3, 4, 5]
+
+
+def test_killed_after_the_last_commit_the_controller_comes_back_to_say_that_all_is_done(
+    federation: Federation, tmp_path: Path
+) -> None:
+    state = str(tmp_path / "state")
+    client = federation.client(0)
+    first = federation.controller(rounds=1, num_clients=1, state_dir=state, fail_at="after_commit_before_publish:1")
+    assert first.wait() == -signal.SIGKILL
+    second = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    second.wait_for("done", timeout_s=20.0)
+    assert client.wait() == 0
+
+
+def test_a_controller_whose_clock_was_set_back_is_still_the_one_that_counts(
+    federation: Federation, tmp_path: Path
+) -> None:
+    state = str(tmp_path / "state")
+    client = federation.client(0)
+    first = federation.controller(rounds=3, num_clients=1, state_dir=state, fail_at="after_command:2")
+    assert first.wait() == -signal.SIGKILL
+    second = federation.controller(rounds=3, num_clients=1, state_dir=state, clock_offset_s=-3600)
+    done = second.wait_for("done", timeout_s=20.0)
+    assert client.wait() == 0
+    assert [report["clients"] for report in done["reports"]] == [[0], [0], [0]]

@@ -111,6 +111,8 @@ class Federation(AbstractContextManager["Federation"]):
         """A controller; the settings are those of FederatedConfig, and ``fail_at``."""
         fail_at = federated.pop("fail_at", None)
         elsewhere = {"network": federated.pop("network")} if "network" in federated else {}
+        if "clock_offset_s" in federated:
+            elsewhere["clock_offset_s"] = federated.pop("clock_offset_s")
         rules = {"eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": 1.0, "round_timeout_s": 30.0, **federated}
         return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at, **elsewhere})
 

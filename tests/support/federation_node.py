@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from gradbus.actors import Client, Controller
 from gradbus.models import NullTask
 from gradbus.runtime import logs
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.messages import Identity, TrainCmd
 from gradbus.runtime.tasks import single_error
 
 Say = Callable[[dict[str, Any]], None]
@@ -33,10 +35,14 @@ Say = Callable[[dict[str, Any]], None]
 
 async def _controller(spec: dict[str, Any], say: Say) -> None:
     config = gradbus.FederatedConfig(**spec["federated"])
+    if "clock_offset_s" in spec:
+        now_ns, offset_ns = time.time_ns, int(spec["clock_offset_s"] * 1e9)
+        time.time_ns = lambda: now_ns() + offset_ns
     network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
     async with gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus:
         controller = Controller(bus, NullTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
         say({"event": "started"})
+        _tell_attempts(say)
         async for report in controller.rounds():
             say({"event": "round", "run_id": controller.run_id, **report.to_json()})
         reports = [report.to_json() for report in controller.progress.reports]
@@ -77,6 +83,19 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             summary = await client.run()
             watcher.cancel()
         say({"event": "done", "rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up})
+
+
+def _tell_attempts(say: Say) -> None:
+    """Say when the command of a round is given, and the how manieth time it is."""
+    publish, seen = gradbus.Bus.publish, Counter[int]()
+
+    async def watched(self: gradbus.Bus, sender: Identity, message: Any) -> None:
+        if isinstance(message, TrainCmd):
+            seen[message.round_id] += 1
+            say({"event": "attempt", "round": message.round_id, "number": seen[message.round_id]})
+        await publish(self, sender, message)
+
+    gradbus.Bus.publish = watched  # type: ignore[method-assign]
 
 
 async def _tell_welcomes(client: Client, say: Say) -> None:

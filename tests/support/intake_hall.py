@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.said: list[Any] = []
+        self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
         self.open = asyncio.Event()  # while it is not set, publishing waits, as on a full queue
         self.open.set()
