@@ -240,7 +240,7 @@ class Client:
         hello = Hello(
             protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready, session=session,
             phase=phase, round_id=round_id, model_round=self._copy.round_id,
-            host=f"{socket.gethostname()}:{os.getpid()}",
+            host=f"{socket.gethostname()}:{os.getpid()}", next_round=-1 if self.from_round is None else self.from_round,
         )  # fmt: skip
         with contextlib.suppress(BusError):  # said again with the next heartbeat
             await self._bus.publish(self._identity, hello)
@@ -319,7 +319,8 @@ class Client:
             raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s)
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
-        round_id = command.round_id
+        round_id, session = command.round_id, self._session
+        failure: Exception | None = None
         self._phase = "training"
         try:
             self._transfers += 1
@@ -327,16 +328,17 @@ class Client:
                 self._training.train, welcome, command, base, self._transfers, self._compute.should_stop
             )
         except Exception as error:
-            if self._superseded(command):
-                log.info("training given up", round=round_id, newer=self._command.round_id if self._command else None)
-                return
-            await self._report_failure(welcome, command, error)
-            return
+            failure = error
         finally:
             self._phase = "idle"
-        if self._superseded(command):
+        # Called off is called off, also if the same command has been given again meanwhile: by a controller that has
+        # been restarted, say. Whatever training gave then, whole, half or an exception, is not the answer to it.
+        if session != self._session or self._superseded(command) or self._compute.should_stop():
+            log.info("training given up", round=round_id, newer=self._command.round_id if self._command else None)
             return
-        session = self._session
+        if failure is not None:
+            await self._report_failure(welcome, command, failure)
+            return
         receipt = await self._delivery.deliver(
             update,
             check=lambda: self._same_session(session),
@@ -363,7 +365,7 @@ class Client:
 
     def _mark_handled(self, command: TrainCmd) -> None:
         """Nothing more is to be done for this command, unless it is given again."""
-        if self._command == command:
+        if self._command is command:  # and not an equal one that came later
             self._handled = True
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
@@ -371,6 +373,6 @@ class Client:
         text = "".join(traceback.format_exception(error))
         log.error("training failed", client=self.client_id, round=command.round_id, error=str(error), traceback=text)
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
-        if self._command == command:
+        if self._command is command:
             self._failure = Failed(welcome.run_id, command.round_id, sent)
             await self._hello()

@@ -28,7 +28,7 @@ from gradbus.actors.members import Members
 from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport
-from gradbus.actors.rounds import Outcome, Round
+from gradbus.actors.rounds import TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
 from gradbus.actors.strategy import Strategy, make_strategy
 from gradbus.actors.task import EvalOutcome, FederatedTask
@@ -93,7 +93,8 @@ class Controller:
         self._strategy = self._given_strategy or make_strategy(config, self._model.dim)
         self._state = RunState(config, self._model, self._strategy)
         # Later than every start before, whatever the clock says.
-        self._identity = Identity(CONTROLLER, max(self._identity.incarnation, self._state.incarnation + 1))
+        again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
+        self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
         self._members = Members(
             dim=self._model.dim, layout=self._model.layout, session=self._identity.incarnation,
@@ -267,8 +268,8 @@ class Controller:
         if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
             return  # said before: it is repeated until the next command
         log.error("training failed on a client", client=client_id, round=round_id, traceback=text)
-        self._round.fail(client_id, "training failed")
-        self._intake.dropped["training failed"] += 1
+        self._round.fail(client_id, TRAINING_FAILED)
+        self._intake.dropped[TRAINING_FAILED] += 1
         self._changed()
 
     def _changed(self) -> None:
@@ -304,7 +305,7 @@ class Controller:
                 return await self._commit(round_, outcome, attempt, started_s)
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._members.admit(round_id):
-                with contextlib.suppress(WriteTimeout):  # its next Hello brings another
+                with contextlib.suppress(WriteTimeout):  # its Hello says what it knows, and brings another
                     await self._reception.welcome(member)
         raise RoundTimeout(round_id, len(accepted), self._config.min_clients, self._config.max_attempts)
 

@@ -113,7 +113,8 @@ class Members:
             self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
             return Answer.WELCOME, ""
         member.hello, member.heard_s = hello, now_s
-        return (Answer.NOTHING if hello.session == self._session else Answer.WELCOME), ""
+        knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
+        return (Answer.NOTHING if knows else Answer.WELCOME), ""
 
     def _meet_rival(
         self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int

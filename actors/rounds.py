@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from enum import Enum
 
+TRAINING_FAILED = "training failed"
+
 
 class Outcome(Enum):
     """Why a round is over."""
@@ -65,7 +67,8 @@ class Round:
             return "repeated"
         if client_id not in self.expected:
             return "not expected"
-        return "failed" if client_id in self.failed else None
+        # One that said its training failed may have said so of the attempt before: an update says more.
+        return "failed" if self.failed.get(client_id, TRAINING_FAILED) != TRAINING_FAILED else None
 
     def accept(self, client_id: int, now_s: float) -> None:
         """Its update counts: also if it was lost or failed while its update was being added."""

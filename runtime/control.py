@@ -44,6 +44,7 @@ class Hello:
         round_id: the round it works on, -1 for none.
         model_round: the round of the model that it holds, -1 for none.
         host: host name and process id, for people.
+        next_round: the first round it was told that it takes part in, -1 for none: if that is not so, it is told again.
     """
 
     protocol: U32
@@ -55,6 +56,7 @@ class Hello:
     round_id: Round
     model_round: Round
     host: Name
+    next_round: Round
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

@@ -78,7 +78,7 @@ def test_a_client_killed_in_mid_upload_leaves_no_trace_and_may_come_back(tmp_pat
         assert victim.wait(60.0) == -signal.SIGKILL
         client.wait_for("training", round=2)
         again = federation.client(1)
-        again.wait_for("welcomed")
+        again.wait_for("ready")
         gate.touch()
         reports = finish(controller, client, again)
     assert reports[0]["clients"] == [0]
@@ -94,7 +94,7 @@ def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_curre
     client = federation.client(0, hold={"2": str(gate)})
     client.wait_for("training", round=2)
     late = federation.client(1)
-    late.wait_for("welcomed")
+    late.wait_for("ready")
     gate.touch()
     reports = finish(controller, client, late)
     assert [report["clients"] for report in reports] == [[0], [0], [0, 1]]
@@ -110,7 +110,7 @@ def test_a_suspended_client_is_dead_and_comes_back_when_it_goes_on(federation: F
     sleeper.signal(signal.SIGSTOP)
     controller.wait_for("round", round_id=2, clients=[0])
     sleeper.signal(signal.SIGCONT)
-    sleeper.wait_for("welcomed", from_round=4)
+    sleeper.wait_for("ready", from_round=4)
     gate.touch()
     reports = finish(controller, client, sleeper)
     assert reports[3]["clients"] == [0, 1]
@@ -181,7 +181,7 @@ def test_a_client_that_dies_and_is_back_at_once_does_not_hold_up_the_open_round(
     victim.wait_for("training", round=2)
     victim.signal(signal.SIGKILL)
     again = federation.client(1)  # before anybody has noticed
-    again.wait_for("welcomed", from_round=3)
+    again.wait_for("ready", from_round=3)
     gate.touch()
     reports = finish(controller, client, again)
     assert [report["clients"] for report in reports] == [[0, 1], [0], [0, 1]]

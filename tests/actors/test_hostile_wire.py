@@ -59,7 +59,7 @@ class Attacker:
     def _lies(self, run_id: int) -> list[control.Body]:
         rng = self._random
         return [
-            Hello(2, rng.getrandbits(40), rng.getrandbits(64), True, 0, "x" * 50, 5, 5, "nobody:0"),
+            Hello(2, rng.getrandbits(40), rng.getrandbits(64), True, 0, "x" * 50, 5, 5, "nobody:0", -1),
             Offer(run_id, 1, rng.getrandbits(32), rng.getrandbits(60), rng.getrandbits(40), float("nan"), 1.0, 1.0),
             NeedModel(run_id, rng.randrange(4), rng.getrandbits(32), [rng.randrange(1 << 20) for _ in range(256)]),
             Failed(run_id, 1, "not true"),

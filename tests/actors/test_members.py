@@ -12,7 +12,7 @@ from gradbus.runtime.control import PROTOCOL, Hello
 DIM, LAYOUT, SESSION = 1_199_882, 77, 9
 DEAD_AFTER_S = 2.5
 RIVAL_AFTER_S = 1.2
-GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1")
+GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1", -1)
 
 
 def new_members() -> Members:
@@ -198,6 +198,15 @@ def test_a_start_that_seems_older_is_refused_while_the_other_talks() -> None:
     answer, why = greet(members, incarnation=100, now_s=1.0 + RIVAL_AFTER_S, host="host-b:7")
     assert (answer, "in use by host-a:1" in why) == (Answer.REFUSE, True)
     assert members.get(0, 200) is not None
+
+
+def test_a_member_that_does_not_know_its_first_round_is_told_again() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    members.get(0, 100).from_round = 2  # type: ignore[union-attr]
+    for known, answer in ((3, Answer.WELCOME), (2, Answer.NOTHING)):
+        hello = dataclasses.replace(GREETING, session=SESSION, next_round=known)
+        assert members.hello(0, 100, hello, now_s=1.0, next_round=9)[0] is answer
 
 
 def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:

@@ -148,3 +148,23 @@ def test_a_controller_whose_clock_was_set_back_is_still_the_one_that_counts(
     done = second.wait_for("done", timeout_s=20.0)
     assert client.wait() == 0
     assert [report["clients"] for report in done["reports"]] == [[0], [0], [0]]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_was_being_trained_for_a_dead_controller_is_no_answer_to_the_next_one(
+    durable: bool, federation: Federation, tmp_path: Path
+) -> None:
+    rules = {"rounds": 1, "num_clients": 1, **({"state_dir": str(tmp_path / "state")} if durable else {})}
+    gate = tmp_path / "gate"
+    client = federation.client(0, hold={"1": str(gate)})
+    first = federation.controller(**rules)
+    client.wait_for("training", round=1)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    second = federation.controller(**rules)  # gives the same command again
+    client.wait_for("training", round=1)
+    gate.touch()
+    done = second.wait_for("done", timeout_s=20.0)
+    assert client.wait() == 0
+    assert [report["clients"] for report in done["reports"]] == [[0]]
+    assert done["reports"][0]["attempt"] == 1

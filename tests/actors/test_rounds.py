@@ -120,7 +120,9 @@ def test_a_client_that_failed_is_not_waited_for_but_lives() -> None:
     round_.fail(2, "training failed")
     assert round_.needed == 2
     assert round_.failed == {2: "training failed"}
-    assert round_.may_send(2) == "failed"
+    assert round_.may_send(2) is None  # what it said may have been of the attempt before
+    round_.fail(1, "malformed")
+    assert round_.may_send(1) == "failed"
     round_.accept(0, 1.0)
     round_.accept(1, 1.0)
     assert round_.verdict(1.0) is Outcome.ALL

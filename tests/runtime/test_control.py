@@ -35,7 +35,7 @@ from gradbus.runtime.control import (
 from gradbus.runtime.errors import FrameError
 
 EXAMPLES: list[Body] = [
-    Hello(PROTOCOL, 1_199_882, (1 << 64) - 1, True, 5, "training", 3, 2, "host:1234"),
+    Hello(PROTOCOL, 1_199_882, (1 << 64) - 1, True, 5, "training", 3, 2, "host:1234", 3),
     Welcome(7, 1 << 60, 5, 4, "sq8", 0.1, 8192, 2, 10, 0.5),
     Refused(7, 1 << 60, "its model is not the same \u2260"),
     Status(5, -1, "waiting", 0, 0),

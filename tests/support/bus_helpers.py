@@ -19,7 +19,7 @@ CLIENT, CHIEF = Identity(7, 1 << 60), Identity(CONTROLLER, 5)
 UPDATE = FrameKey(Kind.UPDATE, 1, 3, CLIENT.sender, CLIENT.incarnation, 1)
 MODEL = FrameKey(Kind.MODEL, 1, 3, CONTROLLER, CHIEF.incarnation, 1)
 BODIES = [
-    Hello(2, 10, 20, True, 0, "idle", -1, -1, "here:1"),
+    Hello(2, 10, 20, True, 0, "idle", -1, -1, "here:1", -1),
     Welcome(7, 1 << 60, 5, 1, "q8", 0.1, 8192, 2, 3, 0.5),
     Status(5, 0, "waiting", 0, 3),
     NeedUpdate(7, 1 << 60, 3, 1, [1, 2, 3]),

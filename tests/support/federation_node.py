@@ -26,6 +26,7 @@ import gradbus
 from gradbus.actors import Client, Controller
 from gradbus.models import NullTask
 from gradbus.runtime import logs
+from gradbus.runtime.control import Hello
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.messages import Identity, TrainCmd
 from gradbus.runtime.tasks import single_error
@@ -42,7 +43,6 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
     async with gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus:
         controller = Controller(bus, NullTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
         say({"event": "started"})
-        _tell_attempts(say)
         async for report in controller.rounds():
             say({"event": "round", "run_id": controller.run_id, **report.to_json()})
         reports = [report.to_json() for report in controller.progress.reports]
@@ -78,33 +78,24 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             threading.Thread(target=_die_in_mid_upload, args=(bus, spec["die_after_bytes"]), daemon=True).start()
         client = Client(bus, Task(spec["dim"], delta="seeded"), client_id=spec["client_id"], config=config)
         say({"event": "started"})
-        async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(_tell_welcomes(client, say))
-            summary = await client.run()
-            watcher.cancel()
+        summary = await client.run()
         say({"event": "done", "rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up})
 
 
-def _tell_attempts(say: Say) -> None:
-    """Say when the command of a round is given, and the how manieth time it is."""
-    publish, seen = gradbus.Bus.publish, Counter[int]()
+def _tell_what_is_said(say: Say) -> None:
+    """Tell of a command, and the how manieth it is for its round; and of a client that says it is ready."""
+    publish, commands, told = gradbus.Bus.publish, Counter[int](), set[int]()
 
     async def watched(self: gradbus.Bus, sender: Identity, message: Any) -> None:
-        if isinstance(message, TrainCmd):
-            seen[message.round_id] += 1
-            say({"event": "attempt", "round": message.round_id, "number": seen[message.round_id]})
         await publish(self, sender, message)
+        if isinstance(message, TrainCmd):
+            commands[message.round_id] += 1
+            say({"event": "attempt", "round": message.round_id, "number": commands[message.round_id]})
+        if isinstance(message, Hello) and message.ready and message.session and message.next_round not in told:
+            told.add(message.next_round)
+            say({"event": "ready", "from_round": message.next_round})
 
     gradbus.Bus.publish = watched  # type: ignore[method-assign]
-
-
-async def _tell_welcomes(client: Client, say: Say) -> None:
-    known = None
-    while True:
-        if client.from_round != known:
-            known = client.from_round
-            say({"event": "welcomed", "from_round": known})
-        await asyncio.sleep(0.005)
 
 
 def _die_in_mid_upload(bus: gradbus.Bus, sent_bytes: int) -> None:
@@ -117,6 +108,7 @@ def run(spec: dict[str, Any], say: Say) -> int:
     """Play the role; returns the exit code."""
     logs.configure(level=os.environ.get("TEST_LOG", "warning"))
     torch.set_num_threads(1)
+    _tell_what_is_said(say)
     code = 0
     try:
         asyncio.run(_controller(spec, say) if spec["role"] == "controller" else _client(spec, say))
