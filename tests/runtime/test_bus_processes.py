@@ -124,7 +124,11 @@ def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_an
     payload = random.Random(5).randbytes(128 * MIB)
 
     async def main() -> None:
-        async with gradbus.connect(**place) as bus, child("hesitate", place) as other:
+        # A long lease: where a busy machine stands still for longer than that, DDS forgets the reader and what it owes.
+        async with (
+            gradbus.connect(**place, lease_s=20.0) as bus,
+            child("hesitate", place, lease_s=20.0) as other,
+        ):
             assert await other.says() == "listening"
             await reads(bus, ClientUpdate)
             sending = asyncio.create_task(bus.send_update(UPDATE, 1, payload))
