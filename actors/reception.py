@@ -18,7 +18,7 @@ from gradbus.runtime.control import Failed, Hello, Leave, NeedModel, Offer, Refu
 from gradbus.runtime.errors import BusClosed, GradbusError
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, PeerLost
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, PeerGone
 from gradbus.runtime.settings import FederatedConfig
 
 log = get_logger("controller")
@@ -80,7 +80,7 @@ class Reception:
                 elif isinstance(body, Leave):
                     log.info("client left", client=sender, reason=body.reason)
                     self._gone(sender, incarnation)
-            case PeerLost(sender=sender, incarnation=incarnation):
+            case PeerGone(sender=sender, incarnation=incarnation):
                 self._gone(sender, incarnation)
             case _:
                 pass  # our own words, or another controller's

@@ -24,9 +24,10 @@ from typing import Any
 from gradbus.runtime import control, frames
 from gradbus.runtime.dds import Node, Waiter, Writer
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
+from gradbus.runtime.frame_port import FramePort
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerLost, TrainCmd
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig, Profile
 from gradbus.runtime.receiver import Channel, Receiver
 from gradbus.runtime.sender import Job, Sample, Sender
@@ -50,11 +51,14 @@ class Bus:
         self._loop = loop
         self._waiter = Waiter(node)
         self._receiver = Receiver(self._waiter, loop, self._on_matched)
-        self._sender = Sender(loop)
+        self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
         self._writers: dict[type[Any], Writer] = {}
         self._channels: dict[type[Any], Channel] = {}
         self._subscriptions: dict[type[Any], list[Subscription]] = {}
+        self._ports: list[FramePort] = []
+        self._port_bytes: Counter[str] = Counter()  # of ports that are closed
+        self._groups: set[str] = set()
         self._match_waiters: list[asyncio.Future[None]] = []
         self._messages_out = 0
         self._closed = False
@@ -94,6 +98,17 @@ class Bus:
         else:  # some reader's queue is full: wait off the loop
             await self._submit(writer, iter([sample]))
 
+    async def drain(self, kind: type[Any], timeout_s: float) -> bool:
+        """Whether all readers have taken over what was published on a topic, within so long."""
+        writer = self._writers.get(kind)
+        if writer is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s + 1.0):  # the pool of threads may be busy with others' work
+                return await asyncio.to_thread(writer.wait_for_acks, timeout_s)
+        except TimeoutError:
+            return False
+
     async def send_update(
         self, key: FrameKey, num_samples: int, payload: Any, *, only: Sequence[int] | None = None
     ) -> int:
@@ -117,19 +132,49 @@ class Bus:
     async def _submit(self, writer: Writer, samples: Iterator[Sample]) -> int:
         async with self._slots:
             self._check_open()
-            job = Job(writer, samples, self._loop.create_future(), self.stall_timeout_s)
+            done: asyncio.Future[int] = self._loop.create_future()
+            job = Job(writer, samples, partial(self._post, _resolve, done), self.stall_timeout_s)
             self._sender.submit(job)
             try:
-                return await asyncio.shield(job.done)
+                return await asyncio.shield(done)
             except asyncio.CancelledError:
                 job.cancelled = True  # the thread lets go of the payload before its next frame
-                await asyncio.wait([job.done], timeout=1.0)
+                await asyncio.wait([done], timeout=1.0)
                 raise
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def frame_port(self) -> FramePort:
+        """Topics of frames past the subscriptions, for who can take them on the receive thread; see FramePort."""
+        self._check_open()
+        port = FramePort(self._node, self._receiver, self._sender, self.stall_timeout_s, self._port_closed)
+        self._ports.append(port)
+        return port
+
+    def _port_closed(self, port: FramePort) -> None:
+        self._ports.remove(port)
+        self._port_bytes.update(port.inline_bytes)
+
+    def claim(self, group: str) -> None:
+        """Note that this bus holds a rank of a group. Raises ConfigError: it holds one already.
+
+        A bus does not hear itself on the topics of a group, so two ranks of it would wait for each other for ever.
+        """
+        self._check_open()
+        if group in self._groups:
+            raise ConfigError(f"this bus already holds a rank of group {group!r}: open another bus for a second one")
+        self._groups.add(group)
+
+    def release(self, group: str) -> None:
+        """Note that it holds none any more."""
+        self._groups.discard(group)
 
     # Receiving
 
     def subscribe(self, *kinds: type[Any]) -> Subscription:
-        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerLost)."""
+        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone)."""
         self._check_open()
         subscription = Subscription(self._consumed, self._drop_subscription)
         for kind in kinds:
@@ -218,7 +263,8 @@ class Bus:
     @property
     def sent_bytes(self) -> Counter[str]:
         """Bytes of frames given to DDS, by topic."""
-        return Counter(self._sender.sent_bytes)
+        inline = [self._port_bytes, *(port.inline_bytes for port in self._ports)]
+        return sum(inline, Counter(self._sender.sent_bytes))
 
     @property
     def received_bytes(self) -> Counter[str]:
@@ -250,16 +296,28 @@ class Bus:
             self._sender.stop()
             self._receiver.stop()
             finished: asyncio.Future[None] = self._loop.create_future()
-            threading.Thread(target=self._shut_down, args=(finished,), name="gradbus-close", daemon=True).start()
+            threading.Thread(
+                target=self._shut_down, args=(finished, list(self._ports)), name="gradbus-close", daemon=True
+            ).start()
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 
-    def _shut_down(self, finished: asyncio.Future[None]) -> None:
+    def _shut_down(self, finished: asyncio.Future[None], ports: list[FramePort]) -> None:
+        for port in ports:
+            port.stop_writing()
         self._receiver.join(3.0)
         self._sender.join(3.0)
         self._node.close()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(_finish, finished)
+        self._post(_finish, finished)
+
+
+def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
+    if done.done():
+        return
+    if isinstance(outcome, Exception):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)
 
 
 def _finish(future: asyncio.Future[None]) -> None:
@@ -328,4 +386,4 @@ async def connect(
             await bus.close()
 
 
-__all__ = ["Bus", "PeerLost", "Subscription", "connect"]
+__all__ = ["Bus", "PeerGone", "Subscription", "connect"]

@@ -48,13 +48,20 @@ class ComputeThread:
 
         When the caller is cancelled, the function is asked to stop, and the caller goes on when the thread has let go
         of what it works on, or after ``LET_GO_S``.
+
+        Raises:
+            RuntimeError: it raised StopIteration, which no future can hold. And what else it raises.
         """
 
         stop = self._latest = threading.Event()
 
         def call() -> T:
             self._running = stop
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except StopIteration as error:  # a future refuses it, and its waiter would wait for ever
+                name = getattr(function, "__qualname__", repr(function))
+                raise RuntimeError(f"{name} raised StopIteration") from error
 
         running = self._executor.submit(call)
         future = asyncio.wrap_future(running)

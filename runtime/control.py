@@ -28,6 +28,7 @@ Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=32 * 1024)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
 Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
 
 
@@ -211,11 +212,80 @@ class Bye:
     reason: Text
 
 
-Body = Hello | Welcome | Refused | Status | Offer | Grant | Receipt | NeedUpdate | NeedModel | Failed | Leave | Bye
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class GroupHello:
+    """Rank to all: I want to form this group. Said until the group is formed, and to whoever still says it.
+
+    Attributes:
+        group: its name. world: how many ranks it shall have.
+        members: hash over the incarnations of all ranks, 0 while some have not been heard.
+        linked: frames of all other ranks of ``members`` have come, over every topic.
+        formed: all ranks have said ``linked`` for the same ``members``.
+        options: hash over what all ranks must have set alike.
+        host: host name and process id, for people.
+    """
+
+    group: Name
+    world: U32
+    members: U64
+    linked: bool
+    formed: bool
+    options: U64
+    host: Name
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class GroupLeave:
+    """Rank to all: I leave this group; all that I have sent has arrived.
+
+    Attributes:
+        members: which forming of the group.
+        ok: in order; if not, the others need not wait for what I owe.
+        lost: ranks that I know to be gone, which may be why.
+    """
+
+    group: Name
+    members: U64
+    ok: bool
+    reason: Text
+    lost: Ranks
+
+
+Body = (
+    Hello
+    | Welcome
+    | Refused
+    | Status
+    | Offer
+    | Grant
+    | Receipt
+    | NeedUpdate
+    | NeedModel
+    | Failed
+    | Leave
+    | Bye
+    | GroupHello
+    | GroupLeave
+)
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Hello, Welcome, Refused, Status, Offer, Grant, Receipt, NeedUpdate, NeedModel, Failed, Leave, Bye)
+    for kind in (
+        Hello,
+        Welcome,
+        Refused,
+        Status,
+        Offer,
+        Grant,
+        Receipt,
+        NeedUpdate,
+        NeedModel,
+        Failed,
+        Leave,
+        Bye,
+        GroupHello,
+        GroupLeave,
+    )
 }
 
 

@@ -30,7 +30,7 @@ from cyclonedds.util import duration
 
 from gradbus.runtime import ddsc, idl_types
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.network import NetworkConfig, build_xml
+from gradbus.runtime.network import NetworkConfig, build_xml, leaves_machine
 from gradbus.runtime.topics import Topic
 
 _TYPES: dict[str, Any] = {
@@ -133,6 +133,14 @@ class Writer:
             raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
         return True
 
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""
+        return ddsc.wait_for_acks(self.entity, timeout_s)
+
+    def delete(self) -> None:
+        """Take it out of DDS; it must not be used any more."""
+        self.entity._delete(self.entity._ref)
+
 
 class Reader:
     """A DDS reader of one topic."""
@@ -176,6 +184,10 @@ class Reader:
             taken += [(one, one.sample_info.publication_handle) for one in got if isinstance(one, self.idl_type)]
         return taken
 
+    def delete(self) -> None:
+        """Take it out of DDS; it must not be used any more."""
+        self.entity._delete(self.entity._ref)
+
     def typed(self, raw: Any) -> Any:
         """The sample as an object of its IDL type. Raises SampleError."""
         if isinstance(raw, idl_types.SampleError):
@@ -202,6 +214,7 @@ class Node:
         xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
         _acquire_domain(domain_id, xml)
         self._domain_id: int | None = domain_id
+        self.leaves_machine = leaves_machine(xml)
         try:
             self.participant = DomainParticipant(domain_id)
         except DDSException as error:
@@ -216,7 +229,7 @@ class Node:
             self._publisher = Publisher(self.participant, qos=qos)
             self._subscriber = Subscriber(self.participant, qos=qos)
             self._topics: dict[str, Any] = {}
-            self.fast_path_fault = None if fast is False else _self_test(domain_id)
+            self.fast_path_fault = None if fast is False else _self_test(self.participant)
             self.fast = self.fast_path_fault is None if fast is None else fast
         except DDSException as error:
             self.close()
@@ -239,6 +252,8 @@ class Node:
                     max_samples_per_instance=-1,
                 )
             )
+        if topic.ignore_local:
+            policies.append(Policy.IgnoreLocal.Participant)
         entity = DataWriter(self._publisher, self._dds_topic(topic), qos=Qos(*policies))
         entity.set_status_mask(DDSStatus.PublicationMatched)
         return Writer(topic, entity, self.fast)
@@ -254,6 +269,8 @@ class Node:
             policies.append(
                 Policy.ResourceLimits(max_samples=topic.reader_samples, max_instances=-1, max_samples_per_instance=-1)
             )
+        if topic.ignore_local:
+            policies.append(Policy.IgnoreLocal.Participant)
         entity = DataReader(self._subscriber, self._dds_topic(topic), qos=Qos(*policies))
         entity.set_status_mask(DDSStatus.SubscriptionMatched)
         return Reader(topic, entity, self.fast)
@@ -303,28 +320,37 @@ class Waiter:
 _fast_path: list[str | None] = []  # the verdict of the self-test, once per process
 
 
-def _self_test(domain_id: int) -> str | None:
+def _self_test(participant: Any) -> str | None:
     with _domains_lock:
         if not _fast_path:
-            _fast_path.append(_run_self_test(domain_id))
+            _fast_path.append(_run_self_test(participant))
         return _fast_path[0]
 
 
-def _run_self_test(domain_id: int) -> str | None:
+def _run_self_test(participant: Any) -> str | None:
+    """Through two endpoints of the participant itself, in a partition of their own.
+
+    Not through a participant made for the test: with two in one process that come and go while discovery runs, Cyclone
+    11.0 takes builtin samples that were lost on their way to the one for received when the other has them, and the
+    endpoints they tell of are never found. Seen often with 10 % of all packets lost, and now and then with none.
+    """
     partition = f"gradbus-self-test-{os.getpid()}"
-    topic = Topic("train/self_test", "Frame", False, False, 0, 1, 0.1, False, lambda sample: sample)
-    participant = DomainParticipant(domain_id)
+    made: list[Any] = []
     try:
         qos = Qos(Policy.Partition(partitions=[partition]))
-        dds_topic = DdsTopic(participant, topic.name, _TYPES[topic.idl_type])
         reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
-        reader = DataReader(Subscriber(participant, qos=qos), dds_topic, qos=reliable)
-        writer = DataWriter(Publisher(participant, qos=qos), dds_topic, qos=reliable)
+        dds_topic = DdsTopic(participant, "train/self_test", _TYPES["Frame"])
+        made.append(dds_topic)
+        subscriber, publisher = Subscriber(participant, qos=qos), Publisher(participant, qos=qos)
+        made += [subscriber, publisher]
+        reader = DataReader(subscriber, dds_topic, qos=reliable)
+        writer = DataWriter(publisher, dds_topic, qos=reliable)
         waitset = WaitSet(participant)
-        condition = ReadCondition(reader, _ANY)
-        waitset.attach(condition)
+        made.append(waitset)
+        waitset.attach(ReadCondition(reader, _ANY))
         return ddsc.self_test(reader, writer, lambda: bool(waitset.wait(duration(seconds=1))))
     except (OSError, DDSException) as error:
         return str(error)
     finally:
-        participant._delete(participant._ref)
+        for entity in reversed(made):  # a subscriber or publisher takes what is below it along
+            entity._delete(entity._ref)

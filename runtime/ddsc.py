@@ -48,6 +48,7 @@ _serdata_size = _function("ddsi_serdata_size", ct.c_uint32, ct.c_void_p)
 _serdata_unref = _function("ddsi_serdata_unref", None, ct.c_void_p)
 _entity_sertype = _function("dds_get_entity_sertype", ct.c_int32, ct.c_int32, ct.c_void_p)
 _matched_publications = _function("dds_get_matched_publications", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
+_wait_for_acks = _function("dds_wait_for_acks", ct.c_int32, ct.c_int32, ct.c_int64)
 
 AVAILABLE = all(
     f is not None
@@ -87,6 +88,12 @@ def matched_publications(reader: Any) -> set[int]:
         if count <= size:
             return set(handles[:count])
         size = count + 16
+
+
+def wait_for_acks(writer: Any, timeout_s: float) -> bool:
+    """Whether all matched readers have acknowledged all that was written, within so long. The GIL is free meanwhile.
+    True also where libddsc does not offer the call, and nobody can tell."""
+    return _wait_for_acks is None or _wait_for_acks(writer._ref, int(timeout_s * 1e9)) == RETCODE_OK
 
 
 def _address(part: Any) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class GradbusError(Exception):
@@ -80,6 +80,61 @@ class BarrierTimeout(GradbusError, TimeoutError):
         self.missing = tuple(missing)
         self.ready = ready
         self.needed = needed
+
+
+class CollectiveError(GradbusError):
+    """A collective operation cannot be done: the ranks do not ask for the same, or a bound was passed."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """Some ranks stayed silent until the deadline of a collective.
+
+    Attributes:
+        name: of the collective. missing: ranks that something is still owed by. timeout_s: the deadline.
+    """
+
+    def __init__(self, name: str, missing: Sequence[int], timeout_s: float, hint: str = "") -> None:
+        who = f"still waiting for ranks {list(missing)}" if missing else "its own data could not be sent"
+        super().__init__(
+            f"{name!r}: {who} after {timeout_s:g} s; they may be waiting for others themselves. Have all ranks started "
+            f"a collective of this name, and do they still run?{hint}"
+        )
+        self.name = name
+        self.missing = tuple(missing)
+        self.timeout_s = timeout_s
+
+
+class PeerLost(CollectiveError):
+    """Ranks of the group have died or left, so nothing that needs them can be done any more.
+
+    Attributes:
+        ranks: who is gone. reasons: what is known of each, by rank.
+    """
+
+    def __init__(self, group: str, reasons: Mapping[int, str]) -> None:
+        self.ranks = tuple(sorted(reasons))
+        self.reasons = dict(reasons)
+        told = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in self.ranks)
+        super().__init__(f"group {group!r} has lost {told}. Form the group anew to go on, from the last checkpoint")
+
+
+class ReplicasDiverged(GradbusError):
+    """Ranks that must hold equal parameters do not.
+
+    Attributes:
+        step: where it was seen. hashes: of the parameters, by rank.
+    """
+
+    def __init__(self, step: int, hashes: Sequence[int]) -> None:
+        self.step = step
+        self.hashes = tuple(hashes)
+        most = max(set(hashes), key=lambda value: (hashes.count(value), value == hashes[0]))
+        self.ranks = tuple(rank for rank, value in enumerate(hashes) if value != most)
+        super().__init__(
+            f"step {step}: parameters of ranks {list(self.ranks)} differ from those of the others "
+            f"({', '.join(f'{value:016x}' for value in hashes)}). Does the model change its parameters outside of the "
+            f"optimizer, or do the ranks run different versions of it?"
+        )
 
 
 class RoundTimeout(GradbusError, TimeoutError):

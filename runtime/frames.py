@@ -41,13 +41,14 @@ class Kind(IntEnum):
 
 
 class Flags(IntFlag):
-    """Properties of the payload; bits 8 to 11 hold the dtype of a tensor payload."""
+    """Properties of the payload, and of the frame."""
 
     NONE = 0
     DELTA = 1
     FINAL = 2
     NON_FINITE = 4
     SEALED = 8
+    HEAD_CRC = 16  # the CRC-32 covers header and name alone: for data that does not leave the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ def head(key: FrameKey, payload: memoryview, seq: int, *, chunk_bytes: int, flag
         MAGIC, VERSION, key.kind, flags, key.job, key.round_id, key.sender, key.incarnation, key.transfer, key.part,
         len(name), world, seq, chunk_count(len(payload), chunk_bytes), len(payload), start, len(data), 0,
     )  # fmt: skip
-    crc = zlib.crc32(data, zlib.crc32(name, zlib.crc32(packed[:_CRC_AT])))
+    crc = zlib.crc32(name, zlib.crc32(packed[:_CRC_AT]))
+    if not flags & Flags.HEAD_CRC:
+        crc = zlib.crc32(data, crc)
     return packed[:_CRC_AT] + crc.to_bytes(4, "little") + name
 
 
@@ -189,7 +192,8 @@ def parse(data: Any) -> Frame:
         raise FrameError("short", f"frame of {len(view)} bytes, its header says {HEADER_BYTES + name_bytes + size}")
     if not _fits(seq, seq_cnt, total_bytes, offset, size):
         raise FrameError("limits", f"frame {seq} of {seq_cnt} stands at byte {offset} with {size} of {total_bytes}")
-    if zlib.crc32(view[HEADER_BYTES:], zlib.crc32(view[:_CRC_AT])) != crc:
+    covered = HEADER_BYTES + name_bytes if flags & Flags.HEAD_CRC else len(view)
+    if zlib.crc32(view[HEADER_BYTES:covered], zlib.crc32(view[:_CRC_AT])) != crc:
         raise FrameError("crc", f"frame {seq} of {seq_cnt} from sender {sender}: its bytes do not match its CRC-32")
     try:
         name = str(view[HEADER_BYTES : HEADER_BYTES + name_bytes], "utf-8")

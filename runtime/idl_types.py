@@ -38,6 +38,10 @@ def _body(data: Any, need: int, name: str) -> memoryview:
 def _tail(view: memoryview, at: int, size: int, name: str) -> memoryview:
     if at + size > len(view):
         raise SampleError(f"{name}: says {size} bytes of data, has {len(view) - at}")
+    if len(view) - at - size > 3:  # padding; more would be memory that nobody has counted
+        raise SampleError(
+            f"{name}: {len(view) - at - size} bytes behind its {size} bytes of data, at most 3 are padding"
+        )
     return view[at : at + size]
 
 

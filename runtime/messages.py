@@ -82,11 +82,11 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerGone:
     """Local event: DDS no longer sees the process that this peer sent from."""
 
     sender: int
     incarnation: int
 
 
-Message = TrainCmd | ClientUpdate | ModelBlob | Control | PeerLost
+Message = TrainCmd | ClientUpdate | ModelBlob | Control | PeerGone

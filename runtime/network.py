@@ -99,6 +99,12 @@ def build_xml(config: NetworkConfig, *, user_document: str | None = None) -> str
     return ET.tostring(tree, encoding="unicode")
 
 
+def leaves_machine(document: str) -> bool:
+    """Whether data can reach another machine under this configuration, which may hold a document of the user."""
+    listed = list(ET.fromstring(document).iter("NetworkInterface"))
+    return not listed or any(element.get("name") != "lo" for element in listed)
+
+
 def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
     multicast = "true" if config.multicast else "false"
     document = ET.Element("CycloneDDS")

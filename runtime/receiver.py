@@ -10,12 +10,14 @@ import asyncio
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradbus.runtime.dds import Reader, Waiter, Writer
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
-from gradbus.runtime.messages import Control, Message, PeerLost
+from gradbus.runtime.messages import Control, Message, PeerGone
 from gradbus.runtime.topics import TOPICS
 
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
@@ -26,9 +28,13 @@ _MAX_SENDERS = 65_536  # remembered for one process: it cannot make us grow with
 class Channel:
     """One topic on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
 
-    def __init__(self, reader: Reader, deliver: Callable[[list[Message]], None]) -> None:
+    def __init__(
+        self, reader: Reader, deliver: Callable[[list[Message]], None], *, take: Callable[[Frame], None] | None = None
+    ) -> None:
+        """``deliver`` gets messages on the loop; ``take``, where given, frames one by one on the receive thread."""
         self.reader = reader
-        self.deliver = deliver  # called on the loop
+        self.deliver = deliver
+        self.take = take
         self.limit = reader.topic.inbox
         self.taken = 0  # written by the thread
         self.consumed = 0  # written by the loop
@@ -38,6 +44,14 @@ class Channel:
     @property
     def room(self) -> int:
         return self.limit - (self.taken - self.consumed)
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Of matched endpoints: whether there are any, and the writers of each topic that has some."""
+
+    any: bool = False
+    sources: list[tuple[Channel, set[int]]] = field(default_factory=list)
 
 
 class Receiver(threading.Thread):
@@ -52,6 +66,8 @@ class Receiver(threading.Thread):
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
         self._arrivals: deque[Channel | Writer] = deque()  # made by the loop, attached by the thread
+        self._removals: deque[tuple[Channel | Writer, Callable[[], None]]] = deque()
+        self._after_drain: deque[Callable[[], None]] = deque()
         self._senders: dict[int, set[tuple[int, int]]] = {}  # writer handle -> who has been heard from it
         self.rejected: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
@@ -62,6 +78,16 @@ class Receiver(threading.Thread):
     def add(self, endpoint: Channel | Writer) -> None:
         """Watch one more reader or writer."""
         self._arrivals.append(endpoint)
+        self._waiter.wake()
+
+    def remove(self, endpoint: Channel | Writer, then: Callable[[], None]) -> None:
+        """Watch it no more, and delete it; ``then`` is called on the thread."""
+        self._removals.append((endpoint, then))
+        self._waiter.wake()
+
+    def after_drain(self, then: Callable[[], None]) -> None:
+        """Call ``then`` on the thread when all that DDS holds now has been taken."""
+        self._after_drain.append(then)
         self._waiter.wake()
 
     def consumed(self, channel: Channel, count: int) -> None:
@@ -81,10 +107,15 @@ class Receiver(threading.Thread):
         try:
             while not self._stop_flag:
                 self._attach_arrivals()
+                self._delete_removals()
                 self._waiter.wait(1.0)
+                waiting = len(self._after_drain)  # those that came before this turn
+                changes = self._look()
                 for channel in self._channels:
                     self._drain(channel)
-                self._refresh()  # after: whose last words were among them has to be known when it is missed
+                self._tell(changes)
+                for _ in range(waiting):
+                    self._after_drain.popleft()()
         except BaseException as error:
             self.fault = error
             raise
@@ -100,30 +131,55 @@ class Receiver(threading.Thread):
                 self._writers.append(endpoint)
                 self._waiter.attach(endpoint.entity)
 
-    def _refresh(self) -> None:
-        changed = False
+    def _delete_removals(self) -> None:
+        while self._removals:
+            endpoint, then = self._removals.popleft()
+            if isinstance(endpoint, Channel) and endpoint in self._channels:
+                self._channels.remove(endpoint)
+                if not endpoint.paused:
+                    self._waiter.detach(endpoint.reader.condition)
+                self._waiter.detach(endpoint.reader.entity)
+                endpoint.reader.delete()
+            elif isinstance(endpoint, Writer) and endpoint in self._writers:
+                self._writers.remove(endpoint)
+                self._waiter.detach(endpoint.entity)
+                endpoint.delete()
+            then()
+
+    def _look(self) -> _Changes:
+        """What DDS says has changed. Looked at before the data is taken, and told after: whoever is told that a process
+        is gone has had all it ever sent, its last words among them."""
+        changes = _Changes()
         for writer in self._writers:
-            changed |= writer.refresh()
+            changes.any |= writer.refresh()
         for channel in self._channels:
             if channel.reader.refresh():
-                changed = True
-                self._note_departures(channel)
-        if changed:
+                changes.any = True
+                changes.sources.append((channel, channel.reader.sources()))
+        return changes
+
+    def _tell(self, changes: _Changes) -> None:
+        for channel, sources in changes.sources:
+            # One that came while data was taken is not gone; of one that went meanwhile DDS will say so again.
+            self._note_departures(channel, sources | channel.reader.sources())
+        if changes.any:
             self._post(self._on_matched)
 
-    def _note_departures(self, channel: Channel) -> None:
-        now = channel.reader.sources()
+    def _note_departures(self, channel: Channel, now: set[int]) -> None:
         gone = channel.sources - now
         if channel.reader.topic.to_message is TOPICS[Control].to_message:
             gone |= self._senders.keys() - now
         for handle in gone:
-            lost: list[Message] = [PeerLost(*sender) for sender in sorted(self._senders.pop(handle, ()))]
+            lost: list[Message] = [PeerGone(*sender) for sender in sorted(self._senders.pop(handle, ()))]
             if lost:
                 channel.taken += len(lost)
                 self._post(channel.deliver, lost)
         channel.sources = now
 
     def _drain(self, channel: Channel) -> None:
+        if channel.take is not None:
+            self._drain_here(channel, channel.take)
+            return
         while not self._stop_flag:
             room = channel.room
             if room <= 0 and not channel.reader.topic.may_drop:
@@ -139,10 +195,21 @@ class Receiver(threading.Thread):
                     channel.paused = False
                     self._waiter.attach(channel.reader.condition)
                 return
-            messages = [message for raw, source in taken if (message := self._check(channel, raw, source)) is not None]
+            checked = [self._check(channel, raw, source) for raw, source in taken]
+            messages = [message for message in checked if message is not None and not isinstance(message, Frame)]
             channel.taken += len(messages)
             if messages:
                 self._post(channel.deliver, messages)
+
+    def _drain_here(self, channel: Channel, take: Callable[[Frame], None]) -> None:
+        while not self._stop_flag:
+            taken = channel.reader.take(_BATCH)
+            if not taken:
+                return
+            for raw, source in taken:
+                frame = self._check(channel, raw, source)
+                if isinstance(frame, Frame):
+                    take(frame)
 
     def _pause(self, channel: Channel) -> None:
         """Leave the reader alone: it fills up, and then its writers wait. That is the back-pressure."""
@@ -152,7 +219,7 @@ class Receiver(threading.Thread):
             if channel.room > 0:  # the loop has consumed in between and may not have seen the flag
                 self._waiter.wake()
 
-    def _check(self, channel: Channel, raw: Any, source: int) -> Message | None:
+    def _check(self, channel: Channel, raw: Any, source: int) -> Message | Frame | None:
         try:
             sample = channel.reader.typed(raw)
             message = channel.reader.topic.to_message(sample)

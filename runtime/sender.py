@@ -5,12 +5,10 @@ Jobs take turns frame by frame. A job whose reader does not take its data waits 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,24 +20,36 @@ Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, p
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Samples to write, in order, made one at a time."""
+    """Samples to write, in order, made one at a time.
+
+    ``finished`` is called once, on the writer thread, with the bytes written or the error.
+    """
 
     writer: Writer
     samples: Iterator[Sample]
-    done: asyncio.Future[int]  # bytes written
+    finished: Callable[[int | Exception], None]
     stall_timeout_s: float
     pending: Sample | None = None
     written_bytes: int = 0
     progressed_s: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    writing: threading.RLock = field(
+        default_factory=threading.RLock
+    )  # who makes the samples may find that it must cancel
+
+    def cancel(self) -> None:
+        """Write no further sample. When this returns none is being written, so the payload may change: it waits for the
+        write in progress, for ``block_s`` of the topic at most."""
+        with self.writing:
+            self.cancelled = True
 
 
 class Sender(threading.Thread):
-    """One thread with a bounded number of jobs; whoever brings one more waits (see ``Bus.send``)."""
+    """One thread for the jobs of a bus. Who submits bounds their number: the bus by its slots, a group by its pending
+    collectives."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         super().__init__(name="gradbus-write", daemon=True)
-        self._loop = loop
         self._jobs: deque[Job] = deque()
         self._wakeup = threading.Condition()
         self._stop_flag = False
@@ -73,7 +83,8 @@ class Sender(threading.Thread):
                 job = self._jobs[0]
             finished = True
             try:
-                finished = job.cancelled or self._step(job)
+                with job.writing:
+                    finished = job.cancelled or self._step(job)
                 outcome: int | Exception = job.written_bytes
             except Exception as error:
                 finished, outcome = True, error
@@ -82,9 +93,10 @@ class Sender(threading.Thread):
                 if not finished:
                     self._jobs.append(job)
             if finished:
-                self._finish(job, outcome)
+                job.finished(outcome)
+            del job  # and with it the payload, which may be large, while the thread sleeps
         for job in self._jobs:
-            self._finish(job, BusClosed("the bus was closed before all was sent"))
+            job.finished(BusClosed("the bus was closed before all was sent"))
         self._jobs.clear()
 
     def _step(self, job: Job) -> bool:
@@ -104,16 +116,3 @@ class Sender(threading.Thread):
         if time.monotonic() - job.progressed_s > job.stall_timeout_s:
             raise WriteTimeout(job.writer.topic.name, job.stall_timeout_s)
         return False
-
-    def _finish(self, job: Job, outcome: int | Exception) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(_resolve, job.done, outcome)
-
-
-def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
-    if done.done():
-        return
-    if isinstance(outcome, Exception):
-        done.set_exception(outcome)
-    else:
-        done.set_result(outcome)

@@ -27,6 +27,7 @@ class Topic:
             for again: one process that does not keep up must not hold up the others.
         block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
         to_message: from the fields of a sample to a message.
+        ignore_local: what a process writes does not come back to its own reader.
 
     Raises (to_message):
         FrameError: the bytes are not a message of this topic.
@@ -40,7 +41,8 @@ class Topic:
     inbox: int
     block_s: float
     may_drop: bool
-    to_message: Callable[[Any], Message]
+    to_message: Callable[[Any], Message | frames.Frame]
+    ignore_local: bool = False
 
 
 def _train_cmd(sample: Any) -> TrainCmd:
@@ -80,3 +82,17 @@ TOPICS: dict[type[Any], Topic] = {
     # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
     Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control),
 }
+
+
+def _collective(sample: Any) -> frames.Frame:
+    frame = frames.parse(sample.data)
+    if frame.key.kind is not frames.Kind.COLLECTIVE:
+        raise FrameError("mismatch", f"collective topic: frame of {frame.key}")
+    return frame
+
+
+def collective_topic(name: str) -> Topic:
+    """Topic of the frames of one group of ranks: ``train/frame/<group>`` for what goes to all of them, and
+    ``train/frame/<group>/<rank>`` for what goes to one. Its reader is emptied at once, on the receive thread, so the
+    bound on its samples holds up writers only while that thread has no turn."""
+    return Topic(f"train/frame/{name}", "Frame", False, False, 512, 0, 0.01, False, _collective, ignore_local=True)

@@ -22,7 +22,7 @@ from gradbus.runtime.assembler import Assembler
 from gradbus.runtime.control import Leave
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, ModelBlob, PeerLost, TrainCmd
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig
 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
@@ -186,7 +186,7 @@ def test_a_peer_that_leaves_is_told_of_once_for_each_of_its_identities(run: Run,
                     await other.publish(sender, Leave("x"))
                     await inbox.get()
             lost = [await inbox.get(), await inbox.get()]
-            assert lost == [PeerLost(1, 10), PeerLost(2, 20)]
+            assert lost == [PeerGone(1, 10), PeerGone(2, 20)]
             await one.matched(lambda: one.matched_writers(Control) == 0, timeout_s=20)
             assert len(inbox) == 0
 

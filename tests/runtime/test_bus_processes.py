@@ -18,7 +18,7 @@ import pytest
 from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, delays_of_the_loop, reads
 
 import gradbus
-from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, PeerLost, TrainCmd
+from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, PeerGone, TrainCmd
 
 pytestmark = pytest.mark.slow
 CHILD = Path(__file__).with_name("bus_child.py")
@@ -152,7 +152,7 @@ def test_a_process_killed_at_once_is_told_of_when_its_lease_has_ended(run: Run, 
             other.process.kill()
             await other.process.wait()
             killed_s = time.monotonic()
-            assert await inbox.get() == PeerLost(CLIENT.sender, CLIENT.incarnation)
+            assert await inbox.get() == PeerGone(CLIENT.sender, CLIENT.incarnation)
             assert time.monotonic() - killed_s < 3
 
     run(main)

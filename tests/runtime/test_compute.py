@@ -192,3 +192,15 @@ def test_closing_asks_what_runs_to_stop_and_takes_nothing_new() -> None:
             await compute.run(lambda: None)
 
     run_quietly(main)
+
+
+def test_a_stop_iteration_reaches_the_caller_as_what_a_future_can_hold() -> None:
+    async def main() -> None:
+        with ComputeThread() as compute:
+            async with asyncio.timeout(5):
+                with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+                    await compute.run(lambda: next(iter(())))
+                assert isinstance(caught.value.__cause__, StopIteration)
+                assert await compute.run(lambda: 1) == 1
+
+    run_quietly(main)

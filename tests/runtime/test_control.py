@@ -22,6 +22,8 @@ from gradbus.runtime.control import (
     Bye,
     Failed,
     Grant,
+    GroupHello,
+    GroupLeave,
     Hello,
     Leave,
     NeedModel,
@@ -47,6 +49,8 @@ EXAMPLES: list[Body] = [
     Failed(5, 3, "Traceback ..."),
     Leave("done"),
     Bye(5, True, "all rounds are done"),
+    GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)"),
+    GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
 ]
 
 

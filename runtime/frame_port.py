@@ -1,0 +1,156 @@
+"""Frames over topics of one's own, handed over on the receive thread: the way in and out for collectives.
+
+Messages for actors go through the event loop and a bounded queue (``Bus.subscribe``). A collective knows beforehand
+where every byte belongs, so its frames need neither: the receive thread puts them in their place at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gradbus.runtime.dds import Node, Writer
+from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.frames import Frame
+from gradbus.runtime.messages import Message
+from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.sender import Job, Sender
+from gradbus.runtime.topics import Topic
+
+_REMOVAL_S = 5.0
+
+Parts = tuple[Any, ...]
+
+
+class FramePort:
+    """Readers and writers that belong together and are closed together. Made by ``Bus.frame_port``."""
+
+    def __init__(
+        self, node: Node, receiver: Receiver, sender: Sender, stall_timeout_s: float,
+        closed: Callable[[FramePort], None],
+    ) -> None:  # fmt: skip
+        """``closed``: called once, when nothing goes through it any more."""
+        self._node = node
+        self._receiver = receiver
+        self._sender = sender
+        self._stall_timeout_s = stall_timeout_s
+        self._closed: Callable[[FramePort], None] | None = closed
+        self.leaves_machine = node.leaves_machine
+        self._channels: list[Channel] = []
+        self._writers: list[Writer] = []
+        self._counting = threading.Condition()
+        self._writing = 0
+        self.inline_bytes: Counter[str] = Counter()  # written by :meth:`write`, by topic
+
+    def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+        """Read a topic. ``take`` gets every well-formed frame, on the receive thread; it must not wait or raise."""
+        channel = Channel(self._node.topic_reader(topic), _nobody, take=take)
+        self._channels.append(channel)
+        self._receiver.add(channel)
+        return channel
+
+    def open_writer(self, topic: Topic) -> Writer:
+        """Write a topic."""
+        writer = self._node.topic_writer(topic)
+        self._writers.append(writer)
+        self._receiver.add(writer)
+        return writer
+
+    def write(self, writer: Writer, frame: Parts) -> bool:
+        """Write one frame on this thread. False: DDS did not take it within the topic's ``block_s``.
+
+        Raises:
+            BusError, BusClosed.
+        """
+        with self._counting:
+            if self._closed is None:
+                raise BusClosed("the group or its bus is closed")
+            self._writing += 1
+        try:
+            if not writer.write((), frame):
+                return False
+        finally:
+            with self._counting:
+                self._writing -= 1
+                self._counting.notify_all()
+        with self._counting:
+            self.inline_bytes[writer.topic.name] += sum(len(part) for part in frame)
+        return True
+
+    def stop_writing(self) -> None:
+        """Refuse further writes, and wait (not for long) for those under way, whose writer must not go. Blocks."""
+        self._refuse_writes()
+        with self._counting:
+            self._counting.wait_for(lambda: self._writing == 0, timeout=_REMOVAL_S)
+
+    def _refuse_writes(self) -> None:
+        with self._counting:
+            closed, self._closed = self._closed, None
+        if closed is not None:
+            closed(self)
+
+    def submit(self, writer: Writer, frames: Iterator[Parts], finished: Callable[[int | Exception], None]) -> Job:
+        """Have frames written by the writer thread; ``finished`` is called there, with the bytes or the error.
+
+        Raises:
+            BusClosed.
+        """
+        job = Job(writer, (((), frame) for frame in frames), finished, self._stall_timeout_s)
+        self._sender.submit(job)
+        return job
+
+    def after_drain(self, then: Callable[[], None]) -> None:
+        """Call ``then`` on the receive thread when all that has come so far has been taken."""
+        self._receiver.after_drain(then)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Whether all readers have taken over all that was written, within so long."""
+        try:
+            async with asyncio.timeout(timeout_s + 1.0):  # the pool of threads may be busy with others' work
+                return await asyncio.to_thread(_drained, list(self._writers), timeout_s)
+        except TimeoutError:
+            return False
+
+    async def close(self) -> None:
+        """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended."""
+        loop = asyncio.get_running_loop()
+        self._refuse_writes()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REMOVAL_S):
+                while self._writing:  # noqa: ASYNC110 - some thread is in DDS, for some milliseconds
+                    await asyncio.sleep(0.001)
+        endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
+        self._channels, self._writers = [], []
+        if not endpoints or not self._receiver.is_alive():
+            return
+        removed = asyncio.Event()
+        left = len(endpoints)
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(removed.set)
+
+        for endpoint in endpoints:
+            self._receiver.remove(endpoint, one_less)
+        try:
+            async with asyncio.timeout(_REMOVAL_S):
+                await removed.wait()
+        except TimeoutError:
+            return  # the receive thread has ended meanwhile: the bus takes everything with it
+
+
+def _drained(writers: list[Writer], timeout_s: float) -> bool:
+    until_s = time.monotonic() + timeout_s
+    return all(writer.wait_for_acks(max(0.0, until_s - time.monotonic())) for writer in writers)
+
+
+def _nobody(messages: list[Message]) -> None:
+    raise AssertionError("frames of a port do not go to the loop")
