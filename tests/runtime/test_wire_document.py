@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from doc_pages import rows, section
 
 from gradbus.runtime import control, frames
 from gradbus.runtime.control import Body
 from gradbus.runtime.frames import Flags, Kind
-from gradbus.runtime.topics import TOPICS
+from gradbus.runtime.topics import TOPICS, collective_topic
 
 TYPES = {
     "U32": "uint32",
@@ -23,6 +24,7 @@ TYPES = {
     "Text": "text",
     "Seconds": "seconds",
     "Seqs": "seqs",
+    "Ranks": "ranks",
     "bool": "bool",
     "float": "float",
     "Annotated[float, Field(gt=0, le=1)]": "float",
@@ -36,20 +38,6 @@ TYPES = {
 @pytest.fixture(scope="module")
 def page(root: Path) -> str:
     return (root / "docs" / "wire.md").read_text(encoding="utf-8")
-
-
-def section(page: str, title: str) -> str:
-    """The text below a heading, down to the next one of any level."""
-    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", page, re.MULTILINE | re.DOTALL)
-    assert match, f"no section {title!r}"
-    return match[1]
-
-
-def rows(text: str, first: str) -> list[list[str]]:
-    """Cells of the table whose first column has this heading."""
-    match = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-|]+\|\n((?:\|.*\n?)+)", text, re.MULTILINE)
-    assert match, f"no table that starts with {first!r}"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in match[1].strip().split("\n")]
 
 
 def test_the_header_has_the_offsets_and_sizes_of_the_code(page: str) -> None:
@@ -92,8 +80,9 @@ def test_kinds_and_flags_have_the_numbers_of_the_code(page: str) -> None:
 
 def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
     table = {row[0].strip("`"): row for row in rows(section(page, "Topics"), "topic")}
-    assert table.keys() == {topic.name for topic in TOPICS.values()}
-    for topic in TOPICS.values():
+    topics = [*TOPICS.values(), collective_topic("<group>"), collective_topic("<group>/<rank>")]
+    assert table.keys() == {topic.name for topic in topics}
+    for topic in topics:
         _, idl_type, _, durability, history, in_reader, in_process, when_full = table[topic.name]
         assert idl_type == f"`gradbus::{topic.idl_type}`"
         assert durability == ("transient-local" if topic.retained else "volatile")
@@ -101,6 +90,9 @@ def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
         assert int(in_reader) == (1 if topic.keep_last else topic.reader_samples)
         assert int(in_process) == topic.inbox
         assert when_full.startswith("dropped") is topic.may_drop
+        assert topic.ignore_local is topic.name.startswith("train/frame/")
+        short = ("train/train_cmd", "train/control", "train/frame/<group>", "train/frame/<group>/<rank>")
+        assert topic.block_s == (0.01 if topic.name in short else 0.1)
 
 
 def test_every_control_message_is_there_with_its_fields_in_order_and_their_types(page: str) -> None:
@@ -108,6 +100,7 @@ def test_every_control_message_is_there_with_its_fields_in_order_and_their_types
         table = [row[:2] for row in rows(section(page, kind.__name__), "field")]
         assert table == [[field.name, TYPES[str(field.type)]] for field in dataclasses.fields(kind)], kind
     below = page[page.index("## Control messages") : page.index("## A round")]
+    assert f"| ranks | array of at most {control.MAX_SEQS} ranks, each below 2^20 |" in below
     assert set(re.findall(r"^### (\w+)", below, re.MULTILINE)) == {kind.__name__ for kind in get_args(Body)}
 
 

@@ -1,0 +1,253 @@
+"""Brings frames and collectives together: by group, round, name and call, never by the order of the calls.
+
+The engine knows no event loop and no DDS: frames come in through :meth:`Engine.receive`, on whatever thread, and go out
+through a :class:`gradbus.runtime.collectives.operation.Link`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+
+from gradbus.runtime.collectives.early import EarlyFrames, Envelope
+from gradbus.runtime.collectives.operation import LARGE_BYTES, Link, Operation, OperationKey, lane_of
+from gradbus.runtime.errors import CollectiveError, PeerLost
+from gradbus.runtime.frames import Frame
+
+MAX_PENDING = 4096  # collectives of one group at a time
+MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
+MAX_NAME_BYTES_ON_WIRE = 248  # the most that is 8 beyond a multiple of 16 and fits a frame
+_MAX_NAMES = 65_536  # names whose calls are counted
+
+_Call = tuple[int, str, str]  # round, name, lane
+
+
+def wire_name(name: str, signature: str, meta: str) -> str:
+    """What a frame carries as its name: the three parts, separated and padded by NUL.
+
+    Padded to 8 beyond a multiple of 16: behind the 88 bytes of DDS and frame header the payload then lies at a multiple
+    of 16, where arithmetic is fast.
+    """
+    text = f"{name}\0{signature}\0{meta}"
+    size = len(text.encode())
+    if size > MAX_NAME_BYTES_ON_WIRE:
+        raise CollectiveError(
+            f"{name!r}: name, signature and shape have {size} bytes together, at most {MAX_NAME_BYTES_ON_WIRE} can be "
+            f"sent: {signature} {meta}. Use a shorter name, or reshape the tensor to fewer dimensions"
+        )
+    return text + "\0" * ((8 - size) % 16)
+
+
+class Engine:
+    """The collectives of one group on one rank. Every method may be called from any thread."""
+
+    def __init__(self, group: str, rank: int, world: int, link: Link, *, early_bytes: int, early_age_s: float) -> None:
+        """
+        Args:
+            group: its name, for errors.
+            link: the way out.
+            early_bytes: payload that is kept at most for collectives that have not been called here yet.
+            early_age_s: for how long.
+        """
+        self.group = group
+        self.rank = rank
+        self.world = world
+        self._link = link
+        self._lock = threading.Lock()
+        self._early = EarlyFrames(early_bytes, early_age_s)
+        # So that some collectives may be called by all others before they are called here.
+        self._large_bytes = min(LARGE_BYTES, early_bytes // (4 * world))
+        self._pending: dict[OperationKey, Operation] = {}
+        self._starting: set[OperationKey] = set()  # called, but not yet able to take frames
+        self._feeding: set[OperationKey] = set()  # getting what came early
+        self._calls: OrderedDict[_Call, int] = OrderedDict()  # how often each round and name was called
+        self._lost: dict[int, str] = {}
+        self._left: dict[int, str] = {}
+        self._closed: BaseException | None = None
+        self._group_id = 0
+        self._incarnations: dict[int, int] = {}
+        self.dropped: Counter[str] = Counter()
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    def admit(self, group_id: int, incarnations: Mapping[int, int]) -> None:
+        """Take frames of these starts of the ranks from now on, and of no others."""
+        with self._lock:
+            self._group_id = group_id
+            self._incarnations = dict(incarnations)
+            self._early.clear()
+
+    @property
+    def group_id(self) -> int:
+        """Which forming of the group: a hash over its members' incarnations, 0 until all are known."""
+        return self._group_id
+
+    @property
+    def pending(self) -> int:
+        """Collectives that have not ended."""
+        return len(self._pending)
+
+    @property
+    def early_bytes(self) -> int:
+        """Payload that waits for a local call."""
+        return self._early.bytes
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """Ranks that have died or left, and why."""
+        with self._lock:
+            return {**self._left, **self._lost}
+
+    @property
+    def dead(self) -> dict[int, str]:
+        """Those of them that did not leave in order."""
+        with self._lock:
+            return dict(self._lost)
+
+    # Calls
+
+    def start(self, operation: Operation, name: str, round_id: int) -> None:
+        """Start a collective. What is wrong with it beyond its arguments it says when it is awaited.
+
+        Raises:
+            ValueError: name or round cannot be sent.
+        """
+        size = len(name.encode())
+        if not 0 < size <= MAX_NAME_BYTES or "\0" in name:
+            raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes and no NUL, got {size}: {name[:60]!r}")
+        if not 0 <= round_id <= 0xFFFF_FFFF:
+            raise ValueError(f"round_id must be within 0 .. 2**32 - 1, got {round_id}")
+        operation.large_bytes = self._large_bytes
+        with self._lock:
+            error = self._obstacle(operation) or self._too_many()
+            call = self._count((round_id, name, operation.lane))
+            key = operation.key = OperationKey(round_id, call, name, operation.lane)
+            if error is None and self._early.was_refused(key):
+                self._early.take(key)
+                error = _no_room(name)
+            if error is None:
+                self._starting.add(key)
+        if error is not None:
+            operation.fail(error)
+            return
+        operation.on_end.insert(0, self._forget)  # before whoever awaits it goes on
+        operation.begin(self._link)
+        with self._lock:
+            self._starting.discard(key)  # until now its frames were put aside
+            if not operation.done:
+                self._pending[key] = operation
+            self._feeding.add(key)
+            refused = self._early.was_refused(key)
+            envelopes = self._early.take(key)
+        for envelope in envelopes:
+            operation.feed(envelope.frame, envelope.frame.key.part, envelope.signature, envelope.meta)
+        with self._lock:
+            self._feeding.discard(key)
+            left = dict(self._left)
+        missing = [rank for rank in operation.missing if rank in left]  # what they had sent is in by now
+        with self._lock:  # somebody may have been lost in between
+            error = _no_room(name) if refused else self._obstacle(operation, missing)
+        if error is not None:
+            operation.fail(error)
+
+    def _obstacle(self, operation: Operation, missing: Sequence[int] = ()) -> BaseException | None:
+        """Why it cannot be done. ``missing``: what is owed now that all early frames were fed; of a rank that has left
+        in order, nothing more will come."""
+        if self._closed is not None:
+            return self._closed
+        gone = {rank: why for rank, why in self._left.items() if rank in missing}
+        gone |= {rank: why for rank, why in self._lost.items() if rank in operation.peers}
+        return PeerLost(self.group, gone) if gone else None
+
+    def _too_many(self) -> BaseException | None:
+        if len(self._pending) >= MAX_PENDING:
+            return CollectiveError(
+                f"{MAX_PENDING} collectives of group {self.group!r} are pending; await some before starting more"
+            )
+        return None
+
+    def _count(self, call_of: _Call) -> int:
+        call = self._calls.pop(call_of, 0)
+        self._calls[call_of] = call + 1
+        if len(self._calls) > _MAX_NAMES:
+            self._calls.popitem(last=False)
+        return call
+
+    def _forget(self, operation: Operation) -> None:
+        with self._lock:
+            if self._pending.get(operation.key) is operation:
+                del self._pending[operation.key]
+            self.bytes_out += operation.sent_bytes
+            self.bytes_in += operation.received_bytes
+            if operation.repeats:
+                self.dropped["repeat"] += operation.repeats
+
+    # Frames
+
+    def receive(self, frame: Frame) -> None:
+        """Take a frame that has come in."""
+        key = frame.key
+        with self._lock:
+            if key.job != self._group_id or not self._group_id:
+                self.dropped["foreign group"] += 1
+                return
+            if frame.world != self.world or self._incarnations.get(key.sender) != key.incarnation:
+                self.dropped["foreign sender"] += 1
+                return
+            name, _, rest = key.name.partition("\0")
+            signature, _, rest = rest.partition("\0")
+            meta = rest.partition("\0")[0]
+            wanted = OperationKey(key.round_id, key.transfer, name, lane_of(signature))
+            operation = self._pending.get(wanted)
+            if operation is None:
+                self._put_aside(wanted, Envelope(frame, signature, meta))
+                return
+        operation.feed(frame, key.part, signature, meta)
+
+    def _put_aside(self, key: OperationKey, envelope: Envelope) -> None:
+        if self._closed is not None:
+            self.dropped["closed"] += 1
+        elif key.call < self._calls.get((key.round_id, key.name, key.lane), 0) and key not in self._starting:
+            self.dropped["stale"] += 1
+        else:
+            too_old = self._early.too_old
+            kept = self._early.keep(key, envelope)
+            if dropped := (not kept) + self._early.too_old - too_old:
+                self.dropped["early"] += dropped
+
+    # Ends
+
+    def lose(self, rank: int, why: str) -> None:
+        """A rank has died: nothing that is pending is waited for any more, and nothing with it is begun."""
+        with self._lock:
+            self._lost.setdefault(rank, why)
+            pending = [operation for operation in self._pending.values() if rank in operation.peers]
+            lost = dict(self._lost)
+        for operation in pending:
+            operation.fail(PeerLost(self.group, lost))
+
+    def leave(self, rank: int, why: str) -> None:
+        """A rank has left in order, and all that it has sent is here: who still misses something will not get it."""
+        with self._lock:
+            self._left.setdefault(rank, why)
+            pending = [one for key, one in self._pending.items() if key not in self._feeding]
+        for operation in pending:
+            if rank in operation.missing:
+                operation.fail(PeerLost(self.group, {rank: why}))
+
+    def close(self, error: BaseException) -> None:
+        """End everything with this error, and take nothing more."""
+        with self._lock:
+            self._closed = error
+            pending = list(self._pending.values())
+            self._early.clear()
+        for operation in pending:
+            operation.fail(error)
+
+
+def _no_room(name: str) -> CollectiveError:
+    return CollectiveError(
+        f"frames for {name!r} came before this call, when no room was left for such frames, and were dropped. Let the "
+        f"ranks wait for each other more often, or raise early_bytes"
+    )

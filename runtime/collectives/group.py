@@ -1,0 +1,356 @@
+"""A group of equal ranks, and everything they can do together.
+
+async with gradbus.join_group(bus, rank=0, world=2) as group:
+    handle = group.all_gather("grads/17", payload)              # starts now
+    frames = await handle                                       # list[bytes], rank order
+    mean = await group.all_reduce("loss/17", tensor, op="mean")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.collectives import exchanges
+from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
+from gradbus.runtime.collectives.formation import Member
+from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
+from gradbus.runtime.collectives.membership import Membership
+from gradbus.runtime.collectives.objects import ObjectCollectives
+from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.reductions import (
+    Algorithm,
+    ReduceScatter,
+    ReduceToRoot,
+    all_reduce,
+    shard_bounds,
+)
+from gradbus.runtime.collectives.tensors import check_sendable, plain
+from gradbus.runtime.errors import BarrierTimeout, ConfigError
+
+MAX_WORLD = 1024
+_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """What a group has moved so far.
+
+    Attributes:
+        bytes_out, bytes_in: payload of collectives that have ended; what goes to all ranks counts once going out.
+        dropped: frames that were not used, by reason: repeat, stale, early, foreign group, foreign sender, closed.
+        pending: collectives that have not ended. early_bytes: payload that waits for a call here.
+    """
+
+    bytes_out: int
+    bytes_in: int
+    dropped: Counter[str]
+    pending: int
+    early_bytes: int
+
+
+class Group(ObjectCollectives):
+    """One rank of a group. Made by :func:`join_group`.
+
+    A collective starts at the call, from whatever thread, and gives a :class:`Handle` to await. It is matched with
+    those of the other ranks by ``name`` and ``round_id``, and by how often that pair was used before: ranks may call in
+    any order, and use a name again. Buffers belong to the collective until its handle has ended.
+
+    Every collective takes ``round_id`` (0 .. 2**32 - 1, part of the name) and ``timeout_s`` (by default the group's).
+    """
+
+    def __init__(self, bus: Bus, membership: Membership, name: str, timeout_s: float, max_bytes: int) -> None:
+        self._bus = bus
+        self._membership = membership
+        self._engine = membership.engine
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self.name = name
+        self.rank = membership.identity.sender
+        self.world = membership.formation.world
+
+    # Facts
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Who the ranks are, in order."""
+        return self._membership.formation.members
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that have died or left, and why."""
+        return self._engine.gone
+
+    @property
+    def stats(self) -> GroupStats:
+        """What was moved so far."""
+        engine = self._engine
+        return GroupStats(
+            engine.bytes_out, engine.bytes_in, Counter(engine.dropped), engine.pending, engine.early_bytes
+        )
+
+    # Reductions
+
+    def all_reduce(
+        self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", out: Tensor | None = None,
+        divisor: int | None = None, algorithm: Algorithm = "auto", round_id: int = 0, timeout_s: float | None = None,
+    ) -> Handle[Tensor]:  # fmt: skip
+        """Combine the tensors of all ranks elementwise; all get the result, bit-equal.
+
+        Sums are taken in rank order, whatever the algorithm. float16 and bfloat16 are added in float32.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks; any layout.
+            op: sum, mean, min or max.
+            out: memory for the result, of the same shape and dtype; may be ``tensor``. None: new memory.
+            divisor: of the mean, by default the number of ranks.
+            algorithm: direct, shards, ring, or auto (direct for two ranks and for what is small, else shards). All give
+                the same bits. The same on all ranks.
+
+        Raises:
+            ValueError: arguments that do not fit.
+        """
+        check_sendable(tensor)
+        arithmetic = self._arithmetic(tensor, op, divisor)
+        if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype):
+            raise ValueError(
+                f"out must be {tensor.dtype} of shape {tuple(tensor.shape)} as the tensor is, got {out.dtype} of "
+                f"{tuple(out.shape)}"
+            )
+        operation = all_reduce(tensor, out, arithmetic, algorithm, self.rank, self.world)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def reduce(
+        self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", root: int = 0, round_id: int = 0,
+        timeout_s: float | None = None,
+    ) -> Handle[Tensor | None]:  # fmt: skip
+        """As :meth:`all_reduce`, but only rank ``root`` gets the result, in new memory; the others get None."""
+        check_sendable(tensor)
+        self._check_rank("root", root)
+        source = plain(tensor)
+        out = torch.empty(tensor.shape, dtype=tensor.dtype) if self.rank == root else source
+        operation = ReduceToRoot(source, out, root, self._arithmetic(tensor, op, None), self.rank, self.world)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def reduce_scatter(
+        self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[Tensor]:
+        """As :meth:`all_reduce`, but rank r gets part r of ``tensor.tensor_split(world)``, in new memory."""
+        check_sendable(tensor)
+        if tensor.dim() == 0:
+            raise ValueError("reduce_scatter: a scalar cannot be split; use all_reduce")
+        rows = shard_bounds(tensor.shape[0], self.world)
+        row_elems = tensor[0].numel() if tensor.shape[0] else 0
+        mine = (rows[self.rank + 1] - rows[self.rank], *tensor.shape[1:])
+        operation = ReduceScatter(
+            plain(tensor), torch.empty(mine, dtype=tensor.dtype), [row * row_elems for row in rows],
+            self._arithmetic(tensor, op, None), self.rank, self.world,
+        )  # fmt: skip
+        return self._start(operation, name, round_id, timeout_s)
+
+    # Moving data
+
+    @overload
+    def all_gather(
+        self, name: str, payload: Tensor, *, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[list[Tensor]]: ...
+    @overload
+    def all_gather(
+        self, name: str, payload: bytes | bytearray | memoryview, *, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[list[bytes]]: ...
+    def all_gather(
+        self, name: str, payload: Any, *, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[list[Any]]:
+        """All payloads on all ranks, in rank order. Bytes or tensors; sizes, shapes and dtypes may differ."""
+        operation = exchanges.AllGather(payload, self.rank, self.world, self._max_bytes)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def broadcast(
+        self, name: str, payload: Any = None, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[Any]:
+        """One payload on all ranks.
+
+        Args:
+            payload: at the root bytes or a tensor. Elsewhere, for bytes: None; for a tensor: one of equal shape and
+                dtype, which is filled and returned.
+
+        The root's handle ends when all ranks have it.
+        """
+        self._check_rank("root", root)
+        operation = exchanges.Broadcast(payload, root, self.rank, self.world, self._max_bytes)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def gather(
+        self, name: str, payload: Any, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[list[Any] | None]:
+        """All payloads at rank ``root``, in rank order; the others get None, when the root has theirs."""
+        self._check_rank("root", root)
+        operation = exchanges.Gather(payload, root, self.rank, self.world, self._max_bytes)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def scatter(
+        self, name: str, payloads: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
+        timeout_s: float | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """Each rank gets its own of the root's ``payloads``; all others give None. The root's handle ends when all
+        have theirs."""
+        self._check_rank("root", root)
+        operation = exchanges.Scatter(payloads, root, self.rank, self.world, self._max_bytes)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def all_to_all(
+        self, name: str, payloads: Sequence[Any], *, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[list[Any]]:
+        """``payloads[r]`` goes to rank r; what comes is in order of its senders. Sizes may differ."""
+        operation = exchanges.AllToAll(payloads, self.rank, self.world, self._max_bytes)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def send(
+        self, name: str, payload: Any, *, to: int, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[None]:
+        """A payload for one rank, which receives it by the same name. Ends when that rank has it."""
+        self._check_other("to", to)
+        return self._start(exchanges.Send(payload, to, self.rank, self.world), name, round_id, timeout_s)
+
+    def recv(self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None) -> Handle[Any]:
+        """What rank ``source`` sends by this name: bytes or a tensor, as it was sent."""
+        self._check_other("source", source)
+        operation = exchanges.Receive(source, self.rank, self.world, self._max_bytes)
+        return self._start(operation, name, round_id, timeout_s)
+
+    def barrier(
+        self, name: str = "barrier", *, round_id: int = 0, timeout_s: float | None = None
+    ) -> Handle[tuple[int, ...]]:
+        """Wait until all ranks have called it. The value: the ranks that were seen.
+
+        Raises (on await):
+            BarrierTimeout: ``.missing`` have not.
+        """
+        operation = exchanges.Barrier(self.rank, self.world)
+        return self._start(operation, name, round_id, timeout_s, _barrier_timeout)
+
+    # Groups within
+
+    def subgroup(
+        self, ranks: Sequence[int], *, name: str | None = None, timeout_s: float = 60.0
+    ) -> AbstractAsyncContextManager[Group]:
+        """A group of some of these ranks, in the order given: ``ranks[i]`` is rank i there. All of them call this.
+
+        Args:
+            name: of the new group, the same on all its ranks; by default made from this one's and the ranks.
+
+        Raises:
+            ValueError: this rank is not among them, or they are no different ranks of this group.
+        """
+        for rank in ranks:
+            self._check_rank("ranks", rank)
+        if len(set(ranks)) != len(ranks) or self.rank not in ranks:
+            raise ValueError(f"ranks must be different and include this one, {self.rank}, got {list(ranks)}")
+        text = f"{self.name}_{'_'.join(map(str, ranks))}"
+        if not _NAME.fullmatch(text):
+            text = f"{self.name[:31]}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        return join_group(
+            self._bus, rank=list(ranks).index(self.rank), world=len(ranks), name=name or text, timeout_s=timeout_s,
+            collective_timeout_s=self._timeout_s, max_payload_bytes=self._max_bytes,
+        )  # fmt: skip
+
+    # Inside
+
+    def _start(
+        self, operation: Operation, name: str, round_id: int, timeout_s: float | None,
+        timed_out: TimedOut = collective_timeout,
+    ) -> Handle[Any]:  # fmt: skip
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        if not limit_s > 0:
+            raise ValueError(f"timeout_s must be > 0, got {limit_s}")
+        handle: Handle[Any] = Handle(operation, self._loop, limit_s, timed_out)
+        self._engine.start(operation, name, round_id)
+        handle.arm(threading.get_ident() == self._loop_thread)
+        return handle
+
+    def _arithmetic(self, tensor: Tensor, op: ReduceOp, divisor: int | None) -> Arithmetic:
+        if divisor is not None and op != "mean":
+            raise ValueError(f"a divisor belongs to op='mean', not to {op!r}")
+        if op == "mean" and divisor is None:
+            divisor = self.world
+        return Arithmetic(tensor.dtype, op, 1 if divisor is None else divisor)
+
+    def _check_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"{what}: expected a rank of 0 .. {self.world - 1}, got {rank}")
+
+    def _check_other(self, what: str, rank: int) -> None:
+        self._check_rank(what, rank)
+        if rank == self.rank:
+            raise ValueError(f"{what}: rank {rank} is this one")
+
+
+def _barrier_timeout(operation: Operation, timeout_s: float) -> Exception:
+    missing = operation.missing
+    return BarrierTimeout(
+        f"barrier {operation.key.name!r}", missing=missing, ready=operation.world - len(missing),
+        needed=operation.world, timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def join_group(
+    bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
+    collective_timeout_s: float = 60.0, early_bytes: int = 256 << 20, max_payload_bytes: int = 4 << 30,
+) -> AsyncIterator[Group]:  # fmt: skip
+    """Form a group with the other ranks of the same job, and leave it at the end of the block.
+
+    A bus holds one rank of a group. When the block ends with an exception, the others' collectives fail at once.
+
+    Args:
+        bus: from :func:`gradbus.connect`.
+        rank: 0 .. world - 1, of this process. world: number of ranks.
+        name: of the group, within the job: letters, digits and underscores.
+        timeout_s: how long to wait for the others.
+        collective_timeout_s: deadline of a collective, from its call, unless it says another.
+        early_bytes: payload that is kept at most for collectives not called here yet; what exceeds it is dropped, and
+            the call for it fails.
+        max_payload_bytes: of one payload of another rank, where its size is not known beforehand.
+
+    Raises:
+        ConfigError: rank, world or name are wrong, or the ranks do not fit together.
+        BarrierTimeout: some ranks have not come; ``.missing``.
+    """
+    if not isinstance(world, int) or not 1 <= world <= MAX_WORLD:
+        raise ConfigError(f"world {world!r}: expected a number of ranks within 1 .. {MAX_WORLD}")
+    if not isinstance(rank, int) or not 0 <= rank < world:
+        raise ConfigError(f"rank {rank!r}: expected 0 .. {world - 1} in a world of {world}")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"group name {name!r}: expected 1 to 64 letters, digits and underscores")
+    for what, value in (("timeout_s", timeout_s), ("collective_timeout_s", collective_timeout_s)):
+        if not value > 0:
+            raise ConfigError(f"{what} must be > 0, got {value}")
+    membership = Membership(
+        bus, name, rank, world, early_bytes=early_bytes, early_age_s=max(60.0, 2 * collective_timeout_s)
+    )
+    ok, reason = False, "could not form the group"
+    try:
+        await membership.form(timeout_s)
+        yield Group(bus, membership, name, collective_timeout_s, max_payload_bytes)
+        ok, reason = True, "done"
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        await membership.close(ok=ok, reason=reason)

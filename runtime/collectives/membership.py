@@ -1,0 +1,224 @@
+"""One rank's place in a group: forms it with the others, notices who dies or leaves, and leaves in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import time
+
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.collectives.dds_link import DdsLink
+from gradbus.runtime.collectives.engine import Engine
+from gradbus.runtime.collectives.formation import Formation, Member
+from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError
+from gradbus.runtime.frames import CHUNK_BYTES, VERSION, Frame
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
+
+HELLO_S = 0.1  # how often to say hello while the group forms
+_MISFIT_HELLOS = 3  # DDS may match one way before the other
+REPLY_S = 0.05  # how often at most to those that have not formed it yet
+DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
+
+log = get_logger("group")
+
+
+class Membership:
+    """Owns what a rank has in DDS for one group."""
+
+    def __init__(self, bus: Bus, group: str, rank: int, world: int, *, early_bytes: int, early_age_s: float) -> None:
+        """Open topics and listen. Only from inside the event loop of the bus; :meth:`close` undoes it."""
+        bus.claim(group)
+        self._bus = bus
+        self._loop = asyncio.get_running_loop()
+        self.identity = Identity(rank, new_incarnation())
+        me = Member(rank, self.identity.incarnation, f"{socket.gethostname()} (process {os.getpid()})")
+        options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8).digest()
+        self.formation = Formation(group, me, world, int.from_bytes(options, "little"))
+        self._inbox = bus.subscribe(Control)
+        bus.open_writer(Control)
+        self._port = bus.frame_port()
+        self._link = DdsLink(self._port, group, self.identity, world, self._take)
+        self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
+        self._changed = asyncio.Event()
+        self._fault: Exception | None = None
+        self._is_formed = False
+        self._left: set[int] = set()
+        self._replied_s = 0.0
+        self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
+
+    async def form(self, timeout_s: float) -> None:
+        """Wait until all ranks are there and every topic works both ways.
+
+        Raises:
+            BarrierTimeout: they are not within ``timeout_s``; ``.missing``.
+            ConfigError: the ranks do not fit together.
+        """
+        self._note_change()  # a rank alone has formed its group
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._is_formed:
+                    self._check()
+                    self._changed.clear()
+                    await self._say_hello()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(HELLO_S):
+                            await self._changed.wait()
+        except TimeoutError:
+            self._check()
+            raise self._timed_out(timeout_s) from None
+        except ConfigError:
+            for _ in range(_MISFIT_HELLOS):  # who does not fit here shall hear of this rank as well, and say the same
+                await self._say_hello()
+                await asyncio.sleep(HELLO_S)
+            raise
+        self._check()
+        await self._say_hello()  # the others may only be waiting for this
+
+    async def _say_hello(self) -> None:
+        digest = self.formation.digest
+        if digest and digest != self.engine.group_id:
+            self._link.admit(digest)
+            self.engine.admit(digest, {member.rank: member.incarnation for member in self.formation.members})
+        await self._bus.publish(self.identity, self.formation.hello_now())
+        if digest and self._link.matched:
+            self._link.probe()
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _timed_out(self, timeout_s: float) -> BarrierTimeout:
+        formation = self.formation
+        missing, unlinked = formation.missing, formation.unlinked
+        what = f"group {formation.group!r}, rank {formation.me.rank}"
+        if not missing and unlinked:
+            what += f" (ranks {list(unlinked)} were heard, but data does not get through both ways)"
+        owed = missing or unlinked
+        return BarrierTimeout(
+            what, missing=owed, ready=formation.world - len(owed), needed=formation.world, timeout_s=timeout_s
+        )
+
+    # What comes in
+
+    def _take(self, frame: Frame) -> None:
+        """On the receive thread: a frame for this rank."""
+        if frame.key.name:
+            self.engine.receive(frame)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_probe, frame.key.sender, frame.key.part, frame.key.job)
+
+    def _on_probe(self, rank: int, topic: int, digest: int) -> None:
+        if self.formation.probe(rank, topic, digest):
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Once the group has formed, nothing undoes that: who leaves now has been a member."""
+        self._is_formed = self._is_formed or self.formation.formed
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        try:
+            while True:
+                await self._hear(await self._inbox.get())
+        except (BusClosed, BusError) as error:
+            self._end(error)
+        except Exception as error:
+            log.exception("group failed", group=self.formation.group)
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._fault = error
+        self._changed.set()
+        self.engine.close(error)
+
+    async def _hear(self, message: Message) -> None:
+        match message:
+            case Control(sender=rank, incarnation=incarnation, body=GroupLeave() as said):
+                self._on_leave(rank, incarnation, said)
+            case Control(sender=rank, incarnation=incarnation, body=GroupHello() as said):
+                await self._on_hello(rank, incarnation, said)
+            case PeerGone(sender=rank, incarnation=incarnation):
+                self._on_gone(rank, incarnation)
+
+    def _on_gone(self, rank: int, incarnation: int) -> None:
+        member = self._member(rank, incarnation)
+        if member is None or rank == self.identity.sender:
+            return
+        if not self._is_formed:
+            self.formation.gone(rank, incarnation)
+        elif rank not in self._left:
+            log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host)
+            self.engine.lose(rank, f"its process on {member.host} is gone")
+
+    def _on_leave(self, rank: int, incarnation: int, said: GroupLeave) -> None:
+        if said.group != self.formation.group or self._member(rank, incarnation) is None:
+            return
+        if not self._is_formed and not (said.ok and said.members == self.formation.digest):
+            self.formation.gone(rank, incarnation)
+            return
+        if not self._is_formed:  # it has been a member and is through already: it would say that all is linked
+            self.formation.vouch(rank)
+            self._note_change()
+        self._left.add(rank)
+
+        def end() -> None:
+            for lost in said.lost:  # before: it is what the others want to know
+                if lost < self.formation.world and lost not in (rank, self.identity.sender):
+                    self.engine.lose(lost, f"gone, as rank {rank} says")
+            (self.engine.leave if said.ok else self.engine.lose)(rank, f"left: {said.reason}")
+
+        # It said so after all its frames had come to this machine. When those are taken, what is missing stays missing.
+        self._port.after_drain(end)
+
+    def _member(self, rank: int, incarnation: int) -> Member | None:
+        return next((m for m in self.formation.members if (m.rank, m.incarnation) == (rank, incarnation)), None)
+
+    async def _on_hello(self, rank: int, incarnation: int, said: GroupHello) -> None:
+        if self._is_formed:
+            # One that has not formed the group yet needs to hear this rank again; so does one that comes too late.
+            if said.group == self.formation.group and not said.formed and time.monotonic() > self._replied_s + REPLY_S:
+                self._replied_s = time.monotonic()
+                await self._say_hello()
+            return
+        try:
+            if self.formation.hello(rank, incarnation, said):
+                self._note_change()
+        except ConfigError as error:
+            self._end(error)
+
+    # The end
+
+    async def _say_leave(self, ok: bool, reason: str) -> None:
+        lost = sorted(self.engine.dead)[:MAX_SEQS]
+        text = reason.encode("utf-8", "replace").decode()[:1000]  # an exception may tell of a file name that is no text
+        leave = GroupLeave(self.formation.group, self.engine.group_id, ok, text, lost)
+        await self._bus.publish(self.identity, leave)
+
+    async def close(self, *, ok: bool, reason: str) -> None:
+        """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them."""
+        self.engine.close(BusClosed(f"this rank has left group {self.formation.group!r}"))
+        drained = False
+        try:
+            if ok:
+                await self._port.drain(DRAIN_S)
+            drained = True
+            await self._say_leave(ok, reason)
+            await self._bus.drain(Control, DRAIN_S)  # else the others may see the end of the process first
+        except BusError as error:
+            log.debug("left without a word", group=self.formation.group, reason=str(error))
+        finally:
+            if not drained:  # cancelled meanwhile
+                with contextlib.suppress(BusError, asyncio.CancelledError):
+                    await self._say_leave(False, f"{reason}, in haste")
+            self._bus.release(self.formation.group)
+            self._watcher.cancel()
+            self._inbox.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+            await self._port.close()

@@ -1,0 +1,348 @@
+"""One collective on one rank: what it waits for, what it sends, how it ends. It knows neither DDS nor the event loop.
+
+Any thread may start it, feed it and end it: its state is behind one lock, which is held while a chunk is put in its
+place (some hundred microseconds for 1 MiB) and what follows from that is sent (10 ms, if DDS is slow to take it). It
+ends when everything it waits for has come *and* everything it sends has been written, so whoever awaits it may use the
+buffers again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradbus.runtime.collectives.stream import Signal, Stream
+from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.frames import Frame
+
+# Parts of empty messages about the payloads of a collective.
+RECEIPT = 0xFFFF  # your payload is here, whole
+READY = 0xFFFE  # I have called this collective, too: send
+OFFER = 0xFFFD  # I have something large for you
+
+# What is larger waits until its receiver has made the call, who else would have to keep it without a place for it. That
+# costs one round trip, a small part of the time that so many bytes take.
+LARGE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OperationKey:
+    """Which collective of a group: the same on all ranks. ``call`` counts the calls with this round, name and lane.
+
+    Attributes:
+        lane: empty for what all ranks call; for a message from one rank to another these two: others call nothing then,
+            and must not count it.
+    """
+
+    round_id: int
+    call: int
+    name: str
+    lane: str = ""
+
+
+def lane_of(signature: str) -> str:
+    """The lane of an operation with this signature: that of ``send FROM TO`` says which."""
+    return signature if signature.startswith("send ") else ""
+
+
+class Sending(Protocol):
+    """A payload on its way out."""
+
+    def cancel(self) -> None:
+        """Send no more of it. When this returns, its memory is no longer read."""
+
+
+Finished = Callable[[int | Exception], None]
+
+
+class Link(Protocol):
+    """The way out to the other ranks."""
+
+    def send(
+        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
+        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
+    ) -> Sending | None:  # fmt: skip
+        """Send a payload to one rank, or (``to`` None) to all others.
+
+        Args:
+            part: number of the payload within the collective.
+            only: numbers of the chunks to send; None: all.
+            written: called with the number of each chunk when its memory is no longer needed.
+            finished: called once, on any thread and perhaps before this returns, with the bytes or the error.
+
+        Returns:
+            What is still to be sent, or None if that is nothing.
+        """
+
+
+class Operation:
+    """Base of all collectives. Subclasses say in :meth:`set_up` what they expect and send.
+
+    Attributes:
+        key: set by the engine. signature: what all ranks must agree on, in words.
+        peers: ranks that it cannot do without.
+        started_s, finished_s: ``time.perf_counter``. sent_bytes, received_bytes: of payload.
+    """
+
+    def __init__(self, signature: str, rank: int, world: int, *, peers: Sequence[int] | None = None) -> None:
+        self.signature = signature
+        self.lane = lane_of(signature)
+        self.rank = rank
+        self.world = world
+        self.peers = tuple(other for other in (range(world) if peers is None else peers) if other != rank)
+        self.key = OperationKey(0, 0, "")
+        self.started_s = time.perf_counter()
+        self.finished_s: float | None = None
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.repeats = 0
+        self.large_bytes = LARGE_BYTES  # set by the engine
+        self.value: Any = None
+        self.convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
+        self.error: BaseException | None = None
+        self.on_end: list[Callable[[Operation], None]] = []  # called once, on the thread that ends it
+        self._lock = threading.RLock()  # an inline write may finish, and call back, before it returns
+        self._link: Link | None = None
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._sendings: dict[int, Sending | None] = {}
+        self._numbers = 0
+        self._ready: set[int] = set()  # ranks that have made the call, as far as they were asked
+        self._offered: set[int | None] = set()
+        self._held: list[tuple[int | None, Callable[[], None]]] = []  # large payloads that wait for their receivers
+        self._open = 1  # streams and sendings to come, and one for set_up
+        self._ended = False
+        self._missing: tuple[int, ...] = ()  # of one that has failed
+
+    # For subclasses
+
+    def set_up(self) -> None:
+        """Say what is expected and send what can be sent at once."""
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """The value, made when all is there."""
+        return None
+
+    def release(self) -> None:
+        """Let go of the caller's memory: it has ended, and its handle may live on."""
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, from the next one on: so that not all send to rank 0 first."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def expect(self, sender: int, part: int, stream: Stream) -> None:
+        """Wait for a payload."""
+        with self._lock:
+            self._streams[sender, part] = stream
+            self._open += 1
+
+    def send(
+        self, to: int | None, part: int, payload: Bytes, *, meta: str = "", only: Sequence[int] | None = None,
+        written: Callable[[int], None] | None = None, has_called: bool = False,
+    ) -> None:  # fmt: skip
+        """Send a payload to a rank, or to all others.
+
+        Args:
+            has_called: the receivers are known to have made the call.
+        """
+        with self._lock:
+            if self._ended:
+                return
+            number = self._numbers = self._numbers + 1
+            self._open += 1
+            self._sendings[number] = None
+            go: Callable[[], None] = partial(self._send_now, number, to, part, payload, meta, only, written)
+            if len(payload) > self.large_bytes and not has_called and not self._are_ready(to):
+                self._held.append((to, go))
+                ask, go = to not in self._offered, _do_nothing
+                self._offered.add(to)
+            else:
+                ask = False
+        if ask:
+            self.send(to, OFFER, _EMPTY)
+        go()
+
+    def _send_now(
+        self, number: int, to: int | None, part: int, payload: Bytes, meta: str, only: Sequence[int] | None,
+        written: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        if self._link is None or self._ended:
+            return
+
+        def on_written(seq: int) -> None:
+            self._guarded(written, seq)
+
+        def finished(outcome: int | Exception) -> None:
+            if isinstance(outcome, Exception):
+                self.fail(outcome)
+                return
+            with self._lock:
+                self._sendings.pop(number, None)
+                self.sent_bytes += outcome
+                self._one_less()
+            self._announce()
+
+        sending = self._link.send(
+            self.key, to, part, payload, signature=self.signature, meta=meta, only=only,
+            written=None if written is None else on_written, finished=finished,
+        )  # fmt: skip
+        cancel = None
+        with self._lock:
+            if number in self._sendings and sending is not None:
+                self._sendings[number] = sending
+            if self._failed():
+                cancel = sending
+        if cancel is not None:  # it failed meanwhile
+            cancel.cancel()
+
+    def _are_ready(self, to: int | None) -> bool:
+        return to in self._ready if to is not None else len(self._ready) == self.world - 1
+
+    def _on_ready(self, sender: int) -> None:
+        """A rank has made the call. With the lock held."""
+        self._ready.add(sender)
+        held, self._held = self._held, []
+        self._held = [(to, go) for to, go in held if not self._are_ready(to)]
+        for to, go in held:
+            if self._are_ready(to):
+                go()
+
+    def acknowledge(self, sender: int) -> None:
+        """Tell a rank that all of its payload is here."""
+        self.send(sender, RECEIPT, _EMPTY)
+
+    def await_receipts(self, ranks: Sequence[int]) -> None:
+        """Wait until these ranks have acknowledged."""
+        for rank in ranks:
+            self.expect(rank, RECEIPT, Signal())
+
+    def stream_done(self, sender: int, part: int) -> None:
+        """A payload is complete. Called with the lock held."""
+
+    # For the engine and the handle
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that something is still owed by."""
+        with self._lock:
+            owed = {sender for (sender, _), stream in self._streams.items() if not stream.complete}
+            for to, _ in self._held:  # they owe the word that they have called
+                owed |= {*(self.others if to is None else [to])} - self._ready
+            return tuple(sorted(owed)) or self._missing
+
+    def begin(self, link: Link) -> None:
+        """Set up and send."""
+        self._link = link
+        try:
+            self.set_up()
+        except Exception as error:
+            self.fail(error)
+            return
+        with self._lock:
+            self._one_less()
+        self._announce()
+
+    def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
+        """Take a frame that belongs to this collective. Frames that are not needed (any more) are counted only."""
+        sender = frame.key.sender
+        try:
+            with self._lock:
+                if self._ended:
+                    return
+                if signature != self.signature:
+                    raise CollectiveError(f"calls {signature!r} where this rank calls {self.signature!r}")
+                if part == OFFER:
+                    self.send(sender, READY, _EMPTY)
+                    return
+                if part == READY:
+                    self._on_ready(sender)
+                    return
+                stream = self._streams.get((sender, part))
+                if stream is None:
+                    raise CollectiveError(f"sent part {part}, which nobody expects of it in {self.signature!r}")
+                new = not stream.complete and stream.feed(frame, meta)
+                if not new:
+                    self.repeats += 1
+                    return
+                self.received_bytes += len(frame.data)
+                if stream.complete:
+                    self.stream_done(sender, part)
+                    self._one_less()
+        except CollectiveError as error:
+            self.fail(CollectiveError(f"collective {self.key.name!r}: rank {sender} {error}"))
+        except Exception as error:
+            self.fail(error)
+        self._announce()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, unless it has ended. When this returns, its buffers are neither read nor written."""
+        with self._lock:
+            if self._ended:
+                return
+            self._missing = self.missing
+            sendings = [sending for sending in self._sendings.values() if sending is not None]
+            self.error = error
+            self._end()
+        for sending in sendings:  # without the lock: a write in progress may be about to report a chunk
+            sending.cancel()
+        self._call_back()
+
+    def _guarded(self, function: Callable[[int], None] | None, seq: int) -> None:
+        if function is None:
+            return
+        try:
+            with self._lock:
+                if not self._ended:
+                    function(seq)
+        except Exception as error:
+            self.fail(error)
+
+    def _one_less(self) -> None:
+        """One of the things to come has come. With the lock held."""
+        self._open -= 1
+        if self._open == 0 and not self._ended:
+            try:
+                value = self.result()
+                self.value = value if self.convert is None else self.convert(value)
+            except Exception as error:
+                self.error = error
+            self._end()
+
+    def _failed(self) -> bool:
+        return self.error is not None
+
+    def _end(self) -> None:
+        self._ended = True
+        self.finished_s = time.perf_counter()
+        self.release()
+        self._streams, self._sendings, self._held = {}, {}, []  # and with them all buffers, those of DDS among them
+
+    def _announce(self) -> None:
+        if self.done:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with self._lock:
+            callbacks, self.on_end = self.on_end, []
+        for callback in callbacks:
+            callback(self)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+_EMPTY: Bytes = np.empty(0, np.uint8)

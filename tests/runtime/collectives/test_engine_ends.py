@@ -1,0 +1,203 @@
+"""How collectives end in the engine: done, failed, called off, or with ranks that are lost or leave."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
+
+from gradbus.runtime import frames
+from gradbus.runtime.collectives import engine, exchanges
+from gradbus.runtime.collectives.arithmetic import Arithmetic
+from gradbus.runtime.collectives.engine import wire_name
+from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.reductions import ALGORITHMS, Algorithm, ReduceScatter, all_reduce, shard_bounds
+from gradbus.runtime.errors import BusClosed, CollectiveError, PeerLost, WriteTimeout
+from gradbus.runtime.frames import Frame, FrameKey, Kind
+
+SUM = Arithmetic(torch.float32, "sum")
+
+
+def net_of(world: int, **options: Any) -> MemoryNet:
+    """Ranks that write at once what is small, as over DDS."""
+    return MemoryNet(world, **{"inline": 1.0, **options})
+
+
+def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
+    return exchanges.AllGather(payload, rank, world, MAX_BYTES)
+
+
+def frame(**changes: Any) -> Frame:
+    """A frame of rank 1 for the all_gather "x"; ``changes`` of its key, and ``world``."""
+    world = changes.pop("world", 2)
+    key = {"job": GROUP_ID, "round_id": 0, "sender": 1, "incarnation": INCARNATION + 1, "transfer": 0,
+           "name": wire_name("x", "all_gather bytes", ""), **changes}  # fmt: skip
+    ((head, data),) = frames.split(FrameKey(Kind.COLLECTIVE, **key), b"payload", world=world)
+    return frames.parse(head + bytes(data))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_collective_that_fails_leaves_nothing_behind(algorithm: Algorithm) -> None:
+    """Not in the engine, and not in memory: neither its buffers nor frames of the others."""
+    size = frames.CHUNK_BYTES + 40
+    net = net_of(3, inline=0.0)
+    tensors = [torch.ones(size // 4) for _ in range(3)]
+    operations = [all_reduce(tensors[rank], None, SUM, algorithm, rank, 3) for rank in (0, 1)]
+    for operation in operations:
+        net.start(operation)
+    for _ in range(3):
+        net.step()
+    for operation in operations:
+        missing = operation.missing
+        operation.fail(TimeoutError())
+        assert operation.missing == missing != ()
+        operation.fail(ValueError())  # too late
+        assert isinstance(operation.error, TimeoutError)
+    assert all(job.cancelled for job in net.jobs)
+    net.settle()
+    net.assert_nothing_is_left(but_early_frames_of=2)
+    watched = [weakref.ref(thing) for thing in (*operations, *tensors)]
+    del operation, operations, tensors
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_a_collective_that_is_done_holds_neither_its_payload_nor_frames() -> None:
+    net = net_of(2)
+    payload = np.ones(1000, np.uint8)
+    operations = [exchanges.AllGather(payload.data, rank, 2, MAX_BYTES) for rank in range(2)]
+    net.run(*operations)
+    watched = [weakref.ref(payload), *map(weakref.ref, operations)]
+    del payload, operations
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 3
+
+
+def test_no_more_collectives_than_the_bound_may_be_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_PENDING", 3)
+    net = net_of(2)
+    first, *others = [net.start(gather(0), f"{number}") for number in range(3)]
+    assert [operation.error for operation in (first, *others)] == [None] * 3
+    refused = net.start(gather(0), "3")
+    with pytest.raises(CollectiveError, match="3 collectives of group 'group' are pending"):
+        raise refused.error  # type: ignore[misc]
+    first.fail(TimeoutError())
+    assert net.start(gather(0), "4").error is None
+
+
+def test_data_that_cannot_be_sent_fails_the_collective_with_the_reason_of_the_link() -> None:
+    net = net_of(2)
+    net.links[0].refuses = WriteTimeout("topic", 30.0)
+    operation = net.start(gather(0, b"payload"))
+    net.settle()
+    assert operation.error is net.links[0].refuses
+    assert net.engines[0].pending == 0
+
+
+def test_bytes_are_counted_once_although_a_collective_ends_while_it_is_being_started() -> None:
+    net = net_of(2)
+    operation = gather(0, b"1234")
+
+    class Callbacks(list[Any]):
+        """While the engine asks to be told of the end, the last frame comes on the receive thread."""
+
+        def insert(self, *arguments: Any) -> None:
+            super().insert(*arguments)
+            net.engines[0].receive(frame())
+
+    operation.on_end = Callbacks()
+    net.start(operation)
+    assert operation.value == [b"1234", b"payload"]
+    assert (net.engines[0].bytes_out, net.engines[0].bytes_in) == (4, 7)
+
+
+# Ranks that are lost, or leave
+
+
+def test_a_lost_rank_ends_what_needs_it_now_and_later_and_nothing_else() -> None:
+    net = net_of(3)
+    pending = net.start(gather(0, world=3), "all")
+    between = net.start(exchanges.Send(b"for one", 1, 0, 3), "between")
+    net.engines[0].lose(2, "its process is gone")
+    net.engines[1].lose(2, "its process is gone")
+    for operation in (
+        pending,
+        net.start(gather(0, world=3), "later"),
+        net.start(exchanges.Receive(2, 0, 3, 9), "from"),
+    ):
+        assert isinstance(operation.error, PeerLost)
+        assert operation.error.ranks == (2,)
+        assert operation.error.reasons == {2: "its process is gone"}
+    assert net.engines[0].gone == {2: "its process is gone"}
+    net.start(exchanges.Receive(0, 1, 3, MAX_BYTES), "between")
+    net.settle()
+    assert (between.done, between.error) == (True, None)
+
+
+def test_a_rank_that_leaves_in_order_ends_only_what_it_still_owes_something_for() -> None:
+    net = net_of(3)
+    owed, given_ = net.start(gather(0, world=3), "owed"), net.start(gather(0, world=3), "given")
+    net.start(gather(2, b"mine", world=3), "given")
+    net.settle()
+    net.engines[0].leave(2, "left: done")
+    assert isinstance(owed.error, PeerLost)
+    assert given_.missing == (1,)
+    net.start(gather(1, world=3), "given")
+    net.settle()
+    assert given_.value == [b"", b"", b"mine"]
+    later = net.start(gather(0, world=3), "later")
+    assert isinstance(later.error, PeerLost)
+    assert later.error.reasons == {2: "left: done"}
+    net.engines[1].leave(2, "left: done")
+    net.engines[1]._early.clear()
+
+
+def test_what_a_rank_gave_before_it_left_in_order_still_counts_for_a_call_that_comes_later() -> None:
+    """Of two rows rank 2 gets none: it has given its part and is done before rank 0 calls at all."""
+    net = net_of(3)
+    bounds = shard_bounds(2, 3)
+    calls = [ReduceScatter(torch.ones(2), torch.empty(bounds[r + 1] - bounds[r]), bounds, SUM, r, 3) for r in range(3)]
+    for call in calls[1:]:
+        net.start(call)
+    net.settle()
+    assert calls[2].done
+    for here in net.engines[:2]:
+        here.leave(2, "left: done")
+    net.start(calls[0])
+    net.settle()
+    assert [call.value.tolist() for call in calls] == [[3.0], [3.0], []]
+
+
+def test_a_closed_group_ends_everything_and_takes_nothing_more() -> None:
+    net = net_of(2)
+    net.start(gather(0, b"early"), "early")
+    net.settle()
+    here, error = net.engines[1], BusClosed("left")
+    pending = net.start(gather(1))
+    here.close(error)
+    assert pending.error is error
+    assert net.start(gather(1), "later").error is error
+    here.receive(frame(sender=0, incarnation=INCARNATION, transfer=5))
+    assert here.dropped == {"closed": 1}
+    assert (here.pending, here.early_bytes, len(here._early)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("large_bytes", [0, 1 << 20])
+def test_who_gets_nothing_but_cannot_give_what_it_has_names_those_who_do_not_take_it(large_bytes: int) -> None:
+    """Of two rows rank 2 gets none. What is large waits until the others have called; one of them leaves meanwhile."""
+    net = net_of(3, large_bytes=large_bytes)
+    bounds = shard_bounds(2, 3)
+    call = net.start(ReduceScatter(torch.ones(2), torch.empty(0), bounds, SUM, 2, 3))
+    net.settle()
+    if large_bytes:
+        assert call.done
+        return
+    assert call.missing == (0, 1)
+    net.engines[2].leave(1, "left: done")
+    assert isinstance(call.error, PeerLost)
+    assert call.error.ranks == (1,)

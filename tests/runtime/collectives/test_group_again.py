@@ -1,0 +1,156 @@
+"""Groups that form anew under their name, and groups within groups."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from bus_helpers import Run
+from group_node import LEASE_S, as_ranks
+
+import gradbus
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.errors import CollectiveError, PeerLost
+
+both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
+
+
+# Coming back
+
+
+@both_loops
+def test_a_group_forms_anew_under_its_name_when_all_have_left_however_fast_some_are(
+    run: Run, place: dict[str, Any]
+) -> None:
+    """The fast ones are back before the slow ones have left: what they hear of the former group does not count."""
+
+    async def main() -> None:
+        async def rank(number: int) -> None:
+            async with gradbus.connect(**place, lease_s=LEASE_S) as bus:
+                for life in range(6):
+                    async with gradbus.join_group(bus, rank=number, world=3, timeout_s=20.0) as group:
+                        payloads = [f"{life} {other}".encode() for other in range(3)]
+                        assert await group.all_gather("x", payloads[number]) == payloads
+                        if (number + life) % 3 == 0:
+                            await asyncio.sleep(0.15)  # while the others have left and say hello
+                        assert sum(group.stats.dropped.values()) == 0
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(3):
+                tasks.create_task(rank(number))
+
+    run(main)
+
+
+@both_loops
+def test_after_a_loss_the_survivors_and_a_new_start_form_the_group_anew(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async def rank(number: int) -> None:
+            async with gradbus.connect(**place, lease_s=LEASE_S) as bus:
+                for life in range(3):
+                    try:
+                        async with gradbus.join_group(bus, rank=number, world=3, timeout_s=20.0) as group:
+                            assert await group.all_gather("x", bytes([life])) == [bytes([life])] * 3
+                            if life < 2 and number == 1:
+                                raise RuntimeError("it falls")
+                            await group.all_gather("y", bytes([life]))
+                            assert life == 2
+                    except RuntimeError:
+                        continue
+                    except PeerLost as error:
+                        assert 1 in error.ranks  # noqa: PT017
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(3):
+                tasks.create_task(rank(number))
+
+    run(main)
+
+
+def test_a_rank_that_comes_while_the_former_group_still_stands_waits_for_its_end(
+    run: Run, place: dict[str, Any]
+) -> None:
+    """Rank 1 left and is back; the others learn of it, leave and come back, too. Nothing of the first group counts."""
+
+    async def main() -> None:
+        async def rank(number: int) -> None:
+            async with gradbus.connect(**place, lease_s=LEASE_S) as bus:
+                async with gradbus.join_group(bus, rank=number, world=2) as group:
+                    first = group.members
+                    await group.barrier()
+                    if number == 0:
+                        await asyncio.sleep(0.3)  # rank 1 is forming a group by then
+                        with pytest.raises(PeerLost):
+                            await group.barrier()
+                async with gradbus.join_group(bus, rank=number, world=2, timeout_s=20.0) as group:
+                    assert group.lost == {}
+                    assert all(a.incarnation < b.incarnation for a, b in zip(first, group.members, strict=True))
+                    assert await group.barrier() == (0, 1)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(2):
+                tasks.create_task(rank(number))
+
+    run(main)
+
+
+# Groups within
+
+
+@both_loops
+def test_subgroups_count_their_ranks_anew_and_do_not_hear_each_other(run: Run, place: dict[str, Any]) -> None:
+    async def script(group: Group) -> None:
+        ranks = [2, 0] if group.rank in (0, 2) else [1, 3]
+        async with group.subgroup(ranks) as part:
+            assert part.world == 2
+            assert part.rank == ranks.index(group.rank)
+            assert await part.all_gather("x", bytes([group.rank])) == [bytes([rank]) for rank in ranks]
+            assert len(await group.all_gather("x", b"")) == 4  # the whole group goes on meanwhile
+            async with part.subgroup([0, 1], name="pair") if ranks == [1, 3] else part.subgroup([1, 0]) as inner:
+                assert len(await inner.all_gather("x", b"")) == 2
+        async with group.subgroup(ranks) as again:
+            assert await again.barrier() == (0, 1)
+        async with group.subgroup(list(range(4))) as everybody:
+            assert await everybody.barrier() == (0, 1, 2, 3)
+
+    run(lambda: as_ranks(place, 4, script))
+
+
+def test_a_rank_that_leaves_a_subgroup_stays_in_the_group(run: Run, place: dict[str, Any]) -> None:
+    async def script(group: Group) -> None:
+        try:
+            async with group.subgroup([0, 1, 2]) as part:
+                await part.barrier()
+                if part.rank == 1:
+                    raise RuntimeError("enough of this")
+                with pytest.raises(PeerLost, match="enough of this"):
+                    await part.all_gather("x", b"")
+        except RuntimeError:
+            assert group.rank == 1
+        assert group.lost == {}
+        assert await group.barrier() == (0, 1, 2)
+
+    run(lambda: as_ranks(place, 3, script))
+
+
+def test_long_names_and_many_ranks_make_a_valid_name_for_a_subgroup(run: Run, place: dict[str, Any]) -> None:
+    async def script(group: Group) -> None:
+        async with group.subgroup([0]) as part:
+            assert len(part.name) <= 64
+            assert await part.barrier() == (0,)
+
+    run(lambda: as_ranks(place, 1, script, name="n" * 64))
+
+
+def test_an_object_that_cannot_be_read_fails_the_one_who_reads_it(run: Run, place: dict[str, Any]) -> None:
+    async def script(group: Group) -> None:
+        if group.rank == 0:
+            handle = group.all_gather("x", b"\xc1 is no msgpack")
+            assert len(await handle) == 2
+        else:
+            with pytest.raises(CollectiveError, match="no object in msgpack"):
+                await group.all_gather_object("x", 1)
+        await group.barrier()
+
+    run(lambda: as_ranks(place, 2, script))

@@ -1,0 +1,159 @@
+"""What becomes of a group of processes when one of them dies, hangs, fails, or comes late: everybody ends, in time."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from typing import Any
+
+import pytest
+from federation import Node
+from group_node import Ranks
+from group_scripts import lives, steps_until_the_end
+
+pytestmark = pytest.mark.slow
+
+NETWORK = {"lease_s": 1.0}
+# A lost rank is noticed when its lease has ended, 1 s after its last sign of life. The rest is for a machine whose
+# cores are busy with other processes: DDS's threads and the loops of the survivors have to get a turn.
+NOTICED_S = 2.0 + 2.0
+
+
+def ends_of(nodes: list[Node]) -> list[dict[str, Any]]:
+    """How the steps of each ended; all processes have to end well."""
+    ends = [node.wait_for("ended") for node in nodes]
+    assert [node.wait() for node in nodes] == [0] * len(nodes)
+    return ends
+
+
+def assert_later_ones_end_at_once(node: Node, end: dict[str, Any]) -> None:
+    later = node.all("later") + node.all("later still")
+    assert [(event["kind"], event["ranks"]) for event in later] == [("PeerLost", end["ranks"])] * 2
+    assert later[-1]["at_s"] - end["at_s"] < 0.5
+
+
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
+def test_a_killed_rank_ends_pending_and_later_collectives_of_all_others_in_time(world: int, victim: int) -> None:
+    with Ranks(steps_until_the_end, world, network=NETWORK) as ranks:
+        nodes = ranks.start_all()
+        for node in nodes:
+            node.wait_for("under way")
+        nodes[victim].signal(signal.SIGKILL)
+        killed_s = time.monotonic()
+        survivors = [node for rank, node in enumerate(nodes) if rank != victim]
+        ends = ends_of(survivors)
+        for node, end in zip(survivors, ends, strict=True):
+            assert (end["kind"], end["ranks"]) == ("PeerLost", [victim])
+            assert end["at_s"] - killed_s < NOTICED_S
+            assert_later_ones_end_at_once(node, end)
+        assert nodes[victim].wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "shards", "ring"])
+def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algorithm: str) -> None:
+    dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
+    with Ranks(steps_until_the_end, 3, network=NETWORK, numel=4 << 20, algorithm=algorithm) as ranks:
+        nodes = ranks.start_all(rank_1=dies)
+        killed_s = nodes[1].wait_for("dies")["at_s"]
+        for end in ends_of([nodes[0], nodes[2]]):
+            assert (end["kind"], end["ranks"]) == ("PeerLost", [1])
+            assert end["step"] >= 2  # all may have left its process by the time it died
+            assert end["at_s"] - killed_s < NOTICED_S
+        assert nodes[1].wait() == -signal.SIGKILL
+
+
+def test_a_stopped_rank_is_a_lost_one_and_ends_itself_when_it_goes_on() -> None:
+    with Ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
+        nodes = ranks.start_all()
+        for node in nodes:
+            node.wait_for("under way")
+        nodes[2].signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        for end in ends_of(nodes[:2]):
+            assert (end["kind"], end["ranks"]) == ("PeerLost", [2])
+            assert end["at_s"] - stopped_s < NOTICED_S
+        nodes[2].signal(signal.SIGCONT)
+        (end,) = ends_of([nodes[2]])
+        assert end["kind"] == "PeerLost"
+        assert set(end["ranks"]) <= {0, 1}
+
+
+def test_a_rank_whose_loop_hangs_is_named_at_the_deadline_and_ends_when_it_goes_on() -> None:
+    """DDS's own threads renew its lease, so it is not taken for dead."""
+    limits = {"collective_timeout_s": 1.0}
+    with Ranks(steps_until_the_end, 3, network=NETWORK, limits=limits) as ranks:
+        nodes = ranks.start_all(rank_1={"block_in_step": (8, 2.5)})
+        hung_s = nodes[1].wait_for("blocks")["at_s"]
+        for end in ends_of([nodes[0], nodes[2]]):
+            assert (end["kind"], end["ranks"], end["step"]) == ("CollectiveTimeout", [1], 8)
+            assert 0.9 < end["at_s"] - hung_s < 1.0 + 2.0
+        (end,) = ends_of([nodes[1]])
+        assert end["kind"] == "PeerLost"
+        assert set(end["ranks"]) <= {0, 2}
+
+
+def test_a_rank_that_raises_ends_the_others_at_once_and_they_know_why() -> None:
+    with Ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
+        nodes = ranks.start_all(rank_2={"raise_in_step": 6})
+        for end in ends_of(nodes[:2]):
+            assert (end["kind"], end["ranks"]) == ("PeerLost", [2])
+            assert "rank 2: left: RuntimeError: a mistake of the program" in end["text"]
+        assert nodes[2].wait() == 1
+
+
+def test_a_rank_that_starts_seconds_after_the_others_is_waited_for() -> None:
+    with Ranks(steps_until_the_end, 3, network=NETWORK, steps=10) as ranks:
+        early = [ranks.start(0), ranks.start(1)]
+        time.sleep(2.0)  # no event: that is the case
+        assert all(node.process.is_alive() for node in early)
+        late = ranks.start(2)
+        for node in [*early, late]:
+            assert node.wait() == 0
+            assert node.all("done")
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.5], ids=["at once", "after its lease"])
+def test_a_killed_rank_that_starts_again_forms_the_group_anew_with_the_survivors(pause_s: float) -> None:
+    """They use the same names and rounds: nothing of its former life is taken for the new one's."""
+    with Ranks(lives, 3, network=NETWORK) as ranks:
+        nodes = ranks.start_all(rank_1={"die_in_life": 0})
+        first = {tuple(node.wait_for("joined")["members"]) for node in nodes}
+        assert nodes[1].wait() == -signal.SIGKILL
+        time.sleep(pause_s)
+        again = ranks.start(1, first_life=1)
+        members = set()
+        for node in (nodes[0], again, nodes[2]):
+            joined = node.wait_for("joined", life=1)
+            members.add(tuple(joined["members"]))
+            assert node.wait() == 0
+            assert node.all("done")
+        for node in (nodes[0], nodes[2]):
+            (lost,) = node.all("lost")
+            assert lost["ranks"] == [1]
+        assert len(first) == len(members) == 1
+        assert all(before < after for before, after in zip(first.pop(), members.pop(), strict=True))
+
+
+def test_a_rank_killed_while_the_group_forms_is_replaced_by_its_next_start() -> None:
+    with Ranks(lives, 3, network=NETWORK) as ranks:
+        first, early = ranks.start(0), ranks.start(1)
+        early.wait_for("connected")
+        early.signal(signal.SIGKILL)
+        assert early.wait() == -signal.SIGKILL
+        for node in [first, ranks.start(1), ranks.start(2)]:
+            assert node.wait() == 0
+            assert len(node.all("joined")) == 1
+
+
+def test_ranks_that_die_one_after_the_other_leave_the_last_one_with_the_names_of_both() -> None:
+    with Ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
+        nodes = ranks.start_all()
+        for node in nodes:
+            node.wait_for("under way")
+        for victim in (1, 2):
+            nodes[victim].signal(signal.SIGKILL)
+        (end,) = ends_of([nodes[0]])
+        assert end["kind"] == "PeerLost"
+        assert set(end["ranks"]) <= {1, 2}
+        assert list(itertools.chain(*(event["ranks"] for event in nodes[0].all("later")))) in ([1], [2], [1, 2])

@@ -1,0 +1,160 @@
+"""docs/collectives.md says what the code does, and its examples run as they are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_pages import python_blocks, rows, section, tables
+
+import gradbus
+from gradbus.runtime import errors
+from gradbus.runtime.collectives import ALGORITHMS, Group, GroupStats, Handle, dds_link, engine, objects, operation
+from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
+from gradbus.runtime.collectives.stream import CHUNK_BYTES
+from gradbus.runtime.network import NetworkConfig
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    return (root / "docs" / "collectives.md").read_text(encoding="utf-8")
+
+
+# The examples
+
+
+def run(page: str, number: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What an example prints, by line."""
+    script = folder / "example.py"
+    script.write_text(python_blocks(page)[number], encoding="utf-8")
+    runpy.run_path(str(script), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_there_are_three_examples(page: str) -> None:
+    assert len(python_blocks(page)) == 3
+
+
+def test_the_first_example_shows_some_collectives(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gives = "({'lr': 0.1}, [1.5, 3.0], [b'I am rank 0', b'I am rank 1'])"
+    assert run(page, 0, tmp_path, capsys) == [f"rank 0: {gives}", f"rank 1: {gives}"]
+
+
+def test_the_second_example_forms_a_group_anew(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(page, 1, tmp_path, capsys)
+    assert lines[-1] == "in the end: [6.0, 6.0, 6.0] [6.0, 6.0, 6.0]"
+    assert sorted(lines[:-1]) == [
+        "rank 0 goes on without ranks (1,): {1: 'left: OSError: the disk is full'}",
+        "rank 1 has a problem of its own: the disk is full",
+    ]
+
+
+def test_the_third_example_averages_gradients_while_the_backward_pass_goes_on(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(page, 2, tmp_path, capsys) == ["equal to the bit: True"]
+
+
+# The tables
+
+
+def call_of(function: Any) -> str:
+    """Its signature as the page writes it: without types and without what all collectives take."""
+    signature = inspect.signature(function)
+    kept = [
+        one.replace(annotation=inspect.Parameter.empty)
+        for name, one in signature.parameters.items()
+        if name not in ("self", "round_id", "timeout_s", "options")
+    ]
+    if kept[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        kept.pop()
+    text = str(signature.replace(parameters=kept, return_annotation=inspect.Signature.empty))
+    return f"{function.__name__}{text}".replace("'", '"')
+
+
+def collectives() -> dict[str, Any]:
+    """The methods of a group that give a handle, by name."""
+    methods = inspect.getmembers(Group, inspect.isfunction)
+    return {name: method for name, method in methods if not name.startswith("_") and name != "subgroup"}
+
+
+def test_every_collective_is_there_with_its_arguments(page: str) -> None:
+    told = [row[0].strip("`") for title in ("What there is", "Objects") for row in rows(section(page, title), "call")]
+    assert sorted(told) == sorted(map(call_of, collectives().values()))
+    for name, method in collectives().items():
+        if not name.endswith("_object"):
+            assert {"round_id", "timeout_s"} <= inspect.signature(method).parameters.keys()
+
+
+def test_the_defaults_of_a_group_are_those_of_the_code(page: str) -> None:
+    told: dict[str, str] = {}
+    for names, default, _ in rows(section(page, "A group"), "argument of `join_group`"):
+        told |= dict.fromkeys(re.findall(r"`(\w+)`", names), default.strip('`"'))
+    defaults = {name: one.default for name, one in inspect.signature(gradbus.join_group).parameters.items()}
+    assert told.keys() == defaults.keys()
+    for name, default in defaults.items():
+        if default is inspect.Parameter.empty:
+            assert told[name] == ""
+        else:
+            assert type(default)(told[name]) == default
+
+
+def test_facts_of_groups_and_handles_are_there(page: str) -> None:
+    counted = rows(section(page, "A group"), "`group.stats`")
+    assert {name for row in counted for name in re.findall(r"`(\w+)`", row[0])} == set(GroupStats.__slots__)
+    for name in re.findall(r"`group\.(\w+)", page):
+        assert name in ("rank", "world", "name") or hasattr(Group, name), name
+    told = set(re.findall(r"`handle\.(\w+)", page))
+    assert told == {name for name in dir(Handle) if not name.startswith("_")} - {"arm"}
+
+
+def test_every_error_is_one_and_has_what_the_page_says(page: str) -> None:
+    for name, when, what in rows(section(page, "Errors"), "error"):
+        kind = getattr(errors, name.strip("`"), None) or ValueError
+        assert issubclass(kind, Exception), name
+        for attribute in re.findall(r"`\.(\w+)`", when + what):
+            assert attribute in inspect.getsource(kind), (name, attribute)
+    assert issubclass(errors.CollectiveTimeout, errors.CollectiveError)
+    assert issubclass(errors.PeerLost, errors.CollectiveError)
+    for kind in (errors.CollectiveTimeout, errors.BarrierTimeout, errors.WriteTimeout):
+        assert issubclass(kind, TimeoutError)
+
+
+def test_the_algorithms_are_those_of_the_code(page: str) -> None:
+    told = [row[0].strip("`") for row in rows(section(page, "Algorithms, and why their bits are equal"), "algorithm")]
+    assert sorted([*told, "auto"]) == sorted(ALGORITHMS)
+    assert f"up to {SMALL_BYTES // 1024} KiB, else `shards`" in page
+    assert [choose("auto", 2, 1 << 40), choose("auto", 3, SMALL_BYTES), choose("auto", 3, SMALL_BYTES + 1)] == [
+        "direct", "direct", "shards",
+    ]  # fmt: skip
+
+
+def test_numbers_are_those_of_the_code(page: str) -> None:
+    text = " ".join(page.split())
+    assert f"more than {operation.LARGE_BYTES // MIB} MiB (or" in text
+    assert f"at most {engine.MAX_NAME_BYTES} bytes" in text
+    assert f"the latest {engine._MAX_NAMES} pairs" in text
+    assert f"At most {engine.MAX_PENDING} collectives" in text
+    assert f"at most {objects.MAX_OBJECT_BYTES // MIB} MiB as msgpack" in text
+    assert f"What is small ({dds_link.INLINE_BYTES // 1024} KiB)" in text
+    assert f"two above {CHUNK_BYTES // MIB} MiB" in text
+    leases = [NetworkConfig(profile=profile).effective_lease_s for profile in ("loopback", "network")]
+    assert "by default {:g} s on one machine and {:g} s in a network".format(*leases) in text
+
+
+def test_every_link_leads_somewhere(root: Path, page: str) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", page):
+        linked = (root / "docs" / target).read_text(encoding="utf-8")
+        titles = {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)", linked, re.M)
+        }
+        assert not anchor or anchor in titles, (target, anchor)
+    assert len(tables(page, "call")) == 2

@@ -1,0 +1,118 @@
+"""Groups for tests: all ranks in one process, each with a bus of its own, or each rank a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import torch
+from federation import Node
+
+import gradbus
+from gradbus.runtime import logs
+from gradbus.runtime.collectives import Group
+
+Script = Callable[[Group], Awaitable[Any]]
+LEASE_S = 20.0  # where no death is tested, a machine that stands still for seconds is none
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "torch.optim", "torch.distributed"])
+_numbers = itertools.count()
+
+
+@contextlib.asynccontextmanager
+async def joined(place: dict[str, Any], rank: int, world: int, **options: Any) -> AsyncIterator[Group]:
+    """One rank of a group, on a bus of its own."""
+    network = options.pop("network", {"lease_s": LEASE_S})
+    async with gradbus.connect(**place, network=gradbus.NetworkConfig(**network)) as bus:
+        options = {"timeout_s": 20.0, "collective_timeout_s": 20.0, **options}
+        async with gradbus.join_group(bus, rank=rank, world=world, **options) as group:
+            yield group
+
+
+async def as_ranks(place: dict[str, Any], world: int, script: Script, **options: Any) -> list[Any]:
+    """Run the script as every rank of a group. Returns what each returned, in rank order."""
+
+    async def run(rank: int) -> Any:
+        async with joined(place, rank, world, **options) as group:
+            return await script(group)
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run(rank)) for rank in range(world)]
+    return [task.result() for task in running]
+
+
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
+    """Ranks of one group as processes; those that are left at the end are killed."""
+
+    def __init__(self, script: Callable[..., Any], world: int, **common: Any) -> None:
+        """``script``: run in each process, as ``script(Rank(...))``; a function of some module, for it is pickled.
+        ``common``: what all ranks are told, see :class:`Rank`."""
+        place = {"job": f"group-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100)}
+        self._common = {"script": script, "place": place, "world": world, **common}
+        self._nodes: list[tuple[Node, Any]] = []
+
+    def start(self, rank: int, **own: Any) -> Node:
+        """Start one rank; ``own`` is for this one alone."""
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=run_forked, args=({**self._common, "rank": rank, **own}, theirs))
+        process.start()
+        theirs.close()
+
+        def events() -> Iterable[dict[str, Any]]:
+            while True:
+                try:
+                    yield ours.recv()
+                except (EOFError, OSError):
+                    return
+
+        node = Node(process, events())
+        self._nodes.append((node, ours))
+        return node
+
+    def start_all(self, **of_ranks: dict[str, Any]) -> list[Node]:
+        """Start all ranks; ``rank_1={...}`` is for one of them."""
+        return [self.start(rank, **of_ranks.get(f"rank_{rank}", {})) for rank in range(self._common["world"])]
+
+    def __exit__(self, *_: object) -> None:
+        for node, pipe in self._nodes:
+            node.end()
+            pipe.close()
+
+
+class Rank:
+    """A rank in its own process, as its script sees it."""
+
+    def __init__(self, spec: dict[str, Any], pipe: Any) -> None:
+        self.spec = spec
+        self.rank: int = spec["rank"]
+        self.world: int = spec["world"]
+        self._pipe = pipe
+
+    def say(self, event: str, **facts: Any) -> None:
+        """Tell the test. ``at_s`` is of a clock that all processes of this machine share."""
+        self._pipe.send({"event": event, "at_s": time.monotonic(), **facts})
+
+    def join(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Group]:
+        """Join the group."""
+        network = self.spec.get("network", {"lease_s": LEASE_S})
+        limits = self.spec.get("limits", {})
+        return joined(self.spec["place"], self.rank, self.world, network=network, **limits, **options)
+
+
+def run_forked(spec: dict[str, Any], pipe: Any) -> None:
+    """Entry of a forked process. Its exit code is 0 unless the script raises."""
+    logs.configure(level=os.environ.get("TEST_LOG", "error"))
+    torch.set_num_threads(1)
+    made = spec["script"](Rank(spec, pipe))
+    if asyncio.iscoroutine(made):
+        asyncio.run(made)
+    sys.exit(0)

@@ -1,0 +1,175 @@
+"""Ranks of a group joined in memory: each write and each arrival of a frame is a step, in an order that a seed decides.
+
+Frames are made and parsed as on the wire, copied when they are written (as DDS does), and may overtake each other, come
+again, or never.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradbus.runtime import frames
+from gradbus.runtime.collectives.engine import Engine, wire_name
+from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
+from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.frames import Frame, FrameKey, Kind
+
+GROUP_ID = 0xABC
+INCARNATION = 1 << 40  # rank r has this plus r
+MAX_BYTES = 1 << 30
+
+
+@dataclass(eq=False)
+class Job:
+    """A payload whose chunks are written one by one."""
+
+    rank: int
+    to: int | None
+    samples: Iterator[bytes]
+    finished: Finished
+    sent: int = 0
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class MemoryLink:
+    """The way out of one rank. Implements ``operation.Link``."""
+
+    net: MemoryNet
+    rank: int
+    group_id: int = GROUP_ID
+    refuses: Exception | None = None  # writing fails with it
+
+    def send(
+        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
+        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
+    ) -> Job | None:  # fmt: skip
+        frame_key = self.key(key, part, wire_name(key.name, signature, meta))
+        chunk_bytes = frames.CHUNK_BYTES
+        count = frames.chunk_count(len(payload), chunk_bytes)
+        numbers = list(range(count)) if only is None else list(only)
+        split = frames.split(frame_key, payload, chunk_bytes=chunk_bytes, world=self.net.world, only=numbers)
+
+        def samples() -> Iterator[bytes]:
+            for number, (head, data) in zip(numbers, split, strict=True):
+                yield head + bytes(data)
+                if written is not None:
+                    written(number)
+
+        job = Job(self.rank, to, samples(), finished)
+        if len(numbers) == 1 and self.refuses is None and self.net.rng.random() < self.net.inline:
+            while self.net.write(job):
+                pass
+            return None
+        self.net.jobs.append(job)
+        return job
+
+    def key(self, key: OperationKey, part: int, name: str) -> FrameKey:
+        """Key of a frame of this rank."""
+        return FrameKey(
+            Kind.COLLECTIVE, self.group_id, key.round_id, self.rank, INCARNATION + self.rank, key.call, name, part
+        )
+
+
+@dataclass
+class MemoryNet:
+    """All ranks of one group.
+
+    Attributes:
+        world: number of ranks. seed: decides the order of everything.
+        repeat: share of frames that arrive once more. inline: share of single frames that are written at once.
+        lost: which frames (sender, receiver, frame) never arrive. large_bytes: what is larger waits for its receiver.
+    """
+
+    world: int
+    seed: int = 0
+    repeat: float = 0.0
+    inline: float = 0.5
+    lost: Callable[[int, int, Frame], bool] = lambda sender, receiver, frame: False
+    early_bytes: int = 1 << 20
+    early_age_s: float = 60.0
+    large_bytes: int = 1 << 30
+    rng: random.Random = field(init=False)
+    jobs: list[Job] = field(default_factory=list)
+    flying: list[tuple[int, bytes]] = field(default_factory=list)  # to whom, and the bytes
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.links = [MemoryLink(self, rank) for rank in range(self.world)]
+        self.engines = [
+            Engine("group", link.rank, self.world, link, early_bytes=self.early_bytes, early_age_s=self.early_age_s)
+            for link in self.links
+        ]
+        for engine in self.engines:
+            engine._large_bytes = self.large_bytes
+            engine.admit(GROUP_ID, {rank: INCARNATION + rank for rank in range(self.world)})
+
+    def start(self, operation: Operation, name: str = "x", round_id: int = 0) -> Operation:
+        """Start a collective on its rank."""
+        self.engines[operation.rank].start(operation, name, round_id)
+        return operation
+
+    def write(self, job: Job) -> bool:
+        """Write the next chunk of a payload. False: there was none."""
+        refuses = self.links[job.rank].refuses
+        data = None if job.cancelled or refuses is not None else next(job.samples, None)
+        if data is None:
+            job.finished(job.sent if refuses is None else refuses)
+            return False
+        frame = frames.parse(data)
+        job.sent += len(frame.data)
+        for receiver in range(self.world) if job.to is None else [job.to]:
+            if receiver != job.rank and not self.lost(job.rank, receiver, frame):
+                self.flying.append((receiver, data))
+        return True
+
+    def step(self) -> bool:
+        """Let one thing happen. False: nothing is left to happen."""
+        number = self.rng.randrange(max(1, len(self.jobs) + len(self.flying)))
+        if number < len(self.jobs):
+            job = self.jobs[number]
+            if not self.write(job):
+                self.jobs.remove(job)
+        elif self.flying:
+            number -= len(self.jobs)
+            receiver, data = self.flying[number]
+            if self.rng.random() >= self.repeat:
+                self.flying[number] = self.flying[-1]
+                self.flying.pop()
+            self.engines[receiver].receive(frames.parse(data))
+        return bool(self.jobs or self.flying)
+
+    def settle(self) -> None:
+        """Let happen what can happen."""
+        while self.step():
+            pass
+
+    def run(self, *operations: Operation, name: str = "x", round_id: int = 0) -> list[Any]:
+        """Start one collective on all ranks, in an order that the seed decides, with others' frames coming in between.
+
+        Returns:
+            What each rank got, in the order given.
+        """
+        for operation in self.rng.sample(operations, len(operations)):
+            for _ in range(self.rng.randrange(4)):
+                self.step()
+            self.start(operation, name, round_id)
+        self.settle()
+        for operation in operations:
+            if operation.error is not None:
+                raise operation.error
+            assert operation.done, f"rank {operation.rank} waits for {operation.missing}"
+        return [operation.value for operation in operations]
+
+    def assert_nothing_is_left(self, *, but_early_frames_of: int | None = None) -> None:
+        """No rank holds anything for a collective any more; one that has not called it may hold frames for it."""
+        for engine in self.engines:
+            assert (engine.pending, engine._starting) == (0, set())
+            if engine.rank != but_early_frames_of:
+                assert (engine.early_bytes, len(engine._early), len(engine._early._slots)) == (0, 0, 0)
