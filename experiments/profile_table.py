@@ -1,0 +1,185 @@
+"""The profiles of all ranks together: a table of where the time of a step goes, and one trace from the traces of all.
+
+    python -m gradbus.experiments.profile_table FOLDER
+
+The folder is a run directory: ``profile-rank-R.jsonl`` and ``trace-rank-R.json`` of every rank, those of other machines
+copied into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradbus.experiments.live import size
+from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.profile_summary import ProfileSummary, read_summary
+
+T = TypeVar("T")
+
+_PARTS = {
+    "step_s": "step",
+    "compute_s": "compute",
+    "encode_s": "encode",
+    "wait_s": "wait (network)",
+    "decode_s": "decode, aggregate",
+    "apply_s": "apply",
+    "other_s": "other",
+    "bytes_out": "bytes out",
+    "bytes_in": "bytes in",
+}
+_BETWEEN_STEPS = {"eval_s": "eval", "checkpoint_s": "checkpoint"}
+
+log = get_logger("profile")
+
+
+def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) -> Table:
+    """A line for each part of a step, a column for each rank: the mean per step, and behind it the maximum.
+
+    The column ``all`` has the mean over all steps of all ranks. Spans and counters that only some program has come
+    behind the usual ones. Evaluation and checkpoints are not part of every step: their lines are seconds in all.
+
+    Args:
+        max_ranks: columns. Of more ranks those are shown that wait least: it is they that the others wait for.
+    """
+    shown = sorted(sorted(summaries, key=_wait)[:max_ranks], key=lambda summary: summary.rank)
+    together = _together(summaries)
+    columns = [together, *shown] if len(summaries) > 1 else [*shown]
+
+    table = Table(title="Per step: mean (maximum, where it differs)")
+    if len(shown) < len(summaries):
+        table.caption = f"{len(shown)} of {len(summaries)} ranks, those that wait least: the others wait for them"
+    table.add_column("", no_wrap=True)
+    for summary in columns:
+        heading = "all" if summary is together else f"rank {summary.rank}"
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_row("steps", *(_steps(summary) for summary in columns))
+    others = sorted(set(together.mean) - {*_PARTS, *_BETWEEN_STEPS})
+    for name, label in [*_PARTS.items(), *((name, name.removesuffix("_s")) for name in others)]:
+        if name in together.mean:
+            unit = ", ms" if name.endswith("_s") else ""
+            table.add_row(escape(label) + unit, *(_cell(summary, name) for summary in columns))
+    for name, label in _BETWEEN_STEPS.items():
+        if _in_all(together, name):
+            table.add_row(f"{label}, s in all", *(f"{_in_all(summary, name):.2f}" for summary in columns))
+    return table
+
+
+def load_summaries(folder: Path) -> list[ProfileSummary]:
+    """Of all ranks there, by rank. A file that cannot be read is named in the log and left out."""
+    found = _each(folder.glob("profile-rank-*.jsonl"), read_summary)
+    return sorted((summary for summary in found if summary is not None), key=lambda summary: summary.rank)
+
+
+def merge_traces(folder: Path) -> Path | None:
+    """Make ``trace.json`` of all ``trace-rank-R.json`` there, and return its path; None: there is nothing to merge.
+
+    A file that cannot be read is named in the log and left out.
+
+    Raises:
+        OSError: the trace cannot be written.
+    """
+    traces = _each(folder.glob("trace-rank-*.json"), _read_trace)
+    if not traces:
+        return None
+    path = folder / "trace.json"
+    write_chrome_trace(path, merge_chrome_traces(traces))
+    return path
+
+
+def show_profile(folder: Path, console: Console) -> bool:
+    """Print the table and where the trace is. False: there is no profile. Raises OSError, as :func:`merge_traces`."""
+    summaries, trace = load_summaries(folder), merge_traces(folder)
+    if summaries:
+        console.print(summary_table(summaries))
+    if trace is not None:
+        text = f"trace: {trace}, to be opened in https://ui.perfetto.dev or chrome://tracing"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return bool(summaries) or trace is not None
+
+
+def _together(summaries: Sequence[ProfileSummary]) -> ProfileSummary:
+    """Sums and maxima over all ranks, as if they were one."""
+    steps = sum(summary.steps for summary in summaries)
+    total = _sums([summary.total for summary in summaries])
+    maxima: dict[str, float] = {}
+    for summary in summaries:
+        for name, amount in summary.max.items():
+            maxima[name] = max(amount, maxima.get(name, amount))
+    return ProfileSummary(
+        rank=-1, steps=steps, failed_steps=sum(summary.failed_steps for summary in summaries),
+        mean={name: amount / steps for name, amount in total.items()} if steps else {}, max=maxima, total=total,
+        outside=_sums([summary.outside for summary in summaries]),
+    )  # fmt: skip
+
+
+def _sums(amounts: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in amounts for name in each)
+    return {name: sum(each.get(name, 0.0) for each in amounts) for name in names}
+
+
+def _wait(summary: ProfileSummary) -> float:
+    return summary.mean.get("wait_s", 0.0)
+
+
+def _steps(summary: ProfileSummary) -> str:
+    return f"{summary.steps}, {summary.failed_steps} failed" if summary.failed_steps else str(summary.steps)
+
+
+def _cell(summary: ProfileSummary, name: str) -> str:
+    if name not in summary.mean:
+        return "-"
+    mean, maximum = _figure(name, summary.mean[name]), _figure(name, summary.max.get(name, 0.0))
+    return mean if mean == maximum else f"{mean} ({maximum})"
+
+
+def _figure(name: str, amount: float) -> str:
+    if name.endswith("_s"):
+        return f"{amount * 1000:.2f}"
+    return size(round(amount)) if name.startswith("bytes") and math.isfinite(amount) else f"{amount:.6g}"
+
+
+def _in_all(summary: ProfileSummary, name: str) -> float:
+    return summary.total.get(name, 0.0) + summary.outside.get(name, 0.0)
+
+
+def _each(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
+    found = []
+    for path in sorted(paths):
+        try:
+            found.append(read(path))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # cut off, or something else
+            log.warning("profile not read", path=str(path), error=str(error))
+    return found
+
+
+def _read_trace(path: Path) -> dict[str, Any]:
+    """Merged with nothing, which says at once if it cannot be merged."""
+    return merge_chrome_traces([json.loads(path.read_text(encoding="utf-8"))])
+
+
+def main() -> int:
+    """Print the table of a folder, and merge its traces."""
+    parser = argparse.ArgumentParser(
+        description="Table and trace of a data-parallel run, from the profiles of its ranks."
+    )
+    parser.add_argument("folder", type=Path, help="with profile-rank-R.jsonl and trace-rank-R.json of every rank")
+    folder = parser.parse_args().folder
+    if show_profile(folder, Console()):
+        return 0
+    print(f"{folder}: no profile there (profile-rank-R.jsonl, trace-rank-R.json)", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
