@@ -1,15 +1,20 @@
-"""The actors: a controller and its clients, and the pure decision objects beside them."""
+"""The actors: a controller and its clients, workers, and the pure decision objects beside them."""
 
 from gradbus.actors.client import Client, ClientSummary
 from gradbus.actors.controller import Controller
+from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.report import Progress, RoundReport
 from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
+from gradbus.actors.worker import Worker
+from gradbus.actors.worker_report import EpochReport, WorkerSummary
 
 __all__ = [
     "Client",
     "ClientSummary",
     "Controller",
+    "DataParallelTask",
+    "EpochReport",
     "EvalOutcome",
     "FedAdam",
     "FedAvg",
@@ -17,6 +22,9 @@ __all__ = [
     "FederatedTask",
     "Progress",
     "RoundReport",
+    "ShardCounts",
     "Strategy",
     "TrainOutcome",
+    "Worker",
+    "WorkerSummary",
 ]

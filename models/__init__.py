@@ -14,8 +14,9 @@ from .init import init_parameters
 from .mlp import mnist_mlp
 from .mnist_set import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
 from .null import FlatModel, NullTask
+from .parallel import ShardBatch, num_shard_batches, shard_indices
 from .partition import PartitionSpec
-from .results import EvalResult, TrainingStopped, TrainResult
+from .results import EvalResult, ShardResult, TrainingStopped, TrainResult
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
 from .sources import load
 from .task import Task
@@ -32,6 +33,8 @@ __all__ = [
     "NullTask",
     "PartitionSpec",
     "SeededDropout",
+    "ShardBatch",
+    "ShardResult",
     "Task",
     "TrainFn",
     "TrainResult",
@@ -45,9 +48,11 @@ __all__ = [
     "mnist_cnn",
     "mnist_mlp",
     "normalise",
+    "num_shard_batches",
     "partition",
     "reseed_dropout",
     "resolve_data_root",
     "seeded_generator",
     "seeded_global_generator",
+    "shard_indices",
 ]

@@ -1,4 +1,4 @@
-"""The default task: a network, a labelled data set, SGD with momentum."""
+"""The default task: a network, a labelled data set, SGD with momentum. Its data-parallel half is in ``parallel``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch.nn.functional import cross_entropy
 from . import partition as partitions
 from .data import Dataset, DataSplit, batches
 from .dropout import reseed_dropout
+from .parallel import ShardedTraining, count_correct
 from .results import EvalResult, TrainingStopped, TrainResult
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
 from .task import JSON
-
-_EVAL_BATCH = 500  # the CNN's activations then take some 120 MB
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""
@@ -45,8 +44,10 @@ class TrainFn(Protocol):
         """
 
 
-class ClassificationTask:
+class ClassificationTask(ShardedTraining):
     """Implements :class:`gradbus.models.Task` for images (or anything else) with one label each.
+
+    It also has what data-parallel workers need of a task; their optimizer and learning rate are not the task's.
 
     Args:
         model: makes the network; called with ``seed=`` if it takes that argument, otherwise with nothing, while the
@@ -229,19 +230,8 @@ class ClassificationTask:
         test = self.data.test
         if test is None or not len(test):
             return None
-        correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        loss_sum = torch.zeros((), device=self.device)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.inference_mode():
-                for images, labels in batches(test, _EVAL_BATCH):
-                    logits = model(images)
-                    loss_sum += self._loss(logits, labels) * len(labels)
-                    correct += (logits.argmax(dim=-1) == labels).sum()
-        finally:
-            model.train(was_training)
-        return EvalResult(correct.item() / len(test), loss_sum.item() / len(test), len(test))
+        correct, loss_sum = count_correct(model, test.images, test.labels, self._loss)
+        return EvalResult(correct / len(test), loss_sum / len(test), len(test))
 
     # -- about ---------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,19 @@ class EvalResult:
     num_samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """What one rank counted on its part of the test set. The sums over all ranks give accuracy and loss of the whole.
+
+    Attributes:
+        correct: right answers. total: samples. loss_sum: of the losses of all samples.
+    """
+
+    correct: int
+    total: int
+    loss_sum: float
+
+
 class TrainingStopped(Exception):
     """``should_stop()`` was true between two batches; the model holds a half-trained state, to be thrown away.
 

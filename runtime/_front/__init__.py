@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradbus import actors, codecs, models, runtime
-    from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Strategy
+    from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Strategy, Worker
     from gradbus.runtime.bus import Bus, connect
+    from gradbus.runtime.collectives import Group, join_group
     from gradbus.runtime.errors import GradbusError
     from gradbus.runtime.network import NetworkConfig
+    from gradbus.runtime.parallel_settings import DataParallelConfig
     from gradbus.runtime.settings import ClientConfig, FederatedConfig
 
 _WHERE = {
@@ -36,7 +38,11 @@ _WHERE = {
     "Progress": "gradbus.actors",
     "RoundReport": "gradbus.actors",
     "Strategy": "gradbus.actors",
+    "DataParallelConfig": "gradbus.runtime.parallel_settings",
+    "Group": "gradbus.runtime.collectives",
+    "Worker": "gradbus.actors",
     "connect": "gradbus.runtime.bus",
+    "join_group": "gradbus.runtime.collectives",
 }
 _PACKAGES = ("actors", "codecs", "models", "runtime")
 
@@ -51,15 +57,19 @@ __all__ = [
     "ClientConfig",
     "ClientSummary",
     "Controller",
+    "DataParallelConfig",
     "FederatedConfig",
     "GradbusError",
+    "Group",
     "NetworkConfig",
     "Progress",
     "RoundReport",
     "Strategy",
+    "Worker",
     "actors",
     "codecs",
     "connect",
+    "join_group",
     "models",
     "runtime",
 ]

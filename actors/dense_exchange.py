@@ -1,0 +1,96 @@
+"""Whole gradients: buckets are averaged over the ranks while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradbus.actors.buckets import GradientBuckets
+from gradbus.actors.exchange import OwnState, load_optimizer_tensors, optimizer_tensors
+from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.parallel_settings import DataParallelConfig
+
+
+class DenseExchange:
+    """``torch.optim.SGD`` on the mean of all ranks' gradients. See :class:`gradbus.actors.exchange.Exchange`.
+
+    Bits are those of one process that adds up the gradients in rank order, multiplies by 1 / active and steps. A
+    parameter that no rank has a gradient for counts as one with a gradient of zero: momentum and weight decay go on.
+    """
+
+    density = 1.0
+
+    def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
+        """``parameters``: those that are trained, by name, in the order of the model."""
+        self._config = config
+        self._group = group
+        self._names = list(parameters)
+        self._step, self._active = 0, group.world
+        self._buckets = GradientBuckets(
+            list(parameters.values()), self._launch, bucket_bytes=config.bucket_bytes,
+            first_bucket_bytes=config.first_bucket_bytes,
+        )  # fmt: skip
+        self._optimizer = torch.optim.SGD(
+            parameters.values(), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+        )  # fmt: skip
+
+    def _launch(self, index: int, flat: Tensor) -> Handle[Tensor]:
+        return self._group.all_reduce(
+            f"grad/{index}", flat, op="mean", out=flat, divisor=self._active, algorithm=self._config.algorithm,
+            round_id=self._step, timeout_s=self._config.collective_timeout_s,
+        )  # fmt: skip
+
+    @property
+    def in_flight(self) -> Sequence[Handle[Tensor]]:
+        return self._buckets.launched
+
+    def start_epoch(self, epoch: int) -> None:
+        """Nothing depends on the epoch."""
+
+    def begin(self, step: int, active: int) -> None:
+        self._step, self._active = step, active
+        self._buckets.begin()
+
+    def arm(self) -> None:
+        if self._config.overlap:
+            self._buckets.arm()
+
+    def send(self, *, has_data: bool) -> Sequence[Handle[Tensor]]:
+        return self._buckets.launch_rest()
+
+    def decode(self, results: Sequence[Tensor]) -> tuple[int, ...]:
+        """The means came in place; what is left is to clip them. Never skips."""
+        if self._config.clip_norm is not None:
+            self._clip(self._config.clip_norm)
+        return ()
+
+    @torch.no_grad()
+    def _clip(self, limit: float) -> None:
+        """By the norm over all parameters, in float64: so processors of different kinds round to one scale, too."""
+        flats = [bucket.flat for bucket in self._buckets.buckets]
+        squares = [torch.linalg.vector_norm(flat, dtype=torch.float64).cpu() for flat in flats]
+        norm = float(torch.stack(squares).norm())
+        if norm > limit:
+            for flat in flats:
+                flat.mul_(limit / norm)
+
+    def apply(self) -> None:
+        self._optimizer.step()
+
+    def shared_state(self) -> dict[str, Tensor]:
+        return optimizer_tensors(self._optimizer, self._names)
+
+    def load_shared_state(self, tensors: Mapping[str, Tensor]) -> None:
+        load_optimizer_tensors(self._optimizer, self._names, tensors)
+
+    def own_state(self) -> OwnState:
+        return OwnState()
+
+    def load_own_state(self, state: OwnState) -> None:
+        """Nothing is owed: all that is computed is sent."""
+
+    def close(self) -> None:
+        self._buckets.close()

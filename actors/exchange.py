@@ -1,0 +1,107 @@
+"""How the gradients of all ranks become one step of the optimizer: what the dense way and DGC have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradbus.runtime.collectives import Handle
+from gradbus.runtime.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnState:
+    """What a rank remembers for itself, and nobody else does: ``tensors`` by name, and what is plain data."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Exchange(Protocol):
+    """One step after the other; every method is for the thread that computes.
+
+    exchange.begin(step, active)
+    backward of all batches but the last
+    exchange.arm()
+    backward of the last one
+    handles = exchange.send(has_data=True)
+    if exchange.decode([await handle for handle in handles]):
+        exchange.apply()
+    """
+
+    @property
+    def density(self) -> float:
+        """Share of the gradient's entries that is sent."""
+
+    @property
+    def in_flight(self) -> Sequence[Handle[Any]]:
+        """What this step has started: to be cancelled when it fails."""
+
+    def start_epoch(self, epoch: int) -> None:
+        """Before the first step of an epoch, or the first one after a resume."""
+
+    def begin(self, step: int, active: int) -> None:
+        """Gradients are zero or None. ``active``: ranks that have data in this step: the mean is over these."""
+
+    def arm(self) -> None:
+        """The next backward pass is the last one of this step."""
+
+    def send(self, *, has_data: bool) -> Sequence[Handle[Any]]:
+        """Send what has not been sent yet. ``has_data``: there was a backward pass on this rank."""
+
+    def decode(self, results: Sequence[Any]) -> tuple[int, ...]:
+        """Make the mean the gradient of the parameters, or take the step back: the ranks that make all skip it."""
+
+    def apply(self) -> None:
+        """Change the parameters."""
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What is equal on all ranks, by name, not copied."""
+
+    def load_shared_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse. Raises CheckpointError: it does not fit."""
+
+    def own_state(self) -> OwnState:
+        """What is this rank's alone, not copied."""
+
+    def load_own_state(self, state: OwnState) -> None:
+        """The inverse. Raises CheckpointError: it does not fit."""
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
+    """The state of an optimizer with one group, as ``optimizer/KEY/PARAMETER``, not copied."""
+    tensors = {}
+    for name, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):  # SGD without momentum remembers a None
+                tensors[f"optimizer/{key}/{name}"] = value
+    return tensors
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Replace the state of the optimizer by copies of these tensors; what is named otherwise is left to others.
+
+    Raises:
+        CheckpointError: a tensor for a parameter that is not there, or of another shape.
+    """
+    parameters = dict(zip(names, optimizer.param_groups[0]["params"], strict=True))
+    optimizer.state.clear()
+    for full_name, tensor in tensors.items():
+        kind, _, rest = full_name.partition("/")
+        key, _, name = rest.partition("/")
+        if kind != "optimizer":
+            continue
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape != tensor.shape:
+            shape = None if parameter is None else tuple(parameter.shape)
+            raise CheckpointError(f"state of the optimizer: {key} of {name!r} is {tuple(tensor.shape)}, here {shape}")
+        optimizer.state[parameter][key] = tensor.detach().to(parameter.device, copy=True)

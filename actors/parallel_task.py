@@ -1,0 +1,52 @@
+"""What a data-parallel worker needs of a task: structural types, so that actors need not know where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class ShardCounts(Protocol):
+    """What one rank counted on its part of the test set."""
+
+    @property
+    def correct(self) -> int:
+        """Right answers."""
+
+    @property
+    def total(self) -> int:
+        """Samples."""
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of the losses of all samples."""
+
+
+class DataParallelTask(Protocol):
+    """Model, data and loss. ``gradbus.models.ClassificationTask`` is one; any object with these methods will do.
+
+    All methods are called off the event loop, one after the other.
+    """
+
+    def build_model(self) -> nn.Module:
+        """The model. Rank 0's initial parameters and buffers are sent to the others, so they need not be equal."""
+
+    def prepare_shard(self, rank: int, world: int) -> None:
+        """Load the data of this rank, warm up. Called once, before the first step."""
+
+    def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
+        """Batches of this rank in an epoch; the ranks may have different numbers."""
+
+    def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
+        """These batches, the same again for equal arguments: a resumed run skips those that are done.
+
+        Whatever is random in them comes from ``seed``, ``epoch`` and ``rank``; no two ranks have a sample in common.
+        """
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss over the batch, a scalar to call ``backward`` on. The model is in training mode."""
+
+    def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardCounts | None:
+        """Counts on this rank's part of the test set; None if there is none. Leaves the model in training mode."""

@@ -1,0 +1,156 @@
+"""What a data-parallel worker does off the event loop: forward, backward, encode, decode, apply, evaluate."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbus.actors.dense_exchange import DenseExchange
+from gradbus.actors.dgc_exchange import DgcExchange
+from gradbus.actors.epoch_plan import EpochPlan
+from gradbus.actors.exchange import Exchange
+from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
+from gradbus.actors.worker_state import Position
+from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.profile import StepProfile
+
+_NO_MORE: Any = object()  # batches() ended; None may be a batch
+
+
+class Stopped(Exception):
+    """The worker was cancelled, and the step gave up. Nobody but the one who cancelled it is left to hear."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sending:
+    """What a step has sent, and what is to come of it.
+
+    Attributes:
+        handles: to await. sent_s: ``time.perf_counter`` when the last one was started and nothing was left to compute.
+    """
+
+    handles: Sequence[Handle[Any]]
+    sent_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from then until the last one ended: what the overlap did not hide. All handles have ended."""
+        ended_s = [handle.finished_s for handle in self.handles]
+        return max(0.0, max(self.sent_s if at_s is None else at_s for at_s in ended_s) - self.sent_s)
+
+    @property
+    def bytes_out(self) -> int:
+        """Payload handed to DDS."""
+        return sum(handle.sent_bytes for handle in self.handles)
+
+    @property
+    def bytes_in(self) -> int:
+        """Payload of the others."""
+        return sum(handle.received_bytes for handle in self.handles)
+
+
+class ShardTraining:
+    """One rank's model, data and exchange. Every method is for the compute thread.
+
+    Attributes:
+        model: the live module. exchange: what makes steps of its gradients.
+    """
+
+    model: nn.Module
+    exchange: Exchange
+
+    def __init__(
+        self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool]
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._task = task
+        self._should_stop = should_stop
+        self._batches: Iterator[Any] = iter(())
+        self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
+        self._step_loss = torch.zeros_like(self._loss_sum)
+
+    def open(self) -> None:
+        """Load the data, build the model. Raises ValueError: nothing in the model is trained. And as the task does."""
+        self._task.prepare_shard(self._group.rank, self._group.world)
+        self.model = self._task.build_model()
+        trained: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        kind = DgcExchange if self._config.exchange == "dgc" else DenseExchange
+        self.exchange = kind(self._config, self._group, trained)
+        device = next(iter(trained.values())).device
+        self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)
+
+    def num_batches(self, epoch: int) -> int:
+        """Of this rank."""
+        return self._task.num_batches(rank=self._group.rank, world=self._group.world, epoch=epoch)
+
+    def start_epoch(self, position: Position) -> None:
+        """From its beginning, or from where the run stood when it was saved."""
+        rank, world, epoch = self._group.rank, self._group.world, position.epoch
+        done = position.epoch_step * self._config.accumulation_steps
+        batches = self._task.batches(rank=rank, world=world, epoch=epoch, seed=self._config.seed)
+        self._batches = itertools.islice(batches, done, None)
+        self._loss_sum.fill_(position.loss_sum)
+        self.exchange.start_epoch(epoch)
+        self.model.train()
+
+    def compute_and_send(self, plan: EpochPlan, position: Position, profile: StepProfile) -> Sending:
+        """Forward and backward over this step's batches; what comes of it is on its way when this returns.
+
+        Raises:
+            Stopped: the worker was cancelled.
+            ValueError: the task gave fewer batches than it had announced.
+        """
+        count = plan.batches_in(self._group.rank, position.epoch_step)
+        with profile.span("compute"):
+            self.exchange.begin(position.step, plan.active(position.epoch_step))
+            self._step_loss.zero_()
+            for number in range(count):
+                if self._should_stop():
+                    raise Stopped
+                batch = next(self._batches, _NO_MORE)
+                if batch is _NO_MORE:
+                    raise ValueError(
+                        f"epoch {position.epoch}: num_batches said {plan.batches[self._group.rank]} batches for rank "
+                        f"{self._group.rank}, but batches() ended earlier"
+                    )
+                loss = self._task.loss(self.model, batch)
+                if number == count - 1:
+                    self.exchange.arm()
+                torch.autograd.backward(loss if count == 1 else loss / count)
+                self._step_loss += loss.detach()
+        with profile.span("encode"):
+            handles = self.exchange.send(has_data=count > 0)
+        return Sending(handles, time.perf_counter())
+
+    def finish(self, results: Sequence[Any], profile: StepProfile) -> tuple[int, ...]:
+        """Make the step. Returns the ranks for which all skip it, if any."""
+        with profile.span("decode"):
+            skipped_by = self.exchange.decode(results)
+        if not skipped_by:
+            self._loss_sum += self._step_loss
+            with profile.span("apply"):
+                self.exchange.apply()
+        return skipped_by
+
+    def loss_sum(self) -> float:
+        """Of this rank's batches of this epoch, without those of steps that were skipped."""
+        return self._loss_sum.item()
+
+    def evaluate(self) -> ShardCounts | None:
+        """On this rank's part of the test set."""
+        return self._task.evaluate_shard(self.model, rank=self._group.rank, world=self._group.world)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if hasattr(self, "exchange"):
+            self.exchange.close()

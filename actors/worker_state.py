@@ -1,0 +1,215 @@
+"""What a data-parallel run is between two steps, on disk: each rank saves what is its own, rank 0 the model as well.
+
+Each rank has a folder of its own below the state directory, which may be on a disk of its own, too. A step counts only
+if all ranks have it: :func:`newest_common` finds the newest such one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbus.actors.exchange import Exchange, OwnState
+from gradbus.actors.replicas import describe_layout
+from gradbus.actors.worker_report import EpochReport
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.parallel_settings import DataParallelConfig
+
+# What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
+_KEPT = ("exchange", "seed", "accumulation_steps", "min_numel")
+_COMPLETED = "saved-by-all"
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
+        loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
+        batches: how many these are. skipped: how many steps those were.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    loss_sum: float = 0.0
+    batches: int = 0
+    skipped: int = 0
+
+    def next_epoch(self) -> Position:
+        """The start of the epoch after this one."""
+        return Position(step=self.step, epoch=self.epoch + 1)
+
+
+class WorkerState:
+    """The checkpoints of one rank. Its methods block: they are for the compute thread."""
+
+    def __init__(self, config: DataParallelConfig, rank: int, world: int) -> None:
+        """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
+        assert config.state_dir is not None
+        self._config = config
+        self._rank = rank
+        self._world = world
+        # One more than asked for until all ranks have saved: a crash in between must leave a step that all have.
+        self._store = CheckpointStore(config.state_dir / f"rank-{rank}", keep=config.keep_checkpoints + 1)
+        if self.steps() and not config.resume:
+            self._store.close()
+            raise CheckpointError(
+                f"{self._store.directory} holds a run (step {self.steps()[-1]}), resume is off. Choose another "
+                f"state_dir, or set resume=true"
+            )
+
+    def steps(self) -> list[int]:
+        """Steps that this rank has a checkpoint of, ascending."""
+        return self._store.rounds()
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether all ranks once had a checkpoint, as far as this rank knows: only then does it make a second one."""
+        return (self._store.directory / _COMPLETED).exists() or len(self.steps()) > 1
+
+    def save(
+        self, run_id: int, position: Position, model: nn.Module, exchange: Exchange, *, num_batches: int,
+        report: EpochReport | None,
+    ) -> int:  # fmt: skip
+        """Save this rank's part; returns its bytes.
+
+        Args:
+            num_batches: of this rank in the epoch of ``position``.
+            report: the newest one.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        own = exchange.own_state()
+        tensors = {f"own/{name}": tensor for name, tensor in own.tensors.items()}
+        tensors["torch_rng"] = torch.get_rng_state()  # masks of stock dropout, for example
+        if self._rank == 0:
+            tensors |= model_tensors(model)
+            tensors |= {f"shared/{name}": tensor for name, tensor in exchange.shared_state().items()}
+        meta = {
+            "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
+            "settings": self._settings(), "epoch": position.epoch, "epoch_step": position.epoch_step,
+            "loss_sum": position.loss_sum, "batches": position.batches, "skipped": position.skipped,
+            "num_batches": num_batches, "own": dict(own.meta),
+            "report": None if report is None else report.to_json(),
+        }  # fmt: skip
+        return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
+
+    def prune(self) -> None:
+        """All ranks have saved: the oldest beyond ``keep_checkpoints`` are needed no more."""
+        with contextlib.suppress(OSError):  # without the mark the second checkpoint says the same
+            (self._store.directory / _COMPLETED).touch()
+        for step in self.steps()[: -self._config.keep_checkpoints]:
+            self._store.remove(step)
+
+    def forget_after(self, step: int) -> None:
+        """Remove what only this rank, or not every rank, has: the run goes on from ``step`` and saves those anew."""
+        for later in self.steps():
+            if later > step:
+                self._store.remove(later)
+
+    def load(self, step: int) -> Checkpoint:
+        """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
+        checkpoint = self._store.load(step)
+        meta = checkpoint.meta
+        if (meta["rank"], meta["world"]) != (self._rank, self._world):
+            raise Misfit(
+                f"the checkpoint of step {step} is of rank {meta['rank']} of {meta['world']}, this is rank "
+                f"{self._rank} of {self._world}. Start as many workers as before, or choose another state_dir"
+            )
+        for key, value in self._settings().items():
+            if meta["settings"].get(key) != value:
+                raise Misfit(
+                    f"the checkpoint of step {step} was made with {key}={meta['settings'].get(key)!r}, now it is "
+                    f"{value!r}. Go on with the same, or choose another state_dir"
+                )
+        return checkpoint
+
+    def _settings(self) -> dict[str, Any]:
+        return {key: getattr(self._config, key) for key in _KEPT}
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        self._store.close()
+
+
+class Misfit(CheckpointError):
+    """The checkpoint is whole, but not of this run: an older one would not fit either."""
+
+
+def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
+    """Steps that all ranks have, newest first. ``steps``: those of each rank.
+
+    Raises:
+        CheckpointError: some ranks have checkpoints, but there is no step that all have.
+    """
+    common = set(steps[0]).intersection(*steps[1:])
+    if any(steps) and not common:
+        told = "; ".join(f"rank {rank}: {list(own) or 'none'}" for rank, own in enumerate(steps))
+        raise CheckpointError(
+            f"there is no step that all ranks have a checkpoint of ({told}). Give each rank the state_dir it had, or "
+            f"move all of them away to start afresh"
+        )
+    return sorted(common, reverse=True)
+
+
+def position_of(checkpoint: Checkpoint) -> Position:
+    """Where the run stood."""
+    meta = checkpoint.meta
+    return Position(
+        checkpoint.round_id, meta["epoch"], meta["epoch_step"], meta["loss_sum"], meta["batches"], meta["skipped"]
+    )
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, not copied."""
+    parameters = {f"parameter/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Rank 0: parameters and buffers as saved. Raises CheckpointError: saved for another model."""
+    if checkpoint.meta["layout"] != describe_layout(model):
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.round_id} is of a model with other names, shapes or frozen parts. Use "
+            f"the same model, or another state_dir"
+        )
+    for name, tensor in model_tensors(model).items():
+        tensor.copy_(checkpoint.tensors[name])
+
+
+def restore_own(exchange: Exchange, checkpoint: Checkpoint) -> None:
+    """What this rank remembered, and the state of torch's random numbers."""
+    tensors = checkpoint.tensors
+    exchange.load_own_state(OwnState(_below("own/", tensors), checkpoint.meta["own"]))
+    torch.set_rng_state(tensors["torch_rng"])
+
+
+def shared_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Rank 0: what is equal on all ranks beside the model."""
+    return _below("shared/", checkpoint.tensors)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, no two in one storage: safetensors refuses those."""
+    apart: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        saved = tensor.cpu()
+        storage = saved.untyped_storage().data_ptr()
+        apart[name] = saved.clone() if storage in storages else saved
+        storages.add(storage)
+    return apart
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

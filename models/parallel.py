@@ -1,0 +1,156 @@
+"""Data-parallel training of a labelled data set: which rank takes which samples, in an order that all ranks know.
+
+A block is ``world * batch_size`` samples of the epoch's permutation, and rank r takes the r-th ``batch_size`` of it. So
+``world`` ranks see in step s what one process with batches of that size would see. What is left at the end of an epoch
+is shared out evenly: smaller batches, and none for some ranks if there are fewer samples than ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .data import DataSplit
+from .dropout import SeededDropout, reseed_dropout
+from .results import ShardResult
+from .seeds import derive_seed, seeded_generator
+
+EVAL_BATCH = 500  # the CNN's activations then take some 120 MB
+
+
+def num_shard_batches(samples: int, batch_size: int, *, rank: int, world: int) -> int:
+    """Batches of this rank in an epoch over ``samples`` samples; the others may have one more or one less.
+
+    Raises:
+        ValueError: no such rank, or a number that must be positive is not.
+    """
+    _check_rank(rank, world)
+    if batch_size < 1 or samples < 0:
+        raise ValueError(f"need batch_size >= 1 and samples >= 0, got {batch_size} and {samples}")
+    full, rest = divmod(samples, world * batch_size)
+    return full + (rest > rank)  # tensor_split gives the first ``rest % world`` ranks one more than the others
+
+
+def shard_indices(order: Tensor, batch_size: int, *, rank: int, world: int) -> Iterator[Tensor]:
+    """This rank's batches, as pieces of ``order``: int64 (samples,) -> int64 (up to batch_size,) each.
+
+    Over all ranks, every entry of ``order`` is in exactly one piece.
+    """
+    _check_rank(rank, world)
+    block = world * batch_size
+    full = len(order) // block
+    for step in range(full):
+        start = step * block + rank * batch_size
+        yield order[start : start + batch_size]
+    rest = order[full * block :].tensor_split(world)[rank]
+    if len(rest):
+        yield rest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardBatch:
+    """Samples of one rank in one step.
+
+    Attributes:
+        images: (B, ...). labels: int64 (B,). seed: of what is random in the forward pass; its own for every epoch, step
+            and rank, so that neither the ranks nor the steps share masks, and a resumed run draws the same again.
+    """
+
+    images: Tensor
+    labels: Tensor
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class ShardedTraining:
+    """The data-parallel half of :class:`gradbus.models.ClassificationTask`, which has what is declared here.
+
+    The partition among federated clients plays no part in it.
+    """
+
+    batch_size: int
+    device: torch.device
+    _loss: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def data(self) -> DataSplit:
+        """Both sets, loaded at the first use."""
+        raise NotImplementedError
+
+    def prepare_shard(self, rank: int, world: int) -> None:
+        """Load the data, and have PyTorch load what it loads late.
+
+        Raises:
+            ValueError: no such rank, or no samples at all.
+        """
+        _check_rank(rank, world)
+        if not len(self.data.train):
+            raise ValueError(f"the training set {self.data.name!r} is empty")
+        # The first optimizer of a process imports the compiler of PyTorch: seconds that should not fall into step 1.
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+    def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
+        """Batches of this rank in an epoch; the same in every one."""
+        return num_shard_batches(len(self.data.train), self.batch_size, rank=rank, world=world)
+
+    def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[ShardBatch]:
+        """This rank's batches of an epoch. The permutation is a function of ``seed`` and ``epoch``, equal on all ranks.
+
+        Args:
+            epoch: from 0.
+            seed: of the run.
+        """
+        train = self.data.train
+        order = torch.randperm(len(train), generator=seeded_generator("parallel", seed, epoch)).to(self.device)
+        for step, picked in enumerate(shard_indices(order, self.batch_size, rank=rank, world=world)):
+            own_seed = derive_seed("parallel", seed, epoch, step, rank)
+            yield ShardBatch(train.images[picked], train.labels[picked], own_seed)
+
+    def loss(self, model: nn.Module, batch: ShardBatch) -> Tensor:
+        """Mean loss over the batch, a scalar to call ``backward`` on."""
+        if any(isinstance(module, SeededDropout) for module in model.modules()):
+            reseed_dropout(model, torch.Generator().manual_seed(batch.seed))
+        return self._loss(model(batch.images), batch.labels)
+
+    def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardResult | None:
+        """Counts on this rank's part of the test set, one piece of it as it lies; the model's mode is put back.
+
+        None without a test set. All ranks together see every sample once.
+        """
+        _check_rank(rank, world)
+        test = self.data.test
+        if test is None or not len(test):
+            return None
+        images, labels = (whole.tensor_split(world)[rank] for whole in (test.images, test.labels))
+        correct, loss_sum = count_correct(model, images, labels, self._loss)
+        return ShardResult(correct=correct, total=len(labels), loss_sum=loss_sum)
+
+
+def count_correct(
+    model: nn.Module, images: Tensor, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[int, float]:
+    """Right answers, and the sum of the losses of all samples, in evaluation mode; the model's mode is put back."""
+    correct = torch.zeros((), dtype=torch.int64, device=labels.device)
+    loss_sum = torch.zeros((), device=labels.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for start in range(0, len(labels), EVAL_BATCH):
+                some_images, some_labels = (whole[start : start + EVAL_BATCH] for whole in (images, labels))
+                logits = model(some_images)
+                loss_sum += loss(logits, some_labels) * len(some_labels)
+                correct += (logits.argmax(dim=-1) == some_labels).sum()
+    finally:
+        model.train(was_training)
+    return int(correct), float(loss_sum)
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")

@@ -1,0 +1,212 @@
+"""What goes wrong in a data-parallel run, and what each rank is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ddp_scene import data, make_task, single_process, small_mlp, succeeded, train, vector
+from torch import Tensor, nn
+
+from gradbus.actors import Worker
+from gradbus.models import ClassificationTask
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.errors import ConfigError, PeerLost, ReplicasDiverged
+from gradbus.runtime.parallel_settings import DataParallelConfig
+
+
+class Watched(ClassificationTask):
+    """``spoil(model, batch, number)`` is called before the loss of each batch of this rank, counted from 0."""
+
+    def __init__(self, spoil: Callable[[nn.Module, Any, int], Any], **options: Any) -> None:
+        super().__init__(small_mlp, data(), batch_size=16, **options)
+        self._spoil = spoil
+        self._number = -1
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self._number += 1
+        factor = self._spoil(model, batch, self._number)
+        loss = super().loss(model, batch)
+        return loss if factor is None else loss * factor
+
+
+def test_other_settings_on_a_rank_are_named_on_all() -> None:
+    configs = [DataParallelConfig(lr=0.1), DataParallelConfig(lr=0.1), DataParallelConfig(lr=0.2, report_every_steps=9)]
+    for outcome in train(make_task(), configs=configs, world=3):
+        assert isinstance(outcome.error, ConfigError)
+        assert "lr is 0.1, but rank 2 has 0.2" in str(outcome.error)
+
+
+def test_another_model_on_a_rank_is_named_on_all() -> None:
+    odd = ClassificationTask(lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 24)), data(), batch_size=16)
+    for outcome in train(make_task(), make_task(), odd):
+        assert isinstance(outcome.error, ConfigError)
+        assert "the model of rank 2 differs" in str(outcome.error)
+        assert "'1.weight torch.float32 (24, 784) trained' where they have 'fc1.weight" in str(outcome.error)
+
+
+@pytest.mark.parametrize("exchange", ["dense", "dgc"])
+def test_a_replica_that_went_astray_is_found_at_the_next_check_and_named(exchange: str) -> None:
+    def nudge(model: nn.Module, batch: Any, number: int) -> None:
+        if number == 3:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] += 1e-6
+
+    outcomes = train(make_task(), Watched(nudge), make_task(), exchange=exchange, hash_every=2, epochs=2)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ReplicasDiverged)
+        assert (outcome.error.step, outcome.error.ranks) == (4, (1,))
+
+
+@pytest.mark.parametrize("exchange", ["dense", "dgc"])
+def test_a_training_function_that_fails_ends_all_ranks_and_is_raised_where_it_failed(exchange: str) -> None:
+    def fail(model: nn.Module, batch: Any, number: int) -> None:
+        if number == 4:
+            raise ZeroDivisionError("the user's own mistake")
+
+    started_s = time.monotonic()
+    outcomes = train(make_task(), Watched(fail), make_task(), exchange=exchange, epochs=50)
+    assert isinstance(outcomes[1].error, ZeroDivisionError)
+    for rank in (0, 2):
+        error = outcomes[rank].error
+        assert isinstance(error, PeerLost)
+        assert 1 in error.ranks  # and perhaps the third one, which has left for the same reason
+        assert "ZeroDivisionError" in str(error)
+    assert time.monotonic() - started_s < 10
+
+
+class FailsBackward(torch.autograd.Function):
+    """A mistake in the midst of the backward pass, when some buckets are on their way already."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        raise ZeroDivisionError("the user's own mistake")
+
+
+def test_a_failure_within_the_backward_pass_calls_off_what_is_on_its_way() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.fails = nn.Linear(784, 8), nn.Linear(8, 10), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x.flatten(1))
+            return self.last(FailsBackward.apply(x) if self.fails else x)
+
+    class Task(ClassificationTask):
+        def __init__(self, fails: bool) -> None:
+            super().__init__(Model, data(), batch_size=16)
+            self._fails = fails
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            model.fails = self._fails  # type: ignore[assignment]
+            return super().loss(model, batch)
+
+    pending: list[int] = []
+
+    async def play(group: Group, worker: Worker) -> None:
+        try:
+            await worker.run()
+        finally:
+            if group.rank == 1:
+                assert len(worker._training.exchange.in_flight) == 2  # of four buckets
+                pending.append(group.stats.pending)
+
+    outcomes = train(Task(False), Task(True), bucket_bytes=1, play=play)
+    assert isinstance(outcomes[1].error, ZeroDivisionError)
+    assert isinstance(outcomes[0].error, PeerLost)
+    assert pending == [0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_with_dgc_all_ranks_skip_a_step_that_is_not_finite_on_one(value: float) -> None:
+    def spoil(model: nn.Module, batch: Any, number: int) -> float | None:
+        return value if number == 2 else None
+
+    outcomes = succeeded(train(make_task(), Watched(spoil), exchange="dgc", hash_every=1, epochs=2))
+    for outcome in outcomes:
+        assert [report.skipped_steps for report in outcome.reports] == [1, 0]
+        assert outcome.worker.skipped_steps == 1
+        assert outcome.worker.step == 14
+        assert outcome.parameters.isfinite().all()
+    clean = single_process(make_task(), 2, exchange="dgc", epochs=2)
+    assert not torch.equal(outcomes[0].parameters, vector(clean))
+    assert torch.allclose(outcomes[0].parameters, vector(clean), atol=0.1)
+    assert outcomes[0].reports[0].loss == pytest.approx(2.2, abs=0.2)  # of the steps that were made
+
+
+def test_fewer_batches_than_announced_are_an_error() -> None:
+    class Short(ClassificationTask):
+        def batches(self, **where: Any) -> Iterator[Any]:
+            yield next(iter(super().batches(**where)))
+
+    outcomes = train(make_task(), Short(small_mlp, data(), batch_size=16))
+    assert isinstance(outcomes[1].error, ValueError)
+    assert "num_batches said 7" in str(outcomes[1].error)
+
+
+def test_a_model_with_nothing_to_train_and_a_set_without_batches_are_refused() -> None:
+    def frozen() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).requires_grad_(False)
+
+    class Empty(ClassificationTask):
+        def num_batches(self, **where: Any) -> int:
+            return 0
+
+    for outcome in train(make_task(frozen)):
+        assert isinstance(outcome.error, ValueError | PeerLost)
+    for outcome in train(Empty(small_mlp, data(), batch_size=16)):
+        assert "at least one batch on some rank, got [0, 0]" in str(outcome.error)
+
+
+def test_a_worker_that_is_cancelled_stops_between_two_batches_and_the_others_are_told() -> None:
+    reached, seen = threading.Event(), []
+
+    def hold(model: nn.Module, batch: Any, number: int) -> None:
+        seen.append(number)
+        if number == 2:
+            reached.set()
+            assert cancelled.wait(20)
+
+    cancelled = threading.Event()
+
+    async def play(group: Group, worker: Worker) -> None:
+        if group.rank == 0:
+            await worker.run()
+            return
+        running = asyncio.create_task(worker.run())
+        await asyncio.to_thread(reached.wait, 20)
+        running.cancel()
+        await asyncio.sleep(0)  # the flag is up when the task has seen it
+        cancelled.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert seen == [0, 1, 2]
+        assert group.stats.pending == 0
+
+    outcomes = train(make_task(), Watched(hold), play=play, accumulation_steps=7)
+    assert outcomes[1].error is None
+    assert isinstance(outcomes[0].error, PeerLost)
+
+
+def test_a_batch_may_be_none() -> None:
+    class Same(ClassificationTask):
+        def batches(self, **where: Any) -> Iterator[Any]:
+            self.batch = next(iter(super().batches(**where)))
+            return iter([None] * 7)
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            assert batch is None
+            return super().loss(model, self.batch)
+
+    outcomes = train(*(Same(small_mlp, data(), batch_size=16) for _ in range(2)))
+    assert [outcome.worker.step for outcome in succeeded(outcomes)] == [7, 7]

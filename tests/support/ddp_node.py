@@ -1,0 +1,81 @@
+"""One rank of a data-parallel run for :mod:`ddp_processes`: a process of its own that says what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import gradbus
+from gradbus.actors import Worker
+from gradbus.models import ClassificationTask, glyphs, mnist_cnn, mnist_mlp
+from gradbus.runtime import logs
+from gradbus.runtime.collectives import join_group
+from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.tasks import single_error
+
+Say = Callable[[dict[str, Any]], None]
+
+
+class Task(ClassificationTask):
+    """Says when it starts a batch; dies in the midst of one if it is told to."""
+
+    def __init__(self, spec: dict[str, Any], say: Say) -> None:
+        model = mnist_cnn if spec.get("model") == "cnn" else mnist_mlp
+        super().__init__(model, lambda: glyphs(train=spec["samples"], test=50), batch_size=spec["batch_size"])
+        self._say = say
+        self._die_at = spec.get("die_at")
+        self._number = -1
+
+    def batches(self, **where: Any) -> Iterator[Any]:
+        for batch in super().batches(**where):
+            self._number += 1
+            self._say({"event": "batch", "number": self._number, "epoch": where["epoch"]})
+            if self._number == self._die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+
+async def _work(spec: dict[str, Any], say: Say) -> None:
+    config = DataParallelConfig(**spec["config"])
+    network = gradbus.NetworkConfig(lease_s=1.0)
+    async with (
+        gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus,
+        join_group(bus, rank=spec["rank"], world=spec["world"], timeout_s=30.0, collective_timeout_s=30.0) as group,
+    ):
+        worker = Worker(group, Task(spec, say), config)
+        say({"event": "started"})
+        try:
+            summary = await worker.run()
+        except GradbusError as error:
+            say({"event": "failed", "kind": type(error).__name__, "text": str(error), "at_s": time.monotonic()})
+            raise
+        say(
+            {
+                "event": "done",
+                "params_hash": summary.params_hash,
+                "accuracy": summary.accuracy,
+                "steps": summary.steps,
+                "loss": summary.loss,
+            }
+        )
+
+
+def run_forked(spec: dict[str, Any], pipe: Any) -> None:
+    """Entry of a forked process: events go into the pipe."""
+    logs.configure(level=os.environ.get("TEST_LOG", "warning"))
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        asyncio.run(_work(spec, pipe.send))
+    except* GradbusError as group:
+        pipe.send({"event": "error", "kind": type(single_error(group)).__name__})
+        code = 3
+    sys.exit(code)

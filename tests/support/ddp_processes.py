@@ -1,0 +1,57 @@
+"""Real processes of a data-parallel run, for tests: started here, ended by their ids. See :mod:`federation`."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import ddp_node
+from federation import Node
+
+_context = multiprocessing.get_context("forkserver")
+# torch._dynamo is what the first optimizer of a process imports, which takes seconds.
+_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "torch._dynamo"])
+_numbers = itertools.count()
+
+
+class Ranks(AbstractContextManager["Ranks"]):
+    """Starts the ranks of one run, and ends those that are left."""
+
+    def __init__(self, world: int, *, samples: int = 256, batch_size: int = 16, **config: Any) -> None:
+        self._common = {
+            "job": f"ddp-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "world": world,
+            "samples": samples, "batch_size": batch_size, "config": config,
+        }  # fmt: skip
+        self._world = world
+        self._nodes: list[Node] = []
+
+    def start(self, **of_ranks: dict[str, Any]) -> list[Node]:
+        """All ranks; ``rank_1={"die_at": 5}`` is for one of them."""
+        nodes = [self._start(rank, of_ranks.get(f"rank_{rank}", {})) for rank in range(self._world)]
+        self._nodes += nodes
+        return nodes
+
+    def _start(self, rank: int, spec: dict[str, Any]) -> Node:
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=ddp_node.run_forked, args=({**self._common, "rank": rank, **spec}, theirs))
+        process.start()
+        theirs.close()
+
+        def events() -> Iterable[dict[str, Any]]:
+            with ours:
+                while True:
+                    try:
+                        yield ours.recv()
+                    except (EOFError, OSError):
+                        return
+
+        return Node(process, events())
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._nodes:
+            node.end()
