@@ -10,8 +10,8 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client doctor test check lint format typecheck wheel smoke \
-	bench-federated bench-codecs lock clean distclean
+.PHONY: help setup demo run-controller run-client run-ddp doctor test check lint format typecheck wheel smoke \
+	bench-federated bench-ddp bench-codecs lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -74,6 +74,14 @@ run-client: CONFIG ?= experiments/configs/client.conf.json
 run-client: $(STAMP)  ## start one client: make run-client ID=0 CONFIG=my.json
 	@$(BIN)/gradbus client $(CONFIG) --id $(ID) $(ARGS)
 
+# Without RANK all ranks run on this machine; with it, this is one of them. Both may come from the environment. Without WORLD: 2, or
+# what a CONFIG of one's own says.
+run-ddp: DDP := experiments/configs/ddp.conf.json
+run-ddp: CONFIG ?= $(DDP)
+run-ddp: WORLD ?= $(or $(WORLD_SIZE),$(if $(filter $(DDP),$(CONFIG)),2))
+run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one process per rank: make run-ddp WORLD=2 RANK=0
+	@$(BIN)/gradbus $(if $(RANK),worker --rank $(RANK) $(WORLD:%=--world %),run $(WORLD:%=-n %) --) $(CONFIG) $(ARGS)
+
 doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
 
@@ -126,6 +134,9 @@ UV_NOW = $(if $(NO_UV),,$(or $(UV),$(wildcard $(BIN)/uv)))
 
 bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
 	@$(PY) -m gradbus.experiments.bench_federated $(ARGS)
+
+bench-ddp: $(STAMP)  ## data-parallel training: exactness, accuracy, bytes, waiting, every collective
+	@$(PY) -m gradbus.experiments.bench_ddp $(ARGS)
 
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
 	@$(PY) -m gradbus.experiments.bench_codecs $(ARGS)

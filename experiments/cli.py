@@ -1,17 +1,28 @@
-"""The command line: ``gradbus demo | controller | client | doctor``.
+"""The command line: ``gradbus demo | controller | client | worker | run | doctor``.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import gradbus
+from gradbus.experiments import cli_parallel
 from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopName, NetworkChoice
+from gradbus.experiments.cli_options import (
+    Config,
+    DataRoot,
+    Level,
+    Live,
+    Loop,
+    Overrides,
+    Resume,
+    RunDir,
+    Style,
+)
 from gradbus.experiments.lifecycle import guard, run_loop
 from gradbus.experiments.lookup import let_current_directory_be_imported
 
@@ -21,24 +32,9 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the default would take [brackets] for markup, and keep the line ends of docstrings
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json or .toml file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one key, stronger than the file. May be repeated."),
-]
-DataRoot = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder that holds MNIST/raw. [default: $GRADBUS_DATA, the cache]")
-]
-Level = Annotated[LogLevel, typer.Option(help="What is worth a log line.")]
-Style = Annotated[LogStyle, typer.Option(help="auto: readable on a terminal, JSON elsewhere.")]
-Loop = Annotated[LoopName, typer.Option(help="Event loop; asyncio where there is no uvloop.")]
-RunDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Reports, figures, checkpoints. [default: runs/JOB-TIME]")
-]
-Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -96,9 +92,7 @@ def demo(
 def controller(
     config: Config,
     run_dir: RunDir = None,
-    resume: Annotated[
-        bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")
-    ] = None,
+    resume: Resume = None,
     live: Live = True,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -148,6 +142,9 @@ def client(
         run_loop(lambda: run_client(settings, client_id), loop)
 
     raise typer.Exit(guard("client", action))
+
+
+cli_parallel.add_to(app)
 
 
 @app.command()

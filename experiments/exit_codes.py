@@ -6,11 +6,14 @@
 | 1 | something unexpected; its traceback is in the log | report it |
 | 2 | a setting, an option or a configuration file is wrong | correct what the line names |
 | 3 | the data set is not there and cannot be fetched | name its folder with ``--data-root`` or ``GRADBUS_DATA`` |
-| 4 | clients, or the controller, did not come or went away | start them; ``gradbus doctor`` |
+| 4 | clients, ranks, or the controller, did not come or went away | start them; ``gradbus doctor`` |
 | 5 | a round had too few updates, too often | start more clients and continue the run |
 | 6 | a checkpoint or the state directory cannot be used | as the line says |
 | 7 | the controller refused this client | as the line says: another id, or the same model |
 | 8 | the data bus cannot be used | ``gradbus doctor`` |
+| 9 | a rank of a data-parallel run was lost, or fell silent | see its own log; start all ranks again to continue |
+| 10 | the replicas of a data-parallel run are not equal any more | as the line says |
+| 11 | the ranks do not ask for the same, so they cannot work together | give all the same program and settings |
 | 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
 """
 
@@ -22,9 +25,13 @@ from gradbus.runtime.errors import (
     BarrierTimeout,
     BusError,
     CheckpointError,
+    CollectiveError,
+    CollectiveTimeout,
     ConfigError,
     GradbusError,
     JoinRefused,
+    PeerLost,
+    ReplicasDiverged,
     RoundTimeout,
 )
 
@@ -41,6 +48,9 @@ class ExitCode(IntEnum):
     CHECKPOINT = 6
     REFUSED = 7
     BUS = 8
+    RANK_LOST = 9
+    DIVERGED = 10
+    RANKS_DISAGREE = 11
 
 
 class NoData(GradbusError):
@@ -60,6 +70,10 @@ _CODES: dict[type[GradbusError], ExitCode] = {
     CheckpointError: ExitCode.CHECKPOINT,
     JoinRefused: ExitCode.REFUSED,
     BusError: ExitCode.BUS,
+    PeerLost: ExitCode.RANK_LOST,
+    CollectiveTimeout: ExitCode.RANK_LOST,
+    ReplicasDiverged: ExitCode.DIVERGED,
+    CollectiveError: ExitCode.RANKS_DISAGREE,
 }
 
 

@@ -1,4 +1,4 @@
-"""Configuration files: what a controller and a client are told. One file each, with sections.
+"""Configuration files: what a controller, a client and a worker are told. One file each, with sections.
 
 Weak to strong: the defaults here, the file, the environment (``GRADBUS_FEDERATED__ROUNDS=20``), ``--set
 federated.rounds=20``, other options of the command.
@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from gradbus.experiments.place import MAX_WORLD
+from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.settings import (
     BusSettings,
     ClientConfig,
@@ -28,7 +30,8 @@ Options = dict[str, Any]
 
 
 class TaskSettings(Settings):
-    """Model, data and training. Controller and clients must agree on ``model``, ``data``, ``partition`` and ``seed``.
+    """Model, data and training. Controller and clients must agree on ``model``, ``data``, ``partition`` and ``seed``;
+    workers also on ``batch_size``.
 
     Attributes:
         model: makes the network, ``package.module:attribute``; called with ``model_options``.
@@ -40,12 +43,16 @@ class TaskSettings(Settings):
         partition: how the training set is shared out: iid, dirichlet, shards, by_label, or an object with a ``kind``
             and its options: ``{"kind": "dirichlet", "alpha": 0.5}``.
         num_clients: cut the training set into so many shares, if the controller expects fewer clients or does not know.
-        batch_size, momentum, weight_decay: of the clients' SGD.
+        batch_size: samples of a step of one client or one worker.
+        momentum, weight_decay: of the clients' SGD; that of workers is set in their own section.
         seed: of the initial weights and the partition.
         train_fn: a training function in place of SGD, ``package.module:attribute``; see ``gradbus.models.TrainFn``.
+            For clients only.
         task: a function that returns a whole task of your own, ``package.module:attribute``; see
-            ``gradbus.models.Task``. It gets ``task_options``, and all above is then without effect.
-        threads: threads of torch in this process. device: where model and data live.
+            ``gradbus.models.Task``, and for workers ``gradbus.actors.DataParallelTask``. It gets ``task_options``, and
+            all above is then without effect.
+        threads: threads of torch in this process; workers that are not told share the cores of their machine.
+        device: where model and data live.
     """
 
     model: str = "gradbus.models:mnist_cnn"
@@ -89,8 +96,35 @@ class ClientFile(Settings):
     client: ClientConfig = ClientConfig()
 
 
-F = TypeVar("F", ControllerFile, ClientFile)
-_SECTIONS = {*ControllerFile.model_fields, *ClientFile.model_fields}
+OF_CLIENTS = {"momentum": "worker.momentum", "weight_decay": "worker.weight_decay", "train_fn": "task.task"}
+
+
+class WorkerFile(Settings):
+    """What ``gradbus worker`` reads. All ranks may read the same file.
+
+    Attributes:
+        rank, world: which of how many this is; usually not here but on the command line or in the environment.
+        run_dir: rank 0: where reports, figures and checkpoints go; None: ``runs/<job>-<time>``, anew at each start. A
+            run that is started again with the same directory is continued. The other ranks use the same directory where
+            they can see it, else one of that name.
+    """
+
+    bus: BusSettings = BusSettings()
+    task: TaskSettings = TaskSettings()
+    worker: DataParallelConfig = DataParallelConfig()
+    run_dir: Path | None = None
+    rank: Annotated[int, Field(ge=0, lt=MAX_WORLD)] | None = None
+    world: Annotated[int, Field(ge=1, le=MAX_WORLD)] | None = None
+
+    @model_validator(mode="after")
+    def _no_rules_of_clients(self) -> WorkerFile:
+        for key in sorted(OF_CLIENTS.keys() & self.task.model_fields_set):
+            raise ValueError(f"task.{key} is a setting of federated clients; workers take {OF_CLIENTS[key]}")
+        return self
+
+
+F = TypeVar("F", ControllerFile, ClientFile, WorkerFile)
+_SECTIONS = {*ControllerFile.model_fields, *ClientFile.model_fields, *WorkerFile.model_fields}
 
 
 def load(

@@ -10,14 +10,15 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from gradbus.experiments.choices import LoopName
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
-from gradbus.runtime import logs
+from gradbus.runtime import compute, logs
 from gradbus.runtime.errors import GradbusError
 
 T = TypeVar("T")
@@ -77,7 +78,9 @@ async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         # A moment later, so that the cancellation has reached whoever waits for the computation that this ends.
         loop.call_later(0.05, stopping.set)
 
-    for signum in _SIGNALS:
+    # nohup wants that the end of the terminal ends nothing.
+    wanted = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    for signum in wanted:
         loop.add_signal_handler(signum, on_signal, signum)
     try:
         return await main()
@@ -86,7 +89,7 @@ async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             raise Interrupted(received[0]) from None
         raise
     finally:
-        for signum in _SIGNALS:
+        for signum in wanted:
             loop.remove_signal_handler(signum)
 
 
@@ -97,6 +100,16 @@ async def off_the_loop(function: Callable[[], object], name: str) -> None:
         await asyncio.get_running_loop().run_in_executor(executor, function)
     finally:
         executor.shutdown(wait=False)
+
+
+def _within_computation(trace: TracebackType | None) -> TracebackType | None:
+    """Without what leads to the compute thread, which is the same every time, for an error from there."""
+    inner = trace
+    while inner is not None:
+        code, inner = inner.tb_frame.f_code, inner.tb_next
+        if code.co_filename == compute.__file__ and inner is not None:
+            trace = inner
+    return trace
 
 
 def _abort(signum: int) -> NoReturn:
@@ -115,12 +128,13 @@ def say(text: str) -> None:
     print(" ".join(text.split()), file=sys.stderr, flush=True)
 
 
-def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str) -> int:
+def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str, as_log: bool = True) -> int:
     """Run a command and turn the way it ended into an exit code, and one line on stderr unless it ended well.
 
     Args:
         name: of the command, for that line.
         when_stopped: what to add to it after Ctrl-C: how to go on.
+        as_log: an unexpected error becomes a line in the log; else a plain traceback on stderr.
     """
     before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end in order
     try:
@@ -133,9 +147,12 @@ def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], s
     except GradbusError as error:
         say(f"gradbus {name}: {error}")
         return exit_code_of(error)
-    except Exception:
-        logs.configure()  # whoever had the log before
-        logs.get_logger("cli").exception("unexpected error", command=name)
+    except Exception as error:
+        if as_log:
+            logs.configure()  # whoever had the log before
+            logs.get_logger("cli").exception("unexpected error", command=name)
+        else:
+            traceback.print_exception(error.with_traceback(_within_computation(error.__traceback__)))
         say(f"gradbus {name}: unexpected error, see the traceback above")
         return ExitCode.UNEXPECTED
     finally:

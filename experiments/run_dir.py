@@ -7,11 +7,12 @@ written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, a
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from gradbus.experiments.versions import versions
 from gradbus.runtime.errors import ConfigError
@@ -31,13 +32,7 @@ class RunDirectory:
         """Make the directory if need be. Raises ConfigError: it cannot be written."""
         self.path = path
         self._written = 0
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self.log = (path / "controller.log").open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
-            ) from None
+        self.log = open_log(path, "controller.log")
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +47,7 @@ class RunDirectory:
 
     def write_config(self, values: Any) -> None:
         """Keep the settings in force."""
-        _write_json(self.path / "config.json", values)
+        write_json(self.path / "config.json", values)
 
     def add(self, reports: Sequence[RoundReport]) -> None:
         """Append what is new in the history of the run.
@@ -77,11 +72,28 @@ class RunDirectory:
             more: further entries.
         """
         summary = {
-            "outcome": outcome, **totals(reports), "wall_s": round(seconds, 3), **more, "versions": versions(),
-            "platform": platform.platform(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "outcome": outcome, **totals(reports), "wall_s": round(seconds, 3), **more, **about_this_program(),
         }  # fmt: skip
-        _write_json(self.path / "summary.json", summary)
+        write_json(self.path / "summary.json", summary)
         return summary
+
+
+def open_log(path: Path, name: str) -> TextIO:
+    """A file in a run directory, for appending; the directory is made if need be. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return (path / name).open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
+        ) from None
+
+
+def about_this_program() -> dict[str, Any]:
+    """What a summary says beside the run itself."""
+    return {
+        "versions": versions(), "platform": platform.platform(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }  # fmt: skip
 
 
 def new_path(job: str) -> Path:
@@ -106,5 +118,21 @@ def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, values: Any) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def write_json(path: Path, values: Any) -> None:
+    """For programs and for people. Whoever reads meanwhile, or after a crash, finds the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def json_text(values: Any, *, indent: int | None = None) -> str:
+    """JSON that every program can read: it has no NaN and no infinity, so null stands for them."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value

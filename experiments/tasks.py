@@ -1,19 +1,22 @@
 """From settings to a task: what a configuration file can say about model, data and training.
 
-Whatever the settings get wrong becomes a ConfigError or NoData here, which name the setting.
+Whatever the settings get wrong becomes a ConfigError or NoData here, which name the setting. What a user's own function
+raises stays as it is, with its traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradbus import models
+from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.experiments.exit_codes import NoData
 from gradbus.experiments.files import TaskSettings
@@ -22,6 +25,7 @@ from gradbus.experiments.lookup import resolve
 from gradbus.runtime.errors import ConfigError
 
 _METHODS = ("build_model", "prepare", "train", "evaluate")
+_SHARD_METHODS = ("build_model", "prepare_shard", "num_batches", "batches", "loss", "evaluate_shard")
 
 
 class ConfiguredTask:
@@ -37,7 +41,7 @@ class ConfiguredTask:
         self.note = ""
         torch.set_num_threads(settings.threads)
         with _settings_to_blame():
-            self._task: FederatedTask = _own(settings) if settings.task is not None else _classification(settings)
+            self._task: FederatedTask = _make(settings, _METHODS, "gradbus.models.Task")
 
     def load(self, *, to_train: bool = False) -> None:
         """Load the data, and for a client what training needs, before anybody waits for it.
@@ -45,9 +49,7 @@ class ConfiguredTask:
         Raises:
             NoData, ConfigError.
         """
-        if isinstance(self._task, models.ClassificationTask):
-            with _settings_to_blame():
-                self.note = self._task.data.note or self._task.data.name
+        self.note = _load(self._task)
         if to_train:
             # The first optimizer of a process makes torch import its compiler, which takes seconds.
             torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -64,11 +66,73 @@ class ConfiguredTask:
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:
         """As the task does it, but ended by Ctrl-C: nobody waits for a result then."""
-        hook = model.register_forward_pre_hook(_stop_if_asked)
-        try:
+        with _stoppable(model):
             return self._task.evaluate(model)
-        finally:
-            hook.remove()
+
+
+class ConfiguredShardTask:
+    """The same for a worker. Implements :class:`gradbus.actors.DataParallelTask`.
+
+    Attributes:
+        note: one line about the data, once they are loaded.
+    """
+
+    def __init__(self, settings: TaskSettings) -> None:
+        """Import what the settings name; nothing is loaded yet. Raises ConfigError."""
+        self.note = ""
+        torch.set_num_threads(settings.threads)
+        with _settings_to_blame():
+            self._task: DataParallelTask = _make(settings, _SHARD_METHODS, "gradbus.actors.DataParallelTask")
+
+    def load(self) -> None:
+        """Load the data, before anybody waits for it.
+
+        Raises:
+            NoData, ConfigError.
+        """
+        self.note = _load(self._task)
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks, or they would take other samples than was agreed; as far as it is known."""
+        task = self._task
+        if not isinstance(task, models.ClassificationTask):
+            return {}
+        data = task.data
+        test = 0 if data.test is None else len(data.test)
+        return {
+            "task.data": data.name, "training samples": len(data.train), "test samples": test,
+            "task.batch_size": task.batch_size,
+        }  # fmt: skip
+
+    def build_model(self) -> nn.Module:
+        return self._task.build_model()
+
+    def prepare_shard(self, rank: int, world: int) -> None:
+        with _settings_to_blame():
+            self._task.prepare_shard(rank, world)
+
+    def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
+        return self._task.num_batches(rank=rank, world=world, epoch=epoch)
+
+    def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
+        return self._task.batches(rank=rank, world=world, epoch=epoch, seed=seed)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._task.loss(model, batch)
+
+    def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardCounts | None:
+        """As the task does it, but ended by Ctrl-C."""
+        with _stoppable(model):
+            return self._task.evaluate_shard(model, rank=rank, world=world)
+
+
+@contextlib.contextmanager
+def _stoppable(model: nn.Module) -> Iterator[None]:
+    hook = model.register_forward_pre_hook(_stop_if_asked)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _stop_if_asked(*_: Any) -> None:
@@ -76,17 +140,26 @@ def _stop_if_asked(*_: Any) -> None:
         raise models.TrainingStopped(0)
 
 
-def _own(settings: TaskSettings) -> FederatedTask:
-    assert settings.task is not None
+def _load(task: object) -> str:
+    """Load the data of a task whose data are known here; one line about them."""
+    if not isinstance(task, models.ClassificationTask):
+        return ""
+    with _settings_to_blame():
+        return task.data.note or task.data.name
+
+
+def _make(settings: TaskSettings, methods: Sequence[str], protocol: str) -> Any:
+    """The task, which has these methods."""
+    if settings.task is None:
+        return _classification(settings)
     made = _call(settings.task, settings.task_options, key="task.task")
-    lacking = [name for name in _METHODS if not callable(getattr(made, name, None))]
+    lacking = [name for name in methods if not callable(getattr(made, name, None))]
     if lacking:
         raise ConfigError(
             f"task.task {settings.task!r}: what it returns, {type(made).__name__}, has no {', '.join(lacking)}; "
-            f"see gradbus.models.Task"
+            f"see {protocol}"
         )
-    task: FederatedTask = made
-    return task
+    return made
 
 
 def _classification(settings: TaskSettings) -> models.ClassificationTask:
@@ -149,7 +222,7 @@ def _call(spec: str, options: dict[str, Any], *, key: str) -> Any:
 
 @contextlib.contextmanager
 def _settings_to_blame() -> Iterator[None]:
-    """What goes wrong in here is due to the settings, not to the program."""
+    """What our own code refuses in here is due to the settings, not to the program."""
     try:
         yield
     except models.DataMissing as error:
@@ -157,4 +230,12 @@ def _settings_to_blame() -> Iterator[None]:
     except ConfigError:
         raise
     except ValueError as error:
+        if not _is_ours(error):
+            raise
         raise ConfigError(f"task: {error}") from None
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether no function of anybody else was on the way to where it was raised."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return all(str(frame.f_globals.get("__name__", "")).partition(".")[0] == "gradbus" for frame in frames)

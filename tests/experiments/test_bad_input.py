@@ -34,6 +34,46 @@ def test_a_configuration_that_is_not_json_says_where(invoke, tmp_path: Path) -> 
     assert "half.json is not valid JSON" in one_line(ended.err)
 
 
+@pytest.mark.parametrize("place", [(), ("--rank", 0), ("--world", 2), ("--rank", 2, "--world", 2)])
+def test_a_worker_without_a_place_is_told_how_to_give_it(invoke, configs, place, monkeypatch) -> None:
+    for name in ("RANK", "WORLD", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    ended = invoke("worker", configs / "ddp.conf.json", *place)
+    assert ended.code == 2
+    assert "Give --rank and --world, or RANK and WORLD in the environment" in one_line(ended.err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-n", 4, "--", "absent.json"), "absent.json cannot be read: No such file"),
+        (("-n", 4, "--", "x.json", "--set", "worker.lr=-1"), "worker.lr: input should be greater than 0, got -1"),
+        (("-n", 0, "--", "x.json"), "-n must be 1 to 1024, got 0"),
+        (("-n", 2, "--", "x.json", "--rank", 1), "--rank is not for 'gradbus run'"),
+        (("-n", 2, "--", "x.json", "--set", "bus.interface=nope0"), "'nope0' does not exist here"),
+        (("x.json",), "how many ranks? Say -n N"),
+    ],
+)
+def test_what_all_ranks_of_a_launch_would_say_is_said_once(invoke, arguments, said, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    ended = invoke("run", *arguments)
+    assert ended.code == 2
+    assert said in one_line(ended.err)
+
+
+def test_an_option_that_workers_do_not_have_is_refused_once(invoke, configs) -> None:
+    ended = invoke("run", "-n", 4, "--", configs / "ddp.conf.json", "--nonsense")
+    assert ended.code == 2
+    assert ended.err.count("No such option: --nonsense") == 1
+
+
+def test_a_rank_that_does_not_come_is_named(invoke, configs, domain) -> None:
+    soon = ("--set", "worker.join_timeout_s=0.5", "--set", f"bus.domain={domain}")
+    ended = invoke("worker", configs / "ddp.conf.json", "--rank", 0, "--world", 3, *soon, *GLYPHS)
+    assert ended.code == 4
+    assert "missing [1, 2]" in one_line(ended.err)
+
+
 @pytest.mark.parametrize("command", [("client", "client.conf.json", "--id", 0), ("controller", "controller.conf.json")])
 def test_data_that_are_not_there_are_asked_for(invoke, configs, command, tmp_path: Path) -> None:
     name, config, *rest = command

@@ -8,7 +8,8 @@ from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime.errors import ConfigError
 
-EXAMPLES = sorted(path.name for path in (Path(__file__).parents[2] / "experiments" / "configs").glob("*.json"))
+FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
+EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("ddp"))  # see parallel_pieces
 
 
 def kind_of(name: str) -> type[ControllerFile] | type[ClientFile]:

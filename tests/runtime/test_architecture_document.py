@@ -25,15 +25,20 @@ def test_every_file_and_folder_that_it_names_is_there(root: Path, page: str) -> 
     assert missing == []
 
 
+def test_every_file_of_the_collectives_is_named(root: Path, page: str) -> None:
+    files = {path.name for path in (root / "runtime" / "collectives").glob("*.py")} - {"__init__.py"}
+    assert [name for name in sorted(files) if not re.search(rf"[`/]{name}`", page)] == []
+
+
 def test_every_link_leads_somewhere(root: Path, page: str) -> None:
-    for page_name in ("architecture.md", "wire.md"):
+    for page_name in ("architecture.md", "wire.md", "collectives.md"):
         text = (root / "docs" / page_name).read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (root / "docs" / target).exists(), (page_name, target)
 
 
 def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) -> None:
-    sources = "".join(path.read_text(encoding="utf-8") for path in (root / "runtime").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (root / "runtime").rglob("*.py"))
     started = set(re.findall(r'(?:name|thread_name_prefix)=f?"(gradbus-[\w{}]+)"', sources))
     assert started == {"gradbus-receive", "gradbus-write", "gradbus-close", "gradbus-{name}"}
     for name in started - {"gradbus-{name}"}:

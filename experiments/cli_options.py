@@ -1,0 +1,27 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json or .toml file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one key, stronger than the file. May be repeated."),
+]
+DataRoot = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder that holds MNIST/raw. [default: $GRADBUS_DATA, the cache]")
+]
+Level = Annotated[LogLevel, typer.Option(help="What is worth a log line.")]
+Style = Annotated[LogStyle, typer.Option(help="auto: readable on a terminal, JSON elsewhere.")]
+Loop = Annotated[LoopName, typer.Option(help="Event loop; asyncio where there is no uvloop.")]
+RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Reports, figures, checkpoints. [default: runs/JOB-TIME]")
+]
+Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")]
+Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]

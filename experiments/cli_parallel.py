@@ -1,0 +1,106 @@
+"""The commands of data-parallel training: ``gradbus worker | run``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli_options import (
+    Config,
+    DataRoot,
+    Live,
+    Loop,
+    Overrides,
+    Resume,
+    RunDir,
+    Style,
+)
+from gradbus.experiments.lifecycle import guard
+from gradbus.experiments.lookup import let_current_directory_be_imported
+
+
+def worker(
+    config: Config,
+    rank: Annotated[
+        int | None, typer.Option(help="Of this process, from 0. [default: the file, $GRADBUS_RANK, $RANK]")
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(help="Ranks in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]"),
+    ] = None,
+    run_dir: RunDir = None,
+    resume: Resume = None,
+    live: Live = True,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="What is worth a log line. [default: info; warning for rank 0, which tells of each epoch]"),
+    ] = None,
+    log_style: Style = LogStyle.AUTO,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Train as one rank of a data-parallel job: the same model on every rank, each with its part of the data.
+
+    One process per rank, on one machine or on several. Rank 0 tells how it goes.
+    """
+    hint: list[str] = []
+
+    def action() -> None:
+        from gradbus.experiments.worker_command import worker_run
+
+        let_current_directory_be_imported()
+        extra = [] if resume is None else [f"worker.resume={str(resume).lower()}"]
+        worker_run(
+            config, rank=rank, world=world, run_dir=run_dir, overrides=[*(overrides or ()), *extra],
+            data_root=data_root, live=live, level=log_level, style=log_style, loop=loop, hint=hint,
+        )  # fmt: skip
+
+    plain = log_style is LogStyle.CONSOLE
+    raise typer.Exit(guard("worker", action, when_stopped=lambda: "".join(hint), as_log=not plain))
+
+
+def run(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="CONFIG", help="CONFIG and further options, as for gradbus worker.", show_default=False),
+    ],
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", metavar="N", help="Ranks. [default: world in CONFIG]")
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, metavar="SECONDS", help="Between the request to end and the kill.")
+    ] = 5.0,
+) -> None:
+    """Start all ranks of a data-parallel job on this machine, and end them together.
+
+    For example: gradbus run -n 4 -- my.json --set worker.epochs=3
+
+    Each line of a rank comes with [rank R] before it. Ctrl-C is passed on, the second one kills. Where a rank fails,
+    the others are ended, and its last lines are shown again.
+
+    A job without a name in CONFIG (bus.job) gets one of its own, so that two launches do not disturb each other. The
+    ranks share the cores of the machine, unless task.threads says how many threads each may have.
+    """
+    worker_command = context.parent.command.get_command(context, "worker")  # type: ignore[union-attr]
+    parsed = worker_command.make_context("worker", list(arguments), parent=context.parent)  # complains here, once
+    code: list[int] = []
+
+    def action() -> None:
+        from gradbus.experiments.launch_command import launch_run
+
+        let_current_directory_be_imported()
+        code.append(launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s))
+
+    failed: Any = guard("run", action)
+    raise typer.Exit(failed or code[0])
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(worker)
+    # What follows CONFIG is for the ranks, also without "--".
+    app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -1,0 +1,65 @@
+"""The command ``run``: what each rank gets, and one complaint in place of many where that is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradbus.experiments.buses import check
+from gradbus.experiments.files import WorkerFile, load
+from gradbus.experiments.launch import Launch, Launcher
+from gradbus.experiments.place import MAX_WORLD
+from gradbus.runtime.errors import ConfigError
+
+
+def launch_run(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> int:
+    """``gradbus run``. Returns the exit code of the launch.
+
+    Args:
+        arguments: of ``gradbus worker``, for every rank. options: the same, parsed.
+        ranks: how many; None: as the configuration says.
+
+    Raises:
+        ConfigError: what the ranks would all say.
+        LaunchFailed: a process could not be started.
+    """
+    return asyncio.run(Launcher(plan(arguments, options, ranks=ranks, grace_s=grace_s)).run())
+
+
+def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> Launch:
+    """What to start. Raises ConfigError."""
+    for name in ("rank", "world"):
+        if options[name] is not None:
+            raise ConfigError(f"--{name} is not for 'gradbus run', which gives every rank its own: say -n N")
+    file = load(
+        WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
+    )  # fmt: skip
+    check(file.bus)
+    world = file.world if ranks is None else ranks
+    if world is None:
+        raise ConfigError("how many ranks? Say -n N, or set world in the configuration")
+    if not 1 <= world <= MAX_WORLD:
+        raise ConfigError(f"-n must be 1 to {MAX_WORLD}, got {world}")
+    job = None if "job" in file.bus.model_fields_set else f"{file.bus.job}-{secrets.token_hex(4)}"
+
+    width = shutil.get_terminal_size((120, 24)).columns
+
+    def command(rank: int) -> list[str]:
+        # -P: Python would put the current directory in front of everything that is installed. The log is for people,
+        # for with prefixes it is no JSON any more, and holds what matters to all; an option of the user's wins.
+        own = ["--rank", str(rank), "--world", str(world), "--log-style", "console", "--log-level", "warning"]
+        return [sys.executable, "-P", "-m", "gradbus", "worker", *own, *arguments]
+
+    def environment(rank: int) -> dict[str, str | None]:
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+            "GRADBUS_RANK": None, "GRADBUS_WORLD": None, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
+            "COLUMNS": str(max(40, width - len(f"[rank {rank}] "))),
+            **({} if job is None else {"GRADBUS_BUS__JOB": job}),
+        }  # fmt: skip
+
+    return Launch(world=world, command=command, environment=environment, grace_s=grace_s)

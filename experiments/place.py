@@ -1,0 +1,69 @@
+"""Which rank this process is, of how many: from whoever says so first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from gradbus.runtime.errors import ConfigError
+
+MAX_WORLD = 1024
+_HOW = "Give --rank and --world, or RANK and WORLD in the environment, or start all ranks with 'gradbus run -n N'"
+
+
+class Place(NamedTuple):
+    """``rank`` is in 0 .. ``world`` - 1."""
+
+    rank: int
+    world: int
+
+
+def find_place(
+    *,
+    rank: int | None = None,
+    world: int | None = None,
+    file_rank: int | None = None,
+    file_world: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Place:
+    """From, strong to weak: options, the configuration file, GRADBUS_RANK and GRADBUS_WORLD, RANK and WORLD_SIZE
+    (torchrun's) or WORLD.
+
+    Raises:
+        ConfigError: one of them is missing, is no number, or out of range. The text says how to give them.
+    """
+    variables = os.environ if environment is None else environment
+    found_world = _first("world", world, file_world, ("GRADBUS_WORLD", "WORLD_SIZE", "WORLD"), variables)
+    found_rank = _first("rank", rank, file_rank, ("GRADBUS_RANK", "RANK"), variables)
+    if not 1 <= found_world.value <= MAX_WORLD:
+        raise ConfigError(f"world must be 1 to {MAX_WORLD}, got {found_world}. {_HOW}")
+    if not 0 <= found_rank.value < found_world.value:
+        expected = f"0 to {found_world.value - 1}, for world is {found_world}" if found_world.value > 1 else "0"
+        raise ConfigError(f"rank must be {expected}; got {found_rank}. {_HOW}")
+    return Place(found_rank.value, found_world.value)
+
+
+class _Found(NamedTuple):
+    value: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.where})"
+
+
+def _first(
+    name: str, option: int | None, in_file: int | None, names: Iterable[str], environment: Mapping[str, str]
+) -> _Found:
+    if option is not None:
+        return _Found(option, f"--{name}")
+    if in_file is not None:
+        return _Found(in_file, "the configuration")
+    for variable in names:
+        text = environment.get(variable, "").strip()
+        if text:
+            try:
+                return _Found(int(text), f"${variable}")
+            except ValueError:
+                raise ConfigError(f"${variable} must be a whole number, got {text!r}. {_HOW}") from None
+    raise ConfigError(f"no {name} is given. {_HOW}")

@@ -1,0 +1,121 @@
+"""The directory of a data-parallel run. Ranks that see the same directory share it.
+
+Rank 0 writes ``config.json`` (the run can be started again from it), ``epochs.jsonl`` (a line for each, as they come),
+``summary.json``, ``accuracy.png``, and ``trace.json``: the traces of all ranks that share the directory, as one. Every
+rank writes its windows of the profile, ``trace-rank-R.json``, and its checkpoints in ``state/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradbus.experiments.files import OF_CLIENTS, WorkerFile
+from gradbus.experiments.run_dir import about_this_program, json_text, write_json
+from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
+from gradbus.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradbus.actors.worker_report import EpochReport
+
+_MARK = ".rank-0"
+
+
+class WorkerDirectory:
+    """Writes what one rank leaves.
+
+    Attributes:
+        path: the directory.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        """Make the directory if need be. Raises ConfigError: it cannot be written."""
+        self.path = path
+        self._rank = rank
+        self._written = False
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                (path / _MARK).write_text(secrets.token_hex(16))
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
+            ) from None
+
+    @property
+    def state(self) -> Path:
+        """Where the checkpoints of the run go."""
+        return self.path / "state"
+
+    @property
+    def mark(self) -> str:
+        """Random, and new with every start of rank 0: who reads the same at this path sees the same directory."""
+        with contextlib.suppress(OSError):
+            return (self.path / _MARK).read_text()
+        return ""
+
+    @classmethod
+    def meet(cls, told: Mapping[str, str], own: Path | None, rank: int) -> WorkerDirectory:
+        """For a rank other than 0: that of rank 0 if it can be seen here, else its own, else one of the same name.
+
+        Args:
+            told: by rank 0, from :meth:`invitation`.
+        """
+        seen = Path(told["path"])
+        with contextlib.suppress(OSError):
+            if (seen / _MARK).read_text() == told["mark"]:
+                return cls(seen, rank)
+        return cls(own or Path("runs", seen.name), rank)
+
+    def invitation(self) -> dict[str, str]:
+        """What the other ranks need to find this directory."""
+        return {"path": str(self.path.absolute()), "mark": self.mark}
+
+    def write_config(self, file: WorkerFile) -> None:
+        """Keep the settings in force, as a file that can be read again, by any rank."""
+        unset = {"threads"} - file.task.model_fields_set  # how many it were depends on the machine
+        values = file.model_dump(mode="json", exclude={"rank": True, "task": set(OF_CLIENTS) | unset})
+        write_json(self.path / "config.json", values)
+
+    def add(self, report: EpochReport) -> None:
+        """Append the report of an epoch. What an earlier start has done after the checkpoint it was resumed from is
+        taken out: it did not happen."""
+        path = self.path / "epochs.jsonl"
+        before = [] if self._written else [line for line in _lines(path) if json.loads(line)["epoch"] < report.epoch]
+        with path.open("a" if self._written else "w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in [*before, json_text(report.to_json())])
+        self._written = True
+
+    @property
+    def trace(self) -> Path:
+        """The timeline of this rank, for chrome://tracing or ui.perfetto.dev."""
+        return self._trace_of(self._rank)
+
+    def merge_traces(self, world: int) -> None:
+        """Rank 0, when all have written theirs: those that can be seen here in one file."""
+        paths = [path for path in map(self._trace_of, range(world)) if path.exists()]
+        traces = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        write_chrome_trace(self.path / "trace.json", merge_chrome_traces(traces))
+
+    def finish(self, **entries: Any) -> None:
+        """Write the summary."""
+        write_json(self.path / "summary.json", {**entries, **about_this_program()})
+
+    def _trace_of(self, rank: int) -> Path:
+        return self.path / f"trace-rank-{rank}.json"
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file of reports, without what is cut off."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            json.loads(line)["epoch"]
+            lines.append(line)
+    return lines

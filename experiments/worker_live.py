@@ -1,0 +1,129 @@
+"""What rank 0 shows of a data-parallel run: one plain line per epoch, or a table that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gradbus.experiments.live import number, percent, size
+from gradbus.experiments.logfile import LogFile
+
+if TYPE_CHECKING:
+    from gradbus.actors import Worker
+    from gradbus.actors.worker_report import EpochReport
+
+_REFRESH_PER_S = 5
+_OTHER_LINES = 10  # of the screen, besides epochs
+
+
+class EpochDisplay(Protocol):
+    """Shows a run from entering to leaving."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def epoch_done(self, report: EpochReport) -> None:
+        """All ranks have gone through an epoch."""
+
+
+class NoDisplay:
+    """For the ranks that have nothing to tell."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def epoch_done(self, report: EpochReport) -> None:
+        """Rank 0 says it."""
+
+
+class EpochLines(NoDisplay):
+    """One line per epoch, for files, pipes and ``--no-live``."""
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self._console = console
+        self._epochs = epochs
+
+    def epoch_done(self, report: EpochReport) -> None:
+        skipped = f", {report.skipped_steps} steps skipped" if report.skipped_steps else ""
+        text = (
+            f"epoch {report.epoch + 1}/{self._epochs}: step {report.step}, loss {number(report.loss, 4)}, "
+            f"accuracy {percent(report.accuracy)}, step {_milliseconds(report.step_s_mean)} ms, "
+            f"wait {_milliseconds(report.wait_s_mean)} ms, sent {size(round(report.bytes_out_per_step))} per step, "
+            f"density {share(report.density)}{skipped}, epoch {report.seconds:.2f} s"
+        )
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class EpochTable:
+    """A table that is drawn anew five times a second, by a thread of rich's, which only reads."""
+
+    def __init__(self, console: Console, worker: Worker, log: LogFile, title: str, epochs: int) -> None:
+        self._console = console
+        self._worker = worker
+        self._log = log
+        self._title = title
+        self._epochs = epochs
+        self._reports: list[EpochReport] = []
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESH_PER_S)
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def epoch_done(self, report: EpochReport) -> None:
+        self._reports.append(report)
+
+    def render(self) -> RenderableType:
+        """The picture of this moment."""
+        done = [report for report in self._reports if report.finished]
+        head = Table.grid(padding=(0, 1))
+        epochs = done[-1].epoch + 1 if done else 0
+        bar = ProgressBar(total=self._epochs, completed=epochs, width=24)
+        head.add_row(Text(self._title, style="bold"), bar, Text(f"{epochs}/{self._epochs} epochs"))
+        room = max(3, self._console.height - _OTHER_LINES)
+        now = Text(f"step {self._worker.step}", style="cyan")
+        warnings = [Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in list(self._log.warnings)]
+        return Group(head, epochs_table(self._reports[-room:]), now, *warnings)
+
+
+def epochs_table(reports: list[EpochReport]) -> Table:
+    """The epochs as a table, one row each."""
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    columns: dict[str, Callable[[EpochReport], str]] = {
+        "epoch": lambda report: str(report.epoch + 1),
+        "step": lambda report: str(report.step),
+        "loss": lambda report: number(report.loss, 4),
+        "accuracy": lambda report: percent(report.accuracy),
+        "step ms": lambda report: _milliseconds(report.step_s_mean),
+        "wait ms": lambda report: _milliseconds(report.wait_s_mean),
+        "sent per step": lambda report: size(round(report.bytes_out_per_step)),
+        "density": lambda report: share(report.density),
+        "epoch s": lambda report: f"{report.seconds:.2f}",
+    }
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for report in reports:
+        table.add_row(*(cell(report) for cell in columns.values()))
+    return table
+
+
+def share(part: float) -> str:
+    """0.001 as 0.1 %."""
+    return f"{100 * part:.3g} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"

@@ -1,0 +1,237 @@
+"""A rank of a data-parallel run, from a configuration file to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradbus.actors import EpochReport, Worker, WorkerSummary
+from gradbus.experiments.buses import open_bus
+from gradbus.experiments.files import WorkerFile
+from gradbus.experiments.lifecycle import off_the_loop
+from gradbus.experiments.place import Place
+from gradbus.experiments.tasks import ConfiguredShardTask
+from gradbus.experiments.worker_dir import WorkerDirectory
+from gradbus.experiments.worker_live import EpochDisplay, NoDisplay
+from gradbus.runtime.collectives import Group, join_group
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.profile_summary import ProfileSummary
+
+log = get_logger("cli")
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How the user hears of the run.
+
+    Attributes:
+        say: gets lines. display: makes what shows the epochs of a worker that has not started.
+    """
+
+    say: Callable[[str], None] = lambda text: None
+    display: Callable[[Worker], AbstractContextManager[EpochDisplay]] = lambda worker: NoDisplay()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run has come to.
+
+    Attributes:
+        path: the run directory. reports: of the epochs that this process has done. summary: of this rank. profiles: of
+            all ranks, in order.
+    """
+
+    path: Path
+    reports: list[EpochReport]
+    summary: WorkerSummary
+    profiles: list[ProfileSummary]
+
+
+async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcome:
+    """All epochs that are left. Once they have begun the run directory is complete whatever the end; a start that comes
+    to nothing leaves the directory of an earlier run as it was.
+
+    Args:
+        file: ``run_dir`` is given for rank 0.
+
+    Raises:
+        As :func:`gradbus.join_group` and :meth:`gradbus.Worker.run`; NoData, ConfigError.
+    """
+    rank, world = place
+    directory = None
+    if rank == 0:
+        assert file.run_dir is not None
+        directory = WorkerDirectory(file.run_dir, rank)
+    task = ConfiguredShardTask(file.task)
+    await off_the_loop(task.load, "load")
+    if task.note:
+        log.info("data", note=task.note)
+        telling.say(f"data: {task.note}")
+    rules = file.worker
+    run: _Run | None = None
+    try:
+        async with open_bus(file.bus) as bus:
+            if world > 1:
+                log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, domain=file.bus.domain)
+                telling.say(
+                    f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, on {file.bus.interface}"
+                )
+            async with join_group(
+                bus, rank=rank, world=world, timeout_s=rules.join_timeout_s,
+                collective_timeout_s=rules.collective_timeout_s,
+            ) as group:  # fmt: skip
+                met = await _meet(group, file, task, directory)
+                telling.say(met.text)
+                run = _Run(file, group, task, met.directory, telling)
+                await run.train()
+    finally:
+        if run is not None:  # when the others know already how it ended: this takes a while
+            run.finish()
+    return run.outcome
+
+
+class _Run:
+    def __init__(
+        self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, telling: Telling
+    ) -> None:
+        config: DataParallelConfig = file.worker
+        if config.state_dir is None:
+            config = config.model_copy(update={"state_dir": directory.state})
+        self._file = file.model_copy(update={"worker": config, "run_dir": directory.path, "world": group.world})
+        self._group = group
+        self._task = task
+        self._directory = directory
+        self._telling = telling
+        profile_dir = config.profile_dir or directory.path
+        own = config.model_copy(update={"profile_dir": profile_dir})
+        self._worker = Worker(group, task, own, on_open=self._opened)
+        self._has_opened = False
+        self._is_first = group.rank == 0
+        self._started_s = time.perf_counter()
+        self._end = "failed"
+        self._reports: list[EpochReport] = []
+        self._profiles: list[ProfileSummary] = []
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self._directory.path, self._reports, self._worker.summary, self._profiles)
+
+    async def train(self) -> None:
+        """All epochs; then find out where the time went, on all ranks."""
+        try:
+            with self._telling.display(self._worker) as shown:
+                async with contextlib.aclosing(self._worker.epochs()) as epochs:
+                    async for report in epochs:
+                        self._reports.append(report)
+                        if self._is_first:
+                            self._directory.add(report)
+                        shown.epoch_done(report)
+            await off_the_loop(self._write_trace, "trace")
+            profiles = await self._group.all_gather_object("run/profile", self._worker.summary.profile.to_json())
+            self._profiles = [ProfileSummary.from_json(values) for values in profiles]
+            if self._is_first:  # all have written theirs
+                await off_the_loop(self._merge_traces, "trace")
+            self._end = "done"
+        except asyncio.CancelledError:
+            self._end = "stopped"
+            raise
+
+    def _opened(self) -> None:
+        """Before that, the directory may hold a run that this one is not allowed to go on with."""
+        self._has_opened = True
+        if self._is_first:
+            self._directory.write_config(self._file)
+
+    def _write_trace(self) -> None:
+        self._worker.profile.write_trace(self._directory.trace)
+
+    def _merge_traces(self) -> None:
+        try:
+            self._directory.merge_traces(self._group.world)
+        except (OSError, ValueError) as error:  # the disk is full, or a trace is cut off: the run is done all the same
+            log.warning("trace not written", path=str(self._directory.path / "trace.json"), error=str(error))
+
+    def finish(self) -> None:
+        """Write what is known, whatever the end; nothing where nothing has begun."""
+        if not self._has_opened:
+            return
+        if self._end != "done":
+            self._write_trace()
+        if not self._is_first:
+            return
+        summary = self._worker.summary
+        values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
+        accuracies = [report.accuracy for report in self._reports if report.accuracy is not None]
+        try:
+            self._directory.finish(
+                outcome=self._end, **values, best_accuracy=max(accuracies, default=None),
+                wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job, data=self._task.note,
+                exchange=self._file.worker.exchange,
+                profiles=[profile.to_json() for profile in self._profiles or [summary.profile]],
+            )  # fmt: skip
+        except OSError as error:  # what ended the run matters more
+            log.warning("summary not written", path=str(self._directory.path), error=error.strerror)
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    directory: WorkerDirectory
+    text: str
+
+
+async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, directory: WorkerDirectory | None) -> _Met:
+    """Find out whether the ranks fit together, which cores this one may use, and where it writes."""
+    hello = {
+        "machine": _machine(), "facts": task.facts(),
+        "directory": None if directory is None else directory.invitation(),
+    }  # fmt: skip
+    hellos = await group.all_gather_object("run/hello", hello, timeout_s=file.worker.join_timeout_s)
+    check_equal_facts([hello["facts"] for hello in hellos])
+    machines = [hello["machine"] for hello in hellos]
+    if "threads" not in file.task.model_fields_set:
+        torch.set_num_threads(max(1, cores() // machines.count(machines[group.rank])))
+    if directory is None:
+        directory = WorkerDirectory.meet(hellos[0]["directory"], file.run_dir, group.rank)
+    many = len(set(machines))
+    where = f"on {many} machines" if many > 1 else "on this machine"
+    threads = torch.get_num_threads()
+    return _Met(
+        directory,
+        f"{group.world} {'ranks' if group.world > 1 else 'rank'} {where}, here with {threads} "
+        f"{'threads' if threads > 1 else 'thread'} each; run directory {directory.path}",
+    )
+
+
+def check_equal_facts(facts: Sequence[dict[str, Any]]) -> None:
+    """Raises ConfigError: a rank has other data or batches than rank 0."""
+    for rank, own in enumerate(facts):
+        for key, value in own.items():
+            if value != facts[0].get(key):
+                raise ConfigError(
+                    f"{key}: rank {rank} has {value!r}, rank 0 has {facts[0].get(key)!r}. All ranks need the same data "
+                    f"and batches; name them in the configuration instead of 'auto'"
+                )
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _machine() -> str:
+    """Equal for two processes that share their cores, whatever containers they are in."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return platform.node()

@@ -1,0 +1,179 @@
+"""Data-parallel training from the command line in earnest: real processes, real DDS on the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gradbus.experiments.files import WorkerFile, load
+from gradbus.runtime.profile_summary import read_summary
+
+pytestmark = pytest.mark.slow
+
+# A task of one's own: two numbers to be learnt, and an evaluation that counts to ten. Rank FAILS fails in step 3.
+TASK = """
+import os, torch
+from torch import nn
+
+class Task:
+    def __init__(self, fails=-1, batches=5):
+        self.fails, self.count = fails, batches
+
+    def build_model(self):
+        return nn.Linear(1, 1)
+
+    def prepare_shard(self, rank, world):
+        self.rank = rank
+
+    def num_batches(self, *, rank, world, epoch):
+        return self.count + rank
+
+    def batches(self, *, rank, world, epoch, seed):
+        for number in range(self.count + rank):
+            yield number, torch.randn(8, 1, generator=torch.Generator().manual_seed(1000 * epoch + 10 * number + rank))
+
+    def loss(self, model, batch):
+        number, x = batch
+        if self.rank == self.fails and number == 3:
+            raise ZeroDivisionError("this loss divides by nothing")
+        return (model(x) - 2 * x - 1).square().mean()
+
+    def evaluate_shard(self, model, *, rank, world):
+        class Counts:
+            correct, total, loss_sum = 4 + rank, 5, 1.0
+        return Counts()
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, domain: int) -> Path:
+    """A configuration that trains the task above."""
+    (tmp_path / "mine.py").write_text(TASK)
+    path = tmp_path / "mine.json"
+    path.write_text(
+        json.dumps(
+            {"bus": {"domain": domain}, "task": {"task": "mine:Task"}, "worker": {"epochs": 2, "join_timeout_s": 100}}
+        )
+    )
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        monkeypatch.delenv(name)
+
+
+def read_until(process: subprocess.Popen[str], wanted: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if wanted in line:
+            return line
+    pytest.fail(f"no {wanted!r} before the end; stderr: {process.communicate()[1]}")
+
+
+def reports_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "epochs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(200)  # two launches, each of which loads torch twice
+def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued(start, config, tmp_path: Path) -> None:
+    process = start("run", "-n", 2, "--", config, "--run-dir", "run")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, out + err
+    assert err == ""
+    lines = [line.removeprefix("[rank 0] ") for line in out.splitlines()]
+    assert lines[0].startswith("waiting for 1 more of 2 ranks: job default-")
+    assert lines[1].startswith("2 ranks on this machine, here with ")
+    assert [line.split(":")[0] for line in lines if line.startswith("epoch ")] == ["epoch 1/2", "epoch 2/2"]
+    assert lines[-1].startswith("done: 2 epochs, 12 steps, accuracy 90.00 %, sent ")
+    assert all(text in out for text in ("compute", "wait (network)", "rank 1"))
+
+    run = tmp_path / "run"
+    assert [(report["epoch"], report["step"]) for report in reports_of(run)] == [(0, 6), (1, 12)]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"], summary["world"]) == ("done", 12, 2)
+    assert [profile["rank"] for profile in summary["profiles"]] == [0, 1]
+    for rank in range(2):
+        profile = read_summary(run / f"profile-rank-{rank}.jsonl")
+        assert profile is not None
+        assert (profile.rank, profile.steps) == (rank, 12)
+    trace = json.loads((run / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1}
+    assert (run / "accuracy.png").stat().st_size > 1000
+    assert load(WorkerFile, run / "config.json").world == 2
+
+    process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "worker.epochs=3")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, out + err
+    assert "done: 3 epochs, 18 steps" in out
+    assert [report["epoch"] for report in reports_of(run)] == [0, 1, 2]
+
+
+def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config) -> None:
+    process = start("run", "-n", 3, config, "--set", 'task.task_options={"fails": 1}')
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 1, out + err
+    *_, report = err.partition("gradbus run: the last lines of rank 1:\n")
+    assert report.startswith("  Traceback (most recent call last):\n")
+    assert report.endswith(
+        "  ZeroDivisionError: this loss divides by nothing\n"
+        "  gradbus worker: unexpected error, see the traceback above\n"
+        "gradbus run: rank 1 failed with exit code 1\n"
+    )
+
+
+def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
+    start, config, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("WORLD", "2")
+    endless = ("--set", "worker.epochs=1000000")
+    first = start("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
+    read_until(first, "waiting for 1 more of 2 ranks: job default, on lo")
+    monkeypatch.setenv("RANK", "1")
+    second = start("worker", config, *endless)
+    read_until(first, "epoch 3/1000000")
+    second.terminate()
+    _, err = second.communicate(timeout=30)
+    assert second.returncode == 143
+    assert err.endswith("gradbus worker: stopped by SIGTERM\n")
+    _, err = first.communicate(timeout=30)
+    assert first.returncode == 9
+    assert "has lost rank 1" in err.splitlines()[-1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "failed"
+    assert (tmp_path / "run" / "trace-rank-1.json").exists()
+
+
+def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(start, config, tmp_path: Path) -> None:
+    process = start("run", "-n", 2, config, "--run-dir", "run", "--set", "worker.epochs=1000000")
+    read_until(process, "epoch 3/1000000")
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, out + err
+    assert "gradbus worker: stopped by Ctrl-C. To continue: the same command for all ranks, with --run-dir run\n" in err
+    assert err.endswith("gradbus run: stopped by Ctrl-C\n")
+    assert len(ranks) == 2
+    assert not any(rank.is_running() for rank in ranks)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "stopped"
+
+
+def test_torchrun_can_start_the_ranks(config, tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    if not torchrun.exists():
+        pytest.skip("this torch has no torchrun")
+    command = [
+        torchrun, "--standalone", "--nproc-per-node", "2", "--no-python", Path(sys.executable).with_name("gradbus"),
+        "worker", config, "--run-dir", "run",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "waiting for 1 more of 2 ranks: job torchrun-" in done.stdout
+    assert "done: 2 epochs, 12 steps" in done.stdout

@@ -1,0 +1,120 @@
+"""A rank of its own, in this process: what a start leaves in the run directory, and what of it can go wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradbus.actors import EpochReport
+from gradbus.experiments import worker_command
+from gradbus.experiments.files import TaskSettings
+from gradbus.experiments.run_dir import write_json
+from gradbus.experiments.tasks import ConfiguredShardTask
+from gradbus.experiments.worker_dir import WorkerDirectory
+from gradbus.runtime.errors import ConfigError
+
+TASK = """
+import torch
+from torch import nn
+
+class Task:
+    def __init__(self, width=1, fault="none"):
+        if fault == "factory":
+            raise ValueError("the user's own mistake")
+        self.width, self.fault = width, fault
+
+    def build_model(self):
+        return nn.Linear(1, self.width)
+
+    def prepare_shard(self, rank, world):
+        if self.fault == "shard":
+            raise ValueError("the user's own mistake")
+
+    def num_batches(self, *, rank, world, epoch):
+        return 2
+
+    def batches(self, *, rank, world, epoch, seed):
+        return iter(torch.ones(2, 8, 1))
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+    def evaluate_shard(self, model, *, rank, world):
+        return None
+
+def data():
+    raise ValueError("the user's own mistake")
+"""
+
+
+@pytest.fixture
+def run(invoke, domain: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run the only rank of a job in ``run``; options of its task by name."""
+    (tmp_path / "starts.py").write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "starts.json").write_text(json.dumps({"bus": {"domain": domain}, "task": {"task": "starts:Task"}}))
+
+    def run(*arguments: str, **options: object):
+        own = ("--set", f"task.task_options={json.dumps(options)}")
+        return invoke("worker", "starts.json", "--rank", 0, "--world", 1, "--run-dir", "run", *own, *arguments)
+
+    return run
+
+
+def left(path: Path) -> dict[str, bytes]:
+    """What an earlier run has left, but the mark of the newest start."""
+    names = ("config.json", "epochs.jsonl", "summary.json", "trace.json", "trace-rank-0.json")
+    return {name: (path / name).read_bytes() for name in names}
+
+
+def test_a_start_that_is_refused_leaves_the_run_that_is_there_as_it_was(run, tmp_path: Path) -> None:
+    first = run()
+    assert first.code == 0, first.err
+    before = left(tmp_path / "run")
+    assert json.loads(before["summary.json"])["outcome"] == "done"
+    refused = run(width=2)
+    assert refused.code == 6, refused.err
+    assert left(tmp_path / "run") == before
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_trace_or_a_picture_that_cannot_be_written_ends_no_run(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker_command, "draw_epochs", full)
+    (tmp_path / "run" / "trace.json").mkdir(parents=True)
+    ended = run()
+    assert ended.code == 0, ended.err
+    assert "done: 1 epochs, 2 steps" in ended.out
+    assert ended.err.count("trace not written") == 1
+    assert ended.err.count("picture not drawn") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "done"
+
+
+@pytest.mark.parametrize("fault", ["factory", "shard"])
+def test_a_value_error_of_ones_own_task_keeps_its_traceback(run, fault: str) -> None:
+    ended = run(fault=fault)
+    assert ended.code == 1
+    assert "unexpected error, see the traceback above" in ended.err
+    assert "starts.py" in ended.err
+
+
+def test_a_value_error_of_ones_own_data_stays_what_it_is(run) -> None:
+    task = ConfiguredShardTask(TaskSettings(data="starts:data"))
+    with pytest.raises(ValueError, match="own mistake") as caught:
+        task.load()
+    assert not isinstance(caught.value, ConfigError)
+    with pytest.raises(ConfigError, match="partition: no kind"):
+        ConfiguredShardTask(TaskSettings(partition="nonsense"))
+
+
+def test_what_is_not_a_number_is_null_for_other_programs(tmp_path: Path) -> None:
+    WorkerDirectory(tmp_path, 0).add(EpochReport(epoch=0, step=1, loss=float("nan")))
+    write_json(tmp_path / "summary.json", {"loss": float("inf"), "profiles": [{"mean": (1.0, float("nan"))}]})
+    assert '"loss": null' in (tmp_path / "epochs.jsonl").read_text()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "profiles": [{"mean": [1.0, None]}]}
