@@ -101,12 +101,14 @@ format: $(STAMP)  ## format the code, mend what lint can mend
 	$(BIN)/ruff check --fix
 
 # mypy cannot follow the editable install's mapping, and from the root it would read ./codecs as the standard library's module.
-# It sees the packages through links laid out as they are installed; `_front` is `gradbus` itself, not `gradbus.runtime._front`.
+# It sees the packages through links laid out as they are installed: `runtime/_front` is `gradbus` itself, `runtime/_torch` is
+# `gradbus.torch`, and neither is part of `gradbus.runtime`.
 typecheck: $(STAMP)  ## strict types
 	@rm -rf build/tree && mkdir -p build/tree/gradbus && cd build/tree/gradbus && \
-		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done
+		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
+		ln -s ../../../runtime/_torch torch
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_front/' -p gradbus
+		--exclude '/_(front|torch)/' -p gradbus
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/

@@ -9,16 +9,18 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ALL = {"codecs", "runtime", "models", "actors", "experiments", "front"}
+ALL = {"codecs", "runtime", "models", "actors", "experiments", "torch", "front"}
 MAY_IMPORT = {
     "codecs": {"codecs"},
     "runtime": {"runtime", "codecs"},
     "models": {"models"},
     "actors": {"actors", "runtime", "codecs"},
+    "torch": {"torch", "runtime", "codecs"},
     "experiments": ALL,
     "front": ALL,
 }
-FOLDERS = sorted(ALL - {"front"})
+FOLDERS = sorted(ALL - {"front", "torch"})
+MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
 DDS_ONLY_IN = {"runtime/dds.py", "runtime/ddsc.py", "runtime/idl_types.py"}
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib"}
@@ -34,13 +36,15 @@ class Import(NamedTuple):
 
 
 def layer_of(path: PurePosixPath) -> str:
-    return "front" if path.parts[:2] == ("runtime", "_front") else path.parts[0]
+    return MAPPED.get(path.parts[1], path.parts[0]) if path.parts[0] == "runtime" else path.parts[0]
 
 
 def package_of(path: PurePosixPath) -> list[str]:
     """The dotted package that relative imports in the file start from."""
     if layer_of(path) == "front":
         return ["gradbus", *path.parts[2:-1]]
+    if layer_of(path) == "torch":
+        return ["gradbus", "torch", *path.parts[2:-1]]
     return ["gradbus", *path.parts[:-1]]
 
 
@@ -90,9 +94,9 @@ def arrows_go_down(path: PurePosixPath, source: str) -> list[str]:
             found.append(f"line {line}: {name} works only with the root on sys.path; write gradbus.{name}")
         if parts[0] != "gradbus":
             continue
-        if "_front" in parts:
-            found.append(f"line {line}: {name} would be a second copy of gradbus")
-        target = parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "front"
+        if MAPPED.keys() & set(parts):
+            found.append(f"line {line}: {name} would be a second copy of a package")
+        target = parts[1] if len(parts) > 1 and parts[1] in ALL else "front"
         if target not in MAY_IMPORT[layer]:
             found.append(f"line {line}: {layer} imports {name}")
         elif layer == "front" and target == "experiments" and not lazy:
@@ -194,6 +198,9 @@ BAD = [
     (arrows_go_down, "experiments/cli.py", "from gradbus.runtime._front import connect"),
     (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.experiments import cli"),
     (arrows_go_down, "runtime/_front/__main__.py", "from .experiments.cli import main"),
+    (arrows_go_down, "runtime/_torch/works.py", "from gradbus.actors.worker import Worker"),
+    (arrows_go_down, "runtime/_torch/works.py", "from gradbus.runtime._torch import register"),
+    (arrows_go_down, "runtime/bus.py", "from gradbus.torch import register"),
     (dds_stays_behind_the_bus, "runtime/bus.py", "from cyclonedds.domain import DomainParticipant"),
     (dds_stays_behind_the_bus, "experiments/doctor.py", "def f():\n    import cyclonedds"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
@@ -236,6 +243,12 @@ GOOD = [
     ),
     (arrows_go_down, "runtime/_front/__init__.py", "from .actors import Client\nfrom . import codecs"),
     (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli import main"),
+    (
+        arrows_go_down,
+        "runtime/_torch/works.py",
+        "import torch.distributed\nfrom gradbus.torch.task import Task\nfrom gradbus.runtime.errors import BusClosed\n"
+        "from .task import Task",
+    ),
     (dds_stays_behind_the_bus, "runtime/dds.py", "import cyclonedds"),
     (logging_is_set_up_once, "runtime/logs.py", "import structlog\nstructlog.configure(processors=[])"),
     (

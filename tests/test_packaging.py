@@ -21,9 +21,12 @@ MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:root|work|home/\w+)/\w")
 REGISTRY = re.compile(r"(?:index-url|find-links|INDEX_URL|DEFAULT_INDEX)[ =\"']*\w+://|://[^\s/]+/(?:\S+/)?\+?simple\b")
 
 
+MAPPED = {("runtime", "_front"): (), ("runtime", "_torch"): ("torch",)}  # folders that are no part of gradbus.runtime
+
+
 def package_name(folder: Path) -> str:
     parts = folder.relative_to(ROOT).parts
-    return ".".join(["gradbus", *(parts[2:] if parts[:2] == ("runtime", "_front") else parts)])
+    return ".".join(["gradbus", *MAPPED.get(parts[:2], parts[:2]), *parts[2:]])
 
 
 def repository_files() -> Iterator[Path]:
@@ -71,7 +74,8 @@ def test_every_folder_with_python_files_is_a_package() -> None:
 
 
 def test_the_mapping_names_folders_that_exist() -> None:
-    assert SETUPTOOLS["package-dir"] == {"gradbus": "runtime/_front"} | {f"gradbus.{name}": name for name in FOLDERS}
+    mapped = {".".join(["gradbus", *name]): "/".join(folder) for folder, name in MAPPED.items()}
+    assert SETUPTOOLS["package-dir"] == mapped | {f"gradbus.{name}": name for name in FOLDERS}
     assert all((ROOT / folder).is_dir() for folder in SETUPTOOLS["package-dir"].values())
 
 
@@ -109,7 +113,7 @@ def test_no_package_is_imported_a_second_time_from_the_root() -> None:
     """Two copies of a module mean two copies of each class, and isinstance fails between them."""
     doubled = {name for name, module in sys.modules.items() if module and "gradbus" not in name and is_ours(module)}
     assert doubled == set()
-    assert "gradbus.runtime._front" not in sys.modules
+    assert not {"gradbus.runtime._front", "gradbus.runtime._torch"} & sys.modules.keys()
 
 
 def is_ours(module: object) -> bool:
@@ -127,10 +131,10 @@ IMPORT_ALL_WITHOUT_TORCHVISION = """
 import importlib, pkgutil, sys
 sys.modules["torchvision"] = None
 import gradbus
-for layer in ("codecs", "runtime", "models", "actors"):
+for layer in ("codecs", "runtime", "models", "actors", "torch"):
     package = importlib.import_module("gradbus." + layer)
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if "_front" not in found.name:
+        if "._" not in found.name:
             importlib.import_module(found.name)
 for name in getattr(gradbus, "__all__", ()):
     getattr(gradbus, name)

@@ -48,6 +48,9 @@ class EarlyFrames:
     def __len__(self) -> int:
         return self._frames
 
+    def __contains__(self, key: OperationKey) -> bool:
+        return key in self._slots
+
     def keep(self, key: OperationKey, envelope: Envelope) -> bool:
         """Keep a frame. False: there is no room, even without what has become too old."""
         size = len(envelope.frame.data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gradbus.runtime.collectives.early import EarlyFrames, Envelope
 from gradbus.runtime.collectives.operation import LARGE_BYTES, Link, Operation, OperationKey, lane_of
@@ -70,6 +70,9 @@ class Engine:
         self.dropped: Counter[str] = Counter()
         self.bytes_in = 0
         self.bytes_out = 0
+        # Called, on any thread and with no lock held, when something came that nobody has called for, a rank is gone,
+        # or the engine is closed.
+        self.on_news: Callable[[], None] | None = None
 
     def admit(self, group_id: int, incarnations: Mapping[int, int]) -> None:
         """Take frames of these starts of the ranks from now on, and of no others."""
@@ -104,6 +107,17 @@ class Engine:
         """Those of them that did not leave in order."""
         with self._lock:
             return dict(self._lost)
+
+    @property
+    def closed(self) -> BaseException | None:
+        """Why nothing can be done any more."""
+        return self._closed
+
+    def has_come(self, name: str, round_id: int, lane: str = "") -> bool:
+        """Whether something is here for the next call of this name, round and lane."""
+        with self._lock:
+            call = self._calls.get((round_id, name, lane), 0)
+            return OperationKey(round_id, call, name, lane) in self._early
 
     # Calls
 
@@ -202,8 +216,14 @@ class Engine:
             operation = self._pending.get(wanted)
             if operation is None:
                 self._put_aside(wanted, Envelope(frame, signature, meta))
-                return
-        operation.feed(frame, key.part, signature, meta)
+        if operation is None:
+            self._tell()
+        else:
+            operation.feed(frame, key.part, signature, meta)
+
+    def _tell(self) -> None:
+        if self.on_news is not None:
+            self.on_news()
 
     def _put_aside(self, key: OperationKey, envelope: Envelope) -> None:
         if self._closed is not None:
@@ -226,6 +246,7 @@ class Engine:
             lost = dict(self._lost)
         for operation in pending:
             operation.fail(PeerLost(self.group, lost))
+        self._tell()
 
     def leave(self, rank: int, why: str) -> None:
         """A rank has left in order, and all that it has sent is here: who still misses something will not get it."""
@@ -235,6 +256,7 @@ class Engine:
         for operation in pending:
             if rank in operation.missing:
                 operation.fail(PeerLost(self.group, {rank: why}))
+        self._tell()
 
     def close(self, error: BaseException) -> None:
         """End everything with this error, and take nothing more."""
@@ -244,6 +266,7 @@ class Engine:
             self._early.clear()
         for operation in pending:
             operation.fail(error)
+        self._tell()
 
 
 def _no_room(name: str) -> CollectiveError:

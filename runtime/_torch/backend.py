@@ -1,0 +1,259 @@
+"""The backend: torch's calls in, works out. Collectives come from C++, which finds them here by their names."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
+
+from gradbus.torch.comm_thread import Lane
+from gradbus.torch.groups import TorchGroup
+from gradbus.torch.monitored_barrier import monitored_barrier
+from gradbus.torch.ops import Reductions
+from gradbus.torch.p2p import Messages
+from gradbus.torch.register import NAME
+from gradbus.torch.task import Task, together
+from gradbus.torch.works import DdsWork, Several
+
+_ORDERED = "c"  # all collectives share a name: where ranks call different ones, that is noticed at once
+
+# torch's C++ side does not always keep the Python object of a backend, and without it the methods here are gone.
+_alive: set[DdsBackend] = set()
+
+
+def _leave_all() -> None:
+    """Who ends without destroy_process_group leaves in order all the same: what it has sent arrives."""
+    for backend in list(_alive):
+        backend.leave_at_exit()
+
+
+# Before atexit's functions: by their time no executor takes work any more, not even one that is idle.
+getattr(threading, "_register_atexit", atexit.register)(_leave_all)
+
+
+class DdsBackend(Backend):
+    """One rank of one process group."""
+
+    def __init__(self, store: Store, rank: int, size: int, options: Backend.Options) -> None:
+        """Form the group. Raises as :meth:`TorchGroup.form`."""
+        super().__init__(rank, size)
+        self._process = os.getpid()
+        self._options = options
+        self._timeout_s = options._timeout.total_seconds()
+        self._lane = Lane()
+        self._tasks = Reductions(rank, size)
+        label = str(options.group_name) if options.global_ranks_in_group else "world"
+        self._group = TorchGroup.form(store, rank, size, label, self._timeout_s, self._lane.watch)
+        self._lane.engine = self._group.engine
+        self._lane.later = self._group.later
+        self.messages = Messages(self._group, self._lane, self._tasks)
+        self._coalescing = threading.local()
+        _alive.add(self)
+
+    # What it is. The properties must be here: those of the base class call themselves for ever.
+
+    supports_splitting = property(lambda self: True)
+    supports_coalescing = property(lambda self: False)  # nothing is gained by it
+    supports_shrinking = property(lambda self: False)
+    supports_reconfigure = property(lambda self: False)
+    supports_window = property(lambda self: False)
+    _supports_time_estimate = property(lambda self: False)
+
+    @property
+    def options(self) -> Backend.Options:
+        """With which it was made."""
+        return self._options
+
+    @property
+    def lane(self) -> Lane:
+        """Its collectives."""
+        return self._lane
+
+    @property
+    def group(self) -> TorchGroup:
+        """Its group of gradbus."""
+        return self._group
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """For messages."""
+        return NAME
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of collectives that say none."""
+        self._timeout_s = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._lane.issued
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Every rank counts from 0; there is nothing to agree on."""
+
+    # Life
+
+    def split(self, store: Store, ranks: Sequence[int], options: Backend.Options) -> DdsBackend | None:
+        """A backend of some of the ranks; None on the others."""
+        if self.rank() not in ranks:
+            return None
+        parents = self._options.global_ranks_in_group
+        options.global_ranks_in_group = [parents[rank] for rank in ranks] if parents else list(ranks)
+        return DdsBackend(PrefixStore("dds/", store), list(ranks).index(self.rank()), len(ranks), options)
+
+    def shutdown(self) -> None:
+        """Leave the group. What is under way fails."""
+        self._leave("")
+
+    def abort(self) -> None:
+        """Leave the group because something is wrong: what the others have under way fails, too."""
+        self._leave(f"rank {self._group.rank} has aborted it")
+
+    def leave_at_exit(self) -> None:
+        """Leave the group, and no more: the process takes the rest with it, and new threads may not be had any more."""
+        self._leave("", keep_bus=True)
+
+    def _leave(self, reason: str, *, keep_bus: bool = False) -> None:
+        if self not in _alive:
+            return
+        _alive.discard(self)
+        if self._process == os.getpid():  # a forked child has none of the threads
+            self._group.close(reason, keep_bus=keep_bus)
+            self._lane.close()
+
+    # Collectives
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """All get the tensors of rank ``opts.rootRank``."""
+        tasks = [self._tasks.broadcast(tensor, opts.rootRank) for tensor in tensors]
+        return self._submit(together("broadcast", tasks), opts)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """All get the combinations of the tensors."""
+        tasks = [self._tasks.all_reduce(tensor, opts.reduceOp) for tensor in tensors]
+        return self._submit(together("all_reduce", tasks), opts)
+
+    allreduce_sparse = allreduce
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """The same for many tensors at once."""
+        return self._submit(self._tasks.all_reduce_coalesced(tensors, opts.reduceOp), opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """Rank ``opts.rootRank`` gets the combinations of the tensors."""
+        tasks = [self._tasks.reduce(tensor, opts.reduceOp, opts.rootRank) for tensor in tensors]
+        return self._submit(together("reduce", tasks), opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """``outputs[i][r]`` gets ``tensors[i]`` of rank r."""
+        tasks = [self._tasks.all_gather(*pair) for pair in zip(outputs, tensors, strict=True)]
+        return self._submit(together("all_gather", tasks), opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """``outputs[r][i]`` gets ``tensors[i]`` of rank r."""
+        return self._submit(self._tasks.all_gather_lists(outputs, tensors), opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
+        """Part r of the output gets the tensor of rank r."""
+        return self._submit(self._tasks.all_gather_single(output, tensor), opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """The same for many tensors at once."""
+        tasks = [self._tasks.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)]
+        return self._submit(together("all_gather_single_coalesced", tasks), opts)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """``outputs[0][r]`` of rank ``opts.rootRank`` gets the tensor of rank r."""
+        return self._submit(self._tasks.gather(outputs[0] if outputs else [], tensors[0], opts.rootRank), opts)
+
+    def scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
+        """The output of rank r gets ``tensors[0][r]`` of rank ``opts.rootRank``."""
+        return self._submit(self._tasks.scatter(outputs[0], tensors[0] if tensors else [], opts.rootRank), opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
+        """``outputs[i]`` of rank r gets the combination of all ``tensors[i][r]``."""
+        pairs = zip(outputs, tensors, strict=True)
+        tasks = [self._tasks.reduce_scatter(output, parts, opts.reduceOp) for output, parts in pairs]
+        return self._submit(together("reduce_scatter", tasks), opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
+        """The output of rank r gets the combination of the parts r of all tensors."""
+        return self._submit(self._tasks.reduce_scatter_single(output, tensor, opts.reduceOp), opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
+    ) -> DdsWork:
+        """The same for many tensors at once."""
+        pairs = zip(outputs, tensors, strict=True)
+        tasks = [self._tasks.reduce_scatter_single(output, tensor, opts.reduceOp) for output, tensor in pairs]
+        return self._submit(together("reduce_scatter_single_coalesced", tasks), opts)
+
+    def alltoall(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
+        """``outputs[r]`` gets ``tensors[own rank]`` of rank r."""
+        return self._submit(self._tasks.all_to_all(outputs, tensors), opts)
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int], opts: Any
+    ) -> DdsWork:
+        """The same with the parts of one tensor."""
+        return self._submit(self._tasks.all_to_all_single(output, tensor, output_sizes, sizes), opts)
+
+    def barrier(self, opts: Any) -> DdsWork:
+        """Wait until all have called it."""
+        return self._submit(self._tasks.barrier(), opts)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """The same; rank 0 names ranks that do not come."""
+        monitored_barrier(self, self._limit_s(opts.timeout), wait_all_ranks)
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> DdsWork:
+        """A message to a rank."""
+        return self._note(self.messages.send(_only(tensors), to, tag, self._timeout_s))
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> DdsWork:
+        """A message from a rank."""
+        return self._note(self.messages.receive(_only(tensors), source, tag, self._timeout_s))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> DdsWork:
+        """A message from any rank."""
+        return self._note(self.messages.receive_from_anyone(_only(tensors), tag, self._timeout_s))
+
+    def start_coalescing(self) -> None:
+        """Remember the works of this thread's calls until :meth:`end_coalescing`."""
+        self._coalescing.works = []
+
+    def end_coalescing(self) -> Several:
+        """One work for all of them."""
+        works, self._coalescing.works = getattr(self._coalescing, "works", None) or [], None
+        return Several(works)
+
+    # Inside
+
+    def _submit(self, task: Task, opts: Any) -> DdsWork:
+        work = DdsWork(self._lane, task, _ORDERED, self._limit_s(opts.timeout), ordered=True)
+        return self._note(self._lane.submit(work))
+
+    def _limit_s(self, timeout: timedelta) -> float:
+        limit_s = timeout.total_seconds()
+        return limit_s if limit_s > 0 else self._timeout_s  # -1 ms stands for: not given
+
+    def _note(self, work: DdsWork) -> DdsWork:
+        works = getattr(self._coalescing, "works", None)
+        if works is not None:
+            works.append(work)
+        return work
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) != 1:
+        raise ValueError(f"a message is one tensor, got {len(tensors)}")
+    return tensors[0]

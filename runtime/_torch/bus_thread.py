@@ -1,0 +1,131 @@
+"""The event loop behind the backend: a background thread that owns one bus, for all process groups of this process.
+
+torch calls from threads of its own and knows no event loop. What happens often (collectives) does not come by here:
+only forming and leaving groups does, and what looks after deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pydantic import Field
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from gradbus.runtime.bus import Bus, connect
+from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.settings import BusSettings, Settings, load_settings
+
+_PREFIX = "GRADBUS_BUS__"
+_JOB_KEY = "gradbus/job"
+_CLOSE_S = 15.0
+
+T = TypeVar("T")
+
+
+class _Environment(Settings):
+    bus: BusSettings = Field(default_factory=BusSettings)
+
+
+def settings_from_environment() -> BusSettings:
+    """The settings of the bus: ``GRADBUS_BUS__DOMAIN=3`` and so on. Raises ConfigError."""
+    ours = {name: text for name, text in os.environ.items() if name.startswith(_PREFIX)}
+    return load_settings(_Environment, environment=ours).bus
+
+
+def job_of(store: Store, settings: BusSettings) -> str:
+    """The DDS job that all processes of a store share: the name that is set, and a number of this store.
+
+    The number lies under all prefixes: process groups that were made apart, and meet in a third one later, must be on
+    one bus.
+    """
+    root = store
+    while isinstance(root, PrefixStore):
+        root = root.underlying_store
+    number = root.compare_set(_JOB_KEY, "", secrets.token_hex(8)).decode()
+    return f"{settings.job[:40]}-{number}"
+
+
+class BusThread:
+    """Runs until it is released as often as it was acquired."""
+
+    def __init__(self, job: str, settings: BusSettings) -> None:
+        """Open the bus. Raises ConfigError, BusError."""
+        self.job = job
+        self.users = 0
+        self._settings = settings
+        self._opened: Future[Bus] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="gradbus-torch-loop", daemon=True)
+        self._thread.start()
+        self.bus = self._opened.result()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Call a function on the loop, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def close(self) -> None:
+        """Close the bus and end the thread; takes a bounded time."""
+        self.call(self._stop.set)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._hold())
+
+    async def _hold(self) -> None:
+        settings = self._settings
+        network = NetworkConfig(
+            profile=settings.network, interface=settings.interface, peers=settings.peers,
+            multicast=settings.multicast, lease_s=settings.lease_s,
+        )  # fmt: skip
+        try:
+            async with connect(
+                self.job, domain=settings.domain, network=network, stall_timeout_s=settings.stall_timeout_s
+            ) as bus:
+                self._opened.set_result(bus)
+                await self._stop.wait()
+        except Exception as error:
+            if self._opened.done():
+                raise
+            self._opened.set_exception(error)
+
+
+_threads: dict[tuple[int, str], BusThread] = {}  # by process (a fork does not inherit threads) and job
+_lock = threading.Lock()
+
+
+def acquire(store: Store) -> BusThread:
+    """The thread for the processes of this store, opened for its first user. :func:`release` gives it back.
+
+    Raises:
+        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+    """
+    settings = settings_from_environment()
+    job = job_of(store, settings)
+    with _lock:
+        thread = _threads.get((os.getpid(), job))
+        if thread is None:
+            thread = _threads[os.getpid(), job] = BusThread(job, settings)
+        thread.users += 1
+        return thread
+
+
+def release(thread: BusThread) -> None:
+    """One user less; the last one closes the bus."""
+    with _lock:
+        thread.users -= 1
+        if thread.users:
+            return
+        _threads.pop((os.getpid(), thread.job), None)
+    thread.close()

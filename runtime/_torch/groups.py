@@ -1,0 +1,160 @@
+"""One gradbus group for each process group: how it forms through torch's store, and how it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from gradbus.runtime.collectives.engine import Engine
+from gradbus.runtime.collectives.group import Group, join_group
+from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
+from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.errors import BusClosed, GradbusError
+from gradbus.torch import bus_thread
+
+WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
+_LEAVE_S = 10.0
+
+Watch = Callable[[float], None]
+
+
+class TorchGroup:
+    """This process's place in one process group."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.rank = engine.rank
+        self.world = engine.world
+        self._thread: bus_thread.BusThread | None = None
+        self._life: _Life | None = None
+
+    @classmethod
+    def form(cls, store: Store, rank: int, world: int, label: str, timeout_s: float, watch: Watch) -> TorchGroup:
+        """Form the group with the other ranks.
+
+        Args:
+            store: of this process group alone.
+            label: what people call the group.
+            timeout_s: how long to wait for the others.
+            watch: called now and then on the event loop with ``time.monotonic``; it must not wait.
+
+        Raises:
+            BarrierTimeout: some ranks have not come. ConfigError, BusError: DDS cannot be used as it is set.
+            DistStoreError: rank 0 has not come.
+        """
+        if world == 1:
+            return cls(Engine(label, 0, 1, _NoLink(), early_bytes=0, early_age_s=60.0), label)
+        name = _agreed_name(store, rank, label, timeout_s)
+        thread = bus_thread.acquire(store)
+        try:
+            life = _Life(watch)
+            group = life.begin(thread, rank, world, name, timeout_s)
+        except BaseException:
+            bus_thread.release(thread)
+            raise
+        formed = cls(group._engine, name)
+        formed._thread, formed._life = thread, life
+        return formed
+
+    def later(self, function: Callable[[], None]) -> None:
+        """Call a function on the event loop, or here if there is none."""
+        if self._thread is None:
+            function()
+        else:
+            self._thread.call(function)
+
+    def close(self, reason: str = "", *, keep_bus: bool = False) -> None:
+        """Leave the group.
+
+        Args:
+            reason: why it cannot go on; the others' collectives then fail at once.
+            keep_bus: do not close the bus, also if nobody uses it any more.
+        """
+        self.engine.close(BusClosed(f"process group {self.name!r} is destroyed{reason and ': '}{reason}"))
+        thread, self._thread = self._thread, None
+        if thread is None or self._life is None:
+            return
+        try:
+            self._life.end(thread, reason)
+        finally:
+            if not keep_bus:
+                bus_thread.release(thread)
+
+
+class _Life:
+    """Holds the group open on the event loop."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._leave = asyncio.Event()
+        self._reason = ""
+        self._joined: Future[Group] = Future()
+        self._task: Future[None] | None = None
+
+    def begin(self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float) -> Group:
+        self._task = thread.start(self._live(thread, rank, world, name, timeout_s))
+        return self._joined.result()
+
+    def end(self, thread: bus_thread.BusThread, reason: str) -> None:
+        self._reason = reason
+        thread.call(self._leave.set)
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):  # then the bus closes under it
+                self._task.exception(_LEAVE_S)
+
+    async def _live(self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float) -> None:
+        try:
+            async with join_group(
+                thread.bus, rank=rank, world=world, name=name, timeout_s=timeout_s, collective_timeout_s=timeout_s
+            ) as group:
+                self._joined.set_result(group)
+                await self._watch_until_left()
+                if self._reason:
+                    raise GradbusError(self._reason)  # leaving with an error is what the others are told of
+        except Exception as error:
+            if not self._joined.done():
+                self._joined.set_exception(error)
+
+    async def _watch_until_left(self) -> None:
+        while not self._leave.is_set():
+            self._watch(time.monotonic())
+            try:
+                async with asyncio.timeout(WATCH_S):
+                    await self._leave.wait()
+            except TimeoutError:
+                continue
+
+
+def _agreed_name(store: Store, rank: int, label: str, timeout_s: float) -> str:
+    """A name that no group had before, also not one with the same store: rank 0 makes it up.
+
+    Stores may outlive process groups (torchrun's does), and with them what the groups wrote. So each rank counts how
+    often it has been here, and reads the name of that time.
+    """
+    time_no = store.add(f"gradbus/times/{rank}", 1)
+    key = f"gradbus/name/{time_no}"
+    if rank == 0:
+        readable = re.sub(r"[^A-Za-z0-9_]", "_", label)[:40]
+        store.set(key, f"{readable}_{secrets.token_hex(6)}")
+    else:
+        store.wait([key], timedelta(seconds=timeout_s))
+    return store.get(key).decode()
+
+
+class _NoLink:
+    """The way out of a world of one."""
+
+    def send(
+        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
+        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
+    ) -> Sending | None:  # fmt: skip
+        raise AssertionError("nobody else is there")

@@ -1,0 +1,162 @@
+"""Collectives that move tensors, as tasks: for each, what this rank sends and where what comes in has its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradbus.runtime.collectives.exchanges import Barrier
+from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.tensors import check_sendable, dtype_name, plain
+from gradbus.torch.exchange import Exchange, landing, overlap, same_memory
+from gradbus.torch.task import Task, copies, together
+
+
+class Moves:
+    """For one rank of one group. All calls raise ValueError or RuntimeError for arguments that do not fit."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Task:
+        """``outputs[r]`` gets the tensor of rank r; their sizes may differ."""
+        self._check_count("outputs", outputs)
+        check_sendable(tensor)
+        _check_dtypes(outputs, tensor)
+        lands = [landing(output) for output in outputs]
+        source = plain(tensor)
+        if any(overlap(source, land) for rank, land in enumerate(lands) if rank != self.rank):
+            source = source.clone()
+        _put(lands[self.rank], source)
+        operation = Exchange(
+            f"all_gather {dtype_name(source.dtype)}", self.rank, self.world, to_all=source, into=dict(enumerate(lands))
+        )
+        return Task("all_gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor) -> Task:
+        """Part r of the output gets the tensor of rank r."""
+        if output.numel() != tensor.numel() * self.world:
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        land = landing(output)
+        task = self.all_gather(land.view(-1).tensor_split(self.world), tensor)
+        return Task("all_gather_single", task.operations, [output], copies([(output, land)]))
+
+    def all_gather_lists(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> Task:
+        """``outputs[r][i]`` gets ``tensors[i]`` of rank r."""
+        self._check_count("outputs", outputs)
+        tasks = [self.all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(tensors)]
+        return together("all_gather_coalesced", tasks, [t for of_rank in outputs for t in of_rank])
+
+    def broadcast(self, tensor: Tensor, root: int) -> Task:
+        """All get the root's tensor."""
+        check_sendable(tensor)
+        signature = f"broadcast {root} {dtype_name(tensor.dtype)}"
+        if self.rank == root:
+            operation = Exchange(signature, self.rank, self.world, to_all=plain(tensor), receipts=True)
+            return Task("broadcast", [operation], [tensor])
+        land = landing(tensor)
+        operation = Exchange(signature, self.rank, self.world, into={root: land}, receipts=True)
+        return Task("broadcast", [operation], [tensor], copies([(tensor, land)]))
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Task:
+        """The root's ``outputs[r]`` gets the tensor of rank r; the others give no outputs."""
+        check_sendable(tensor)
+        signature = f"gather {root} {dtype_name(tensor.dtype)}"
+        if self.rank != root:
+            operation = Exchange(signature, self.rank, self.world, to={root: plain(tensor)}, receipts=True)
+            return Task("gather", [operation], [tensor])
+        self._check_count("outputs", outputs)
+        _check_dtypes(outputs, tensor)
+        lands = [landing(output) for output in outputs]
+        _put(lands[root], plain(tensor))
+        operation = Exchange(signature, self.rank, self.world, into=dict(enumerate(lands)), receipts=True)
+        return Task("gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Task:
+        """The output of rank r gets the root's ``tensors[r]``; the others give no tensors."""
+        check_sendable(output)
+        signature = f"scatter {root} {dtype_name(output.dtype)}"
+        land = landing(output)
+        if self.rank != root:
+            operation = Exchange(signature, self.rank, self.world, into={root: land}, receipts=True)
+            return Task("scatter", [operation], [output], copies([(output, land)]))
+        self._check_count("tensors", tensors)
+        _check_dtypes(tensors, output)
+        sources = [plain(tensor) for tensor in tensors]
+        output.detach().copy_(sources[root].view(output.shape))
+        operation = Exchange(signature, self.rank, self.world, to=dict(enumerate(sources)), receipts=True)
+        return Task("scatter", [operation], [output])
+
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Task:
+        """``outputs[r]`` gets what rank r has in the place of this rank in its ``tensors``. Sizes may differ."""
+        self._check_count("outputs", outputs)
+        self._check_count("tensors", tensors)
+        _check_dtypes(outputs, tensors[0])
+        lands = [landing(output) for output in outputs]
+        sources = [plain(tensor) for tensor in tensors]
+        sources = [s.clone() if any(overlap(s, land) for land in lands) else s for s in sources]
+        _put(lands[self.rank], sources[self.rank])
+        operation = Exchange(
+            f"all_to_all {dtype_name(sources[0].dtype)}", self.rank, self.world, to=dict(enumerate(sources)),
+            into=dict(enumerate(lands)),
+        )  # fmt: skip
+        return Task("all_to_all", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Task:
+        """The same with the parts of one tensor, cut along its first dimension; without sizes into equal ones."""
+        land, source = landing(output), plain(tensor)
+        task = self.all_to_all(self._cut(land, output_sizes), self._cut(source, sizes))
+        return Task("all_to_all_single", task.operations, [output], copies([(output, land)]))
+
+    def _cut(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        if not sizes:
+            if tensor.size(0) % self.world:
+                raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+            sizes = [tensor.size(0) // self.world] * self.world
+        elif len(sizes) != self.world:
+            raise RuntimeError(f"Number of tensor splits not equal to group size: {len(sizes)} for {self.world} ranks")
+        if sum(sizes) != tensor.size(0):
+            raise RuntimeError("Split sizes doesn't match total dim 0 size")
+        return list(tensor.split_with_sizes(list(sizes)))
+
+    def barrier(self) -> Task:
+        """Ends when all have called it."""
+        operation: Operation = Barrier(self.rank, self.world)
+        return Task("barrier", [operation])
+
+    def send(self, tensor: Tensor, to: int) -> Task:
+        """Ends when the other rank has it."""
+        check_sendable(tensor)
+        operation = Exchange(
+            f"send {self.rank} {to}", self.rank, self.world, to={to: plain(tensor)}, receipts=True, peers=[to]
+        )
+        return Task(f"send to rank {to}", [operation], [tensor])
+
+    def receive(self, tensor: Tensor, source: int) -> Task:
+        """What the other rank sends."""
+        check_sendable(tensor)
+        land = landing(tensor)
+        operation = Exchange(
+            f"send {source} {self.rank}", self.rank, self.world, into={source: land}, receipts=True, peers=[source]
+        )
+        return Task(f"receive from rank {source}", [operation], [tensor], copies([(tensor, land)]))
+
+    def _check_count(self, what: str, given: Sequence[object]) -> None:
+        if len(given) != self.world:
+            raise ValueError(f"{what}: expected {self.world} tensors, one for each rank, got {len(given)}")
+
+
+def _check_dtypes(tensors: Sequence[Tensor], like: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"tensors of one collective have one dtype, got {tensor.dtype} and {like.dtype}")
+
+
+def _put(land: Tensor, source: Tensor) -> None:
+    """The own part, which does not travel."""
+    if not same_memory(land, source):
+        land.copy_(source.view(land.shape))

@@ -1,0 +1,127 @@
+"""Messages between two ranks: matched by sender, receiver and tag, in the order of the calls."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from gradbus.runtime.collectives.engine import Engine
+from gradbus.runtime.collectives.operation import lane_of
+from gradbus.runtime.errors import PeerLost
+from gradbus.torch.comm_thread import Lane
+from gradbus.torch.groups import TorchGroup
+from gradbus.torch.moves import Moves
+from gradbus.torch.task import Task
+from gradbus.torch.works import DdsWork
+
+
+def message_name(source: int, to: int, tag: int) -> str:
+    """Name of the messages of one sender to one receiver with one tag."""
+    return f"message {source} {to} {tag}"
+
+
+class Messages:
+    """Sends and receives of one rank of one group. From whatever thread, also from callbacks."""
+
+    def __init__(self, group: TorchGroup, lane: Lane, moves: Moves) -> None:
+        self._group = group
+        self._lane = lane
+        self._moves = moves
+        self._lock = threading.Lock()
+        self._from_anyone: deque[tuple[DdsWork, Tensor, int]] = deque()  # receives, their tensors and tags
+        group.engine.on_news = self._look
+        self._to_self: dict[int, deque[tuple[DdsWork, Tensor]]] = {}  # by tag
+        self._of_self: dict[int, deque[tuple[DdsWork, Tensor]]] = {}
+
+    def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> DdsWork:
+        """Send a tensor to a rank."""
+        if to == self._group.rank:
+            return self._with_self(tensor, tag, timeout_s, self._to_self, self._of_self)
+        task = self._moves.send(tensor, to)
+        return self._lane.start(self._work(task, message_name(self._group.rank, to, tag), timeout_s))
+
+    def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> DdsWork:
+        """Fill a tensor with what a rank sends."""
+        if source == self._group.rank:
+            return self._with_self(tensor, tag, timeout_s, self._of_self, self._to_self)
+        work = self._work(
+            self._moves.receive(tensor, source), message_name(source, self._group.rank, tag), timeout_s, source
+        )
+        return self._lane.start(work)
+
+    def receive_from_anyone(self, tensor: Tensor, tag: int, timeout_s: float) -> DdsWork:
+        """Fill a tensor with what comes first from any other rank.
+
+        A receive from a certain rank that is called later takes precedence for what that rank sends.
+        """
+        work = self._work(Task("receive from any rank", [], [tensor]), "", timeout_s)
+        self._lane.note(work)
+        with self._lock:
+            self._from_anyone.append((work, tensor, tag))
+        self._look()
+        return work
+
+    def _work(self, task: Task, name: str, timeout_s: float, source: int = -1) -> DdsWork:
+        return DdsWork(self._lane, task, name, timeout_s, ordered=False, source=source)
+
+    # From anyone
+
+    def _look(self) -> None:
+        """Give messages that are here to those that wait for them. On any thread."""
+        if not self._from_anyone:
+            return
+        with self._lock:
+            waiting, self._from_anyone = self._from_anyone, deque()
+            for work, tensor, tag in waiting:
+                if not work.ended and not self._match(work, tensor, tag):
+                    self._from_anyone.append((work, tensor, tag))
+
+    def _match(self, work: DdsWork, tensor: Tensor, tag: int) -> bool:
+        engine, rank = self._group.engine, self._group.rank
+        for source in self._others():
+            name = message_name(source, rank, tag)
+            if engine.has_come(name, 0, lane_of(f"send {source} {rank}")):
+                work.task, work.name, work.source = self._moves.receive(tensor, source), name, source
+                work.begin()
+                return True
+        error = why_nobody(engine)
+        return error is not None and work.end(error)
+
+    def _others(self) -> Iterator[int]:
+        world = self._group.world
+        return ((self._group.rank + step) % world for step in range(1, world))
+
+    # To oneself
+
+    def _with_self(
+        self, tensor: Tensor, tag: int, timeout_s: float, mine: dict[int, deque[tuple[DdsWork, Tensor]]],
+        other: dict[int, deque[tuple[DdsWork, Tensor]]],
+    ) -> DdsWork:  # fmt: skip
+        """A send or a receive; ``mine`` are those of the same kind that wait, ``other`` those of the other kind."""
+        rank = self._group.rank
+        work = self._work(Task(f"message of rank {rank} to itself", [], [tensor]), "", timeout_s, rank)
+        self._lane.note(work)
+        with self._lock:
+            waiting = other.get(tag)
+            while waiting and waiting[0][0].ended:  # its time is over
+                waiting.popleft()
+            if not waiting:
+                mine.setdefault(tag, deque()).append((work, tensor))
+                return work
+            counterpart, its_tensor = waiting.popleft()
+        into, source = (its_tensor, tensor) if mine is self._to_self else (tensor, its_tensor)
+        into.detach().copy_(source.detach().view(into.shape))
+        counterpart.end()
+        work.end()
+        return work
+
+
+def why_nobody(engine: Engine) -> BaseException | None:
+    """Why no message from whomever may be waited for: one rank is dead, and it may have been that one's."""
+    if engine.closed is not None:
+        return engine.closed
+    gone = engine.dead or (engine.gone if len(engine.gone) == engine.world - 1 else {})
+    return PeerLost(engine.group, gone) if gone else None

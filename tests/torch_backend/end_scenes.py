@@ -1,0 +1,211 @@
+"""What goes wrong, what ends, and what begins again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_node import Place
+
+
+def error_of(function: Callable[[], Any]) -> dict[str, Any]:
+    """How a call fails: the text, whose error is behind it, and after how long."""
+    began_s = time.monotonic()
+    try:
+        function()
+    except RuntimeError as error:
+        cause = type(error.__cause__).__name__
+        return {"text": str(error), "cause": cause, "after_s": time.monotonic() - began_s}
+    return {"text": "", "cause": "", "after_s": time.monotonic() - began_s}
+
+
+def one_is_killed(place: Place) -> dict[str, Any]:
+    """The last rank dies; each of the others waits for it in its own way."""
+    place.start()
+    pair = dist.new_group([0, 1])
+    dist.barrier()
+    if place.rank == place.world - 1:
+        place.say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = torch.ones(4)
+    if place.rank == 0:
+        result = error_of(lambda: dist.all_reduce(tensor))
+        place.say("failed as it should")
+    else:
+        future = dist.all_reduce(tensor, async_op=True).get_future()
+        result = error_of(future.wait)
+    result["next"] = error_of(dist.barrier)["text"]
+    alive = torch.ones(1)
+    dist.all_reduce(alive, group=pair)  # a group without it goes on
+    result["without it"] = alive.item()
+    return result
+
+
+def killed_in_ddp(place: Place) -> dict[str, Any]:
+    place.start()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    if place.rank == 1:
+        place.say("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = error_of(lambda: model(torch.ones(2, 8)).sum().backward())
+    place.say("failed as it should")
+    return result
+
+
+def deadlines(place: Place) -> dict[str, Any]:
+    """Rank 1 comes too late, by an event and not by chance."""
+    place.start()
+    store = dist.distributed_c10d._get_default_store()
+    results = {}
+    if place.rank == 0:
+        results["barrier"] = error_of(lambda: dist.barrier(timeout=timedelta(seconds=0.5)))
+        group = dist.distributed_c10d._get_default_group()
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=0.5)
+        results["future"] = error_of(group.allreduce([torch.ones(1)], options).get_future().wait)
+        monitored = timedelta(seconds=0.5)
+        results["monitored"] = error_of(lambda: dist.monitored_barrier(timeout=monitored))
+        results["anyone"] = error_of(lambda: dist.irecv(torch.ones(1)).wait(timedelta(seconds=0.3)))
+        store.set("go on", "1")
+    else:
+        store.wait(["go on"])
+    return results
+
+
+def different_calls(place: Place) -> dict[str, Any]:
+    """The ranks do not call the same: that is said at once, and not at the deadline."""
+    place.start(timeout_s=60.0)
+    if place.rank == 0:
+        return error_of(lambda: dist.all_reduce(torch.ones(4)))
+    return error_of(lambda: dist.broadcast(torch.ones(4), 0))
+
+
+def again_and_again(place: Place) -> list[float]:
+    """Destroyed and made anew with the same store, without waiting for each other."""
+    sums = []
+    for number in range(3):
+        place.start()
+        tensor = torch.full((300_000,), float(number))
+        dist.all_reduce(tensor)
+        sums.append(tensor[-1].item())
+        dist.destroy_process_group()
+    return [*sums, float(sum(thread.name.startswith("gradbus") for thread in threading.enumerate()))]
+
+
+def groups_within(place: Place) -> dict[str, Any]:
+    """Groups of some ranks: made by new_group and by split_group, used by turns and at the same time."""
+    place.start()
+    rank, world = place.rank, place.world
+    results: dict[str, Any] = {}
+    last_two = dist.new_group([world - 2, world - 1])
+    tensor = torch.tensor([float(rank)])
+    works = [dist.all_reduce(tensor, async_op=True)]
+    other = torch.tensor([float(rank)])
+    if rank >= world - 2:
+        works.append(dist.all_reduce(other, group=last_two, async_op=True))
+    for work in works:
+        work.wait()
+    results["sums"] = [tensor.item(), other.item()]
+    split = dist.split_group(split_ranks=[[0, world - 1]])
+    if rank in (0, world - 1):
+        assert split is not None
+        gathered = [torch.empty(1) for _ in range(2)]
+        dist.all_gather(gathered, torch.tensor([float(rank)]), group=split)
+        results["split"] = [t.item() for t in gathered]
+        if rank == 0:
+            dist.send(torch.tensor([7.0]), world - 1, group=split)
+        else:
+            came = torch.empty(1)
+            assert dist.recv(came, group=split) == 0
+            results["came"] = came.item()
+        dist.destroy_process_group(split)
+    again = dist.new_group([0, 1])
+    if rank < 2:
+        dist.barrier(group=again)
+    dist.barrier()
+    return results
+
+
+def callbacks(place: Place) -> dict[str, Any]:
+    """Callbacks call collectives and wait for them; the main thread calls others meanwhile, as fast as it can."""
+    place.start()
+    results = []
+    for number in range(40):
+        tensor = torch.full((3,), float(number))
+
+        def then(future: Any, number: int = number) -> float:
+            inner = torch.full((2,), future.value()[0][0].item() + place.rank)
+            dist.all_reduce(inner, dist.ReduceOp.MAX)
+            outer = dist.all_reduce(inner, async_op=True).get_future().wait()[0]
+            return float(outer[0])
+
+        future = dist.all_reduce(tensor, async_op=True).get_future().then(then)
+        plain = torch.full((1,), float(number))
+        dist.all_reduce(plain)
+        results.append((future, plain.item()))
+    return {"inner": [future.wait() for future, _ in results], "plain": [value for _, value in results]}
+
+
+def a_callback_waits_for_a_later_call(place: Place) -> dict[str, Any]:
+    """Which cannot end: it waits for its turn, until the callback has run. Its deadline ends both."""
+    place.start()
+    group = dist.distributed_c10d._get_default_group()
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.5)
+    both_called = threading.Event()
+    later: list[Any] = []
+
+    def then(future: Any) -> str:
+        both_called.wait(20.0)
+        return error_of(later[0].wait)["text"]
+
+    first = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    text = first.then(then) if not first.done() else None
+    later.append(group.allreduce([torch.ones(1)], options).get_future())
+    both_called.set()
+    result = {"text": text.wait() if text is not None else " Timed out "}
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return result | {"next": tensor.item()}
+
+
+def one_leaves_first(place: Place) -> dict[str, Any]:
+    """What rank 0 calls then fails at once, and says that the other one has left."""
+    place.start()
+    dist.barrier()
+    if place.rank == 1:
+        return {}
+    return error_of(lambda: dist.all_reduce(torch.ones(1)))
+
+
+def from_the_environment(place: Place) -> list[Any]:
+    """As torchrun starts it."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.options["port"]), "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world),
+    }  # fmt: skip
+    dist.init_process_group("cpu:dds")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    return [dist.get_backend(), tensor.tolist()]
+
+
+def alone(place: Place) -> list[Any]:
+    place.start()
+    tensor, output = torch.tensor([1.0, 2.0]), torch.empty(2)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    dist.all_gather_into_tensor(output, tensor)
+    dist.barrier()
+    dist.monitored_barrier()
+    return [output.tolist(), threading.active_count()]

@@ -1,0 +1,102 @@
+"""A rank that is gone or late is an exception, soon, and never the end of the process."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from torch_node import Ranks, play
+
+pytestmark = pytest.mark.slow
+
+SOON_S = 2.0 + 1.5  # a lease of 1 s, and a machine that does other things, too
+
+
+def test_a_killed_rank_is_an_exception_on_all_others() -> None:
+    with Ranks("end_scenes", "one_is_killed", world=3) as ranks:
+        died = ranks.nodes[2].wait_for("dies")
+        failed = ranks.nodes[0].wait_for("failed as it should")
+        assert failed["at_s"] - died["at_s"] < SOON_S
+        results = [node.wait_for("done") for node in ranks.nodes[:2]]
+        assert [node.wait() for node in ranks.nodes[:2]] == [0, 0]
+    assert ranks.value(results[0])["cause"] == "PeerLost"
+    for result in map(ranks.value, results):
+        assert "rank 2" in result["text"]
+        assert "rank 2" in result["next"]
+        assert result["without it"] == 2.0
+
+
+def test_a_killed_rank_ends_a_backward_pass_of_ddp() -> None:
+    with Ranks("end_scenes", "killed_in_ddp") as ranks:
+        died = ranks.nodes[1].wait_for("dies")
+        failed = ranks.nodes[0].wait_for("failed as it should")
+        assert failed["at_s"] - died["at_s"] < SOON_S
+        assert "rank 1" in ranks.value(ranks.nodes[0].wait_for("done"))["text"]
+        assert ranks.nodes[0].wait() == 0
+
+
+def test_deadlines_are_kept() -> None:
+    results = play("end_scenes", "deadlines")[0]
+    for name in ("barrier", "future"):
+        assert " Timed out " in results[name]["text"]
+        assert "[1]" in results[name]["text"]
+        assert 0.4 < results[name]["after_s"] < 2.0
+    assert results["barrier"]["cause"] == "CollectiveTimeout"
+    assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in results["monitored"]["text"]
+    assert " Timed out after 0.3 s" in results["anyone"]["text"]
+
+
+def test_ranks_that_call_different_collectives_are_told_at_once() -> None:
+    results = play("end_scenes", "different_calls")
+    assert all(result["text"] and result["after_s"] < 5.0 for result in results)
+    assert any("broadcast" in result["text"] and "all_reduce" in result["text"] for result in results)
+
+
+def test_a_process_group_can_be_destroyed_and_made_anew() -> None:
+    for result in play("end_scenes", "again_and_again"):
+        assert result == [0.0, 2.0, 4.0, 0.0]
+
+
+def test_groups_of_some_ranks() -> None:
+    results = play("end_scenes", "groups_within", world=3)
+    assert [result["sums"] for result in results] == [[3.0, 0.0], [3.0, 3.0], [3.0, 3.0]]
+    assert results[0]["split"] == results[2]["split"] == [0.0, 2.0]
+    assert results[2]["came"] == 7.0
+
+
+def test_callbacks_may_call_collectives() -> None:
+    for result in play("end_scenes", "callbacks"):
+        assert result["inner"] == [2 * (2.0 * number + 1) for number in range(40)]
+        assert result["plain"] == [2.0 * number for number in range(40)]
+
+
+def test_a_callback_that_waits_for_what_waits_for_it_fails_at_the_deadline() -> None:
+    for result in play("end_scenes", "a_callback_waits_for_a_later_call"):
+        assert " Timed out " in result["text"]
+        assert result["next"] == 2.0
+
+
+def test_what_needs_a_rank_that_has_left_fails_at_once() -> None:
+    first, _ = play("end_scenes", "one_leaves_first")
+    assert first["after_s"] < SOON_S
+    assert first["cause"] == "PeerLost"
+    assert "left" in first["text"]
+
+
+def test_who_ends_without_destroying_the_group_leaves_in_order() -> None:
+    first, _ = play("end_scenes", "one_leaves_first", just_end=True)
+    assert first["cause"] == "PeerLost"
+    assert "left" in first["text"]
+
+
+def test_a_group_from_the_environment() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert play("end_scenes", "from_the_environment", port=port) == [["cpu:dds", [2.0, 2.0]]] * 2
+
+
+def test_a_world_of_one_needs_no_dds() -> None:
+    ((values, threads),) = play("end_scenes", "alone", world=1)
+    assert values == [1.0, 2.0]
+    assert threads == 1
