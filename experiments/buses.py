@@ -41,4 +41,5 @@ def _network(settings: BusSettings) -> NetworkConfig:
         peers=settings.peers,
         multicast=settings.multicast,
         lease_s=settings.lease_s,
+        shared_memory=settings.shared_memory,
     )

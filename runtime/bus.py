@@ -347,6 +347,7 @@ async def connect(
     peers: Sequence[str] = (),
     lease_s: float | None = None,
     stall_timeout_s: float = 30.0,
+    shared_memory: bool = True,
     fast: bool | None = None,
 ) -> AsyncIterator[Bus]:
     """Join a job on the data bus.
@@ -360,6 +361,7 @@ async def connect(
         lease_s: when this process is silent for so long, the others take it for dead; by default 1 s with ``loopback``
             and 3 s with ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.
+        shared_memory: large data between processes of one machine goes through memory they share.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
 
     Raises:
@@ -372,7 +374,10 @@ async def connect(
     if not isinstance(network, NetworkConfig):
         if network not in ("loopback", "network"):
             raise ConfigError(f"network {network!r}: expected 'loopback' or 'network'")
-        network = NetworkConfig(profile=network, interface=interface or "lo", peers=tuple(peers), lease_s=lease_s)
+        network = NetworkConfig(
+            profile=network, interface=interface or "lo", peers=tuple(peers), lease_s=lease_s,
+            shared_memory=shared_memory,
+        )  # fmt: skip
     with short_switch_interval():
         node = await _open_node(partial(Node, domain_id=domain, partition=job, network=network, fast=fast))
         if node.fast_path_fault is not None:

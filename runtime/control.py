@@ -223,6 +223,8 @@ class GroupHello:
         formed: all ranks have said ``linked`` for the same ``members``.
         options: hash over what all ranks must have set alike.
         host: host name and process id, for people.
+        memory: where on this machine my shared memory is; empty: there is none.
+        attached: ranks of ``members`` whose shared memory I have mapped.
     """
 
     group: Name
@@ -232,6 +234,8 @@ class GroupHello:
     formed: bool
     options: U64
     host: Name
+    memory: Name
+    attached: Ranks
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

@@ -215,6 +215,7 @@ class Node:
         _acquire_domain(domain_id, xml)
         self._domain_id: int | None = domain_id
         self.leaves_machine = leaves_machine(xml)
+        self.shared_memory = network.shared_memory
         try:
             self.participant = DomainParticipant(domain_id)
         except DDSException as error:
@@ -294,23 +295,28 @@ class Node:
 class Waiter:
     """Sleeps until an entity has something to say. ``wake`` may be called from any thread."""
 
-    def __init__(self, node: Node) -> None:
-        self._waitset = WaitSet(node.participant)
-        self._guard = GuardCondition(node.participant)
-        self._waitset.attach(self._guard)
+    WOKEN = 0  # the number that stands for a call of ``wake``
 
-    def attach(self, entity: Any) -> None:
-        self._waitset.attach(entity)
+    def __init__(self, node: Node) -> None:
+        self._entity = WaitSet(node.participant)
+        self._waitset = ddsc.WaitSet(self._entity)
+        self._guard = GuardCondition(node.participant)
+        self._waitset.attach(self._guard, self.WOKEN)
+
+    def attach(self, entity: Any, number: int) -> None:
+        """Wait for an entity, too; ``number`` (1 or more) stands for it."""
+        self._waitset.attach(entity, number)
 
     def detach(self, entity: Any) -> None:
+        """Wait for it no more."""
         self._waitset.detach(entity)
 
-    def wait(self, timeout_s: float) -> bool:
-        """True if something happened. The GIL is free while it waits."""
-        happened = bool(self._waitset.wait(duration(seconds=timeout_s)))
-        if happened:
+    def wait(self, timeout_s: float) -> list[int]:
+        """Numbers of those that have something to say. The GIL is free while it waits."""
+        numbers = self._waitset.wait(timeout_s)
+        if self.WOKEN in numbers:
             self._guard.take()
-        return happened
+        return numbers
 
     def wake(self) -> None:
         """Make the wait return."""

@@ -48,6 +48,9 @@ _serdata_size = _function("ddsi_serdata_size", ct.c_uint32, ct.c_void_p)
 _serdata_unref = _function("ddsi_serdata_unref", None, ct.c_void_p)
 _entity_sertype = _function("dds_get_entity_sertype", ct.c_int32, ct.c_int32, ct.c_void_p)
 _matched_publications = _function("dds_get_matched_publications", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
+_waitset_attach = _function("dds_waitset_attach", ct.c_int32, ct.c_int32, ct.c_int32, ct.c_ssize_t)
+_waitset_detach = _function("dds_waitset_detach", ct.c_int32, ct.c_int32, ct.c_int32)
+_waitset_wait = _function("dds_waitset_wait", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t, ct.c_int64)
 _wait_for_acks = _function("dds_wait_for_acks", ct.c_int32, ct.c_int32, ct.c_int64)
 
 AVAILABLE = all(
@@ -88,6 +91,41 @@ def matched_publications(reader: Any) -> set[int]:
         if count <= size:
             return set(handles[:count])
         size = count + 16
+
+
+class WaitSet:
+    """A wait set whose entities have numbers: the binding's says that something happened, this one says where."""
+
+    def __init__(self, entity: Any) -> None:
+        """``entity``: the wait set of the binding, empty."""
+        if _waitset_attach is None or _waitset_detach is None or _waitset_wait is None:
+            raise OSError("libddsc has no dds_waitset functions")  # they are public, so every one has
+        self._attach, self._detach, self._wait = _waitset_attach, _waitset_detach, _waitset_wait
+        self._entity = entity
+        self._triggered = (ct.c_ssize_t * 64)()
+        self._attached = 0
+
+    def attach(self, entity: Any, number: int) -> None:
+        """Wait for an entity, too. ``number``: what stands for it."""
+        code = self._attach(self._entity._ref, entity._ref, number)
+        if code < 0:
+            raise OSError(f"dds_waitset_attach returned {code}")
+        self._attached += 1
+
+    def detach(self, entity: Any) -> None:
+        """Wait for it no more."""
+        if self._detach(self._entity._ref, entity._ref) >= 0:
+            self._attached -= 1
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Numbers of those that something happened to; none when the time is over. The GIL is free while it waits."""
+        if self._attached > len(self._triggered):
+            self._triggered = (ct.c_ssize_t * (2 * self._attached))()
+        room = len(self._triggered)
+        count = self._wait(self._entity._ref, ct.byref(self._triggered), room, max(0, int(timeout_s * 1e9)))
+        if count < 0:
+            raise OSError(f"dds_waitset_wait returned {count}")
+        return self._triggered[: min(count, room)]
 
 
 def wait_for_acks(writer: Any, timeout_s: float) -> bool:

@@ -41,6 +41,7 @@ class FramePort:
         self._stall_timeout_s = stall_timeout_s
         self._closed: Callable[[FramePort], None] | None = closed
         self.leaves_machine = node.leaves_machine
+        self.shared_memory = node.shared_memory
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
         self._counting = threading.Condition()
@@ -103,6 +104,22 @@ class FramePort:
         job = Job(writer, (((), frame) for frame in frames), finished, self._stall_timeout_s)
         self._sender.submit(job)
         return job
+
+    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        """See :meth:`.receiver.Receiver.pump`."""
+        self._receiver.pump(done, until_s)
+
+    def nudge(self) -> None:
+        """See :meth:`.receiver.Receiver.nudge`."""
+        self._receiver.nudge()
+
+    def resume(self) -> None:
+        """See :meth:`.receiver.Receiver.resume`."""
+        self._receiver.resume()
+
+    def look_after(self, function: Callable[[], bool]) -> None:
+        """See :meth:`.receiver.Receiver.look_after`."""
+        self._receiver.look_after(function)
 
     def after_drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` on the receive thread when all that has come so far has been taken."""

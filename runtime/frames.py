@@ -10,9 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import FrameError
 
@@ -22,6 +21,7 @@ CHUNK_BYTES = 1 << 20  # measured: 1 MiB is best or equal, 128 KiB costs twice t
 MAX_CHUNK_BYTES = 8 << 20
 MAX_FRAMES = 1 << 20  # of one payload: 1 TiB at the default chunk size
 MAX_NAME_BYTES = 255
+DESCRIPTOR_BYTES = 8
 CONTROLLER = 0xFFFF_FFFF  # sender id of the controller; clients and ranks count from 0
 
 # magic, version, kind, flags | job | round, sender | incarnation | transfer, part, name length | world, seq, seq_cnt |
@@ -49,10 +49,14 @@ class Flags(IntFlag):
     NON_FINITE = 4
     SEALED = 8
     HEAD_CRC = 16  # the CRC-32 covers header and name alone: for data that does not leave the machine
+    SHARED = 32  # the slice lies in memory of the sender's; the frame has a descriptor in its place
 
 
-@dataclass(frozen=True, slots=True)
-class FrameKey:
+# As plain numbers: to look at a bit of an IntFlag takes 2 us.
+_SHARED, _HEAD_CRC = int(Flags.SHARED), int(Flags.HEAD_CRC)
+
+
+class FrameKey(NamedTuple):
     """Which transfer a frame belongs to. Two payloads never share a key.
 
     Attributes:
@@ -76,9 +80,11 @@ class FrameKey:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One checked frame. ``data`` is a view on the bytes it was parsed from, offset and sizes are in bytes."""
+class Frame(NamedTuple):
+    """One checked frame. ``data`` is a view on the bytes it was parsed from, offset and sizes are in bytes.
+
+    With the flag SHARED, ``data`` is the descriptor of the slice, which has ``size`` bytes.
+    """
 
     key: FrameKey
     flags: int
@@ -87,12 +93,16 @@ class Frame:
     seq_cnt: int
     total_bytes: int
     offset: int
+    size: int
     data: memoryview
 
     @property
     def chunk_bytes(self) -> int:
         """Size of the chunks that the payload was cut into; the only frame of a payload is one chunk."""
-        return self.offset // self.seq if self.seq else len(self.data)
+        return self.offset // self.seq if self.seq else self.size
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -100,17 +110,26 @@ def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     return max(1, -(-total_bytes // chunk_bytes))
 
 
-def head(key: FrameKey, payload: memoryview, seq: int, *, chunk_bytes: int, flags: int = 0, world: int = 0) -> bytes:
-    """Header and name of frame ``seq`` of the payload; the slice of the payload follows it on the wire."""
+def head(
+    key: FrameKey, data: memoryview, seq: int, total_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, flags: int = 0,
+    world: int = 0, descriptor: bytes = b"",
+) -> bytes:  # fmt: skip
+    """Header and name of frame ``seq`` of a payload; its slice of the payload follows on the wire.
+
+    Args:
+        data: the slice. total_bytes: of the whole payload.
+        descriptor: what follows instead of the slice, with the flag SHARED.
+    """
     name = key.name.encode()
     start = seq * chunk_bytes
-    data = payload[start : start + chunk_bytes]
     packed = _HEAD.pack(
         MAGIC, VERSION, key.kind, flags, key.job, key.round_id, key.sender, key.incarnation, key.transfer, key.part,
-        len(name), world, seq, chunk_count(len(payload), chunk_bytes), len(payload), start, len(data), 0,
+        len(name), world, seq, chunk_count(total_bytes, chunk_bytes), total_bytes, start, len(data), 0,
     )  # fmt: skip
     crc = zlib.crc32(name, zlib.crc32(packed[:_CRC_AT]))
-    if not flags & Flags.HEAD_CRC:
+    if flags & _SHARED:
+        crc = zlib.crc32(descriptor, crc)
+    elif not flags & _HEAD_CRC:
         crc = zlib.crc32(data, crc)
     return packed[:_CRC_AT] + crc.to_bytes(4, "little") + name
 
@@ -148,7 +167,7 @@ def split(
     for seq in range(count) if only is None else only:
         if 0 <= seq < count:
             data = view[seq * chunk_bytes : (seq + 1) * chunk_bytes]
-            yield head(key, view, seq, chunk_bytes=chunk_bytes, flags=flags, world=world), data
+            yield head(key, data, seq, len(view), chunk_bytes=chunk_bytes, flags=flags, world=world), data
 
 
 def _fits(seq: int, seq_cnt: int, total_bytes: int, offset: int, size: int) -> bool:
@@ -182,22 +201,27 @@ def parse(data: Any) -> Frame:
         raise FrameError("magic", f"frame starts with {magic.hex()}, expected {MAGIC.hex()}")
     if version != VERSION:
         raise FrameError("version", f"frame of version {version}, this program speaks {VERSION}")
-    if kind not in Kind._value2member_map_:
+    known = _KINDS.get(kind)
+    if known is None:
         raise FrameError("kind", f"frame of unknown kind {kind}")
     if name_bytes > MAX_NAME_BYTES or size > MAX_CHUNK_BYTES or not 0 < seq_cnt <= MAX_FRAMES or seq >= seq_cnt:
         raise FrameError(
             "limits", f"frame {seq} of {seq_cnt} with {size} bytes and a name of {name_bytes} is out of limits"
         )
-    if len(view) != HEADER_BYTES + name_bytes + size:
-        raise FrameError("short", f"frame of {len(view)} bytes, its header says {HEADER_BYTES + name_bytes + size}")
+    shared = flags & _SHARED
+    if shared and kind != Kind.COLLECTIVE:
+        raise FrameError("kind", f"frame of kind {kind} with a descriptor; only those of collectives have one")
+    said = HEADER_BYTES + name_bytes + (DESCRIPTOR_BYTES if shared else size)
+    if len(view) != said:
+        raise FrameError("short", f"frame of {len(view)} bytes, its header says {said}")
     if not _fits(seq, seq_cnt, total_bytes, offset, size):
         raise FrameError("limits", f"frame {seq} of {seq_cnt} stands at byte {offset} with {size} of {total_bytes}")
-    covered = HEADER_BYTES + name_bytes if flags & Flags.HEAD_CRC else len(view)
+    covered = HEADER_BYTES + name_bytes if flags & _HEAD_CRC and not shared else len(view)
     if zlib.crc32(view[HEADER_BYTES:covered], zlib.crc32(view[:_CRC_AT])) != crc:
         raise FrameError("crc", f"frame {seq} of {seq_cnt} from sender {sender}: its bytes do not match its CRC-32")
     try:
         name = str(view[HEADER_BYTES : HEADER_BYTES + name_bytes], "utf-8")
     except UnicodeDecodeError:
         raise FrameError("name", f"frame {seq} of {seq_cnt} from sender {sender}: its name is not UTF-8") from None
-    key = FrameKey(Kind(kind), job, round_id, sender, incarnation, transfer, name, part)
-    return Frame(key, flags, world, seq, seq_cnt, total_bytes, offset, view[HEADER_BYTES + name_bytes :])
+    key = FrameKey(known, job, round_id, sender, incarnation, transfer, name, part)
+    return Frame(key, flags, world, seq, seq_cnt, total_bytes, offset, size, view[HEADER_BYTES + name_bytes :])

@@ -42,6 +42,8 @@ class NetworkConfig:
         lease_s: a process that is silent for so long is gone. The lease that counts is the silent one's own. DDS's own
             threads renew it, so a busy process does not lose it. By default 1 s with ``loopback``, and 3 s with
             ``network``, where a second of lost packets is no death.
+        shared_memory: large data between processes of one machine goes through memory they share, DDS says where it
+            lies. False: everything goes over DDS.
         loss_per_mille: drop so many of 1,000 outgoing packets (tests of loss).
     """
 
@@ -50,6 +52,7 @@ class NetworkConfig:
     peers: tuple[str, ...] = ()
     multicast: bool = False
     lease_s: float | None = None
+    shared_memory: bool = True
     loss_per_mille: int = 0
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,9 @@ from gradbus.runtime.idl_types import SampleError
 from gradbus.runtime.messages import Control, Message, PeerGone
 from gradbus.runtime.topics import TOPICS
 
+PARKED_S = 0.003  # how often the thread looks whether its turn was given back
+CARE_S = 0.002  # how often functions are called that look after something
+VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
 _MAX_SENDERS = 65_536  # remembered for one process: it cannot make us grow without end
@@ -39,6 +43,7 @@ class Channel:
         self.taken = 0  # written by the thread
         self.consumed = 0  # written by the loop
         self.paused = False  # written by the thread
+        self.number = 0  # in the wait set: this one for data, the next one for status
         self.sources: set[int] = set()
 
     @property
@@ -68,6 +73,16 @@ class Receiver(threading.Thread):
         self._arrivals: deque[Channel | Writer] = deque()  # made by the loop, attached by the thread
         self._removals: deque[tuple[Channel | Writer, Callable[[], None]]] = deque()
         self._after_drain: deque[Callable[[], None]] = deque()
+        self._watched: dict[int, Channel | Writer] = {}  # by number in the wait set
+        self._numbers = 1
+        self._turn = (
+            threading.Lock()
+        )  # held by whoever waits in DDS and deals with what comes: this thread or a visitor
+        self._door = threading.Lock()  # held by the visitor
+        self._visitor = 0  # its thread
+        self._visited = False  # since the thread looked last
+        self._wanted = threading.Event()
+        self._cares: list[Callable[[], bool]] = []
         self._senders: dict[int, set[tuple[int, int]]] = {}  # writer handle -> who has been heard from it
         self.rejected: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
@@ -99,37 +114,117 @@ class Receiver(threading.Thread):
     def stop(self) -> None:
         """Make the thread end soon."""
         self._stop_flag = True
+        self._wanted.set()
         self._waiter.wake()
+
+    # Turns
+
+    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        """Do the thread's work here while waiting for what comes of it: that saves two changes of threads.
+
+        Returns when ``done()`` is true, when ``time.monotonic`` has reached ``until_s``, or when somebody else is at
+        work already; so whoever calls this still waits for what it waits for. Not for threads that must not wait.
+
+        Args:
+            done: asked after each turn. Whoever makes it true from another thread calls :meth:`nudge` after that.
+        """
+        if not self._door.acquire(blocking=False):
+            return
+        try:
+            self._visitor = threading.get_ident()
+            if not self._turn.acquire(blocking=False):
+                self._waiter.wake()
+                if not self._turn.acquire(timeout=VISIT_S):
+                    return
+            try:
+                while not self._stop_flag and not done() and (left_s := until_s - time.monotonic()) > 0:
+                    self._take_turn(min(left_s, VISIT_S))
+            except OSError as error:  # of DDS
+                self._fail(error)
+            finally:
+                self._visited = True
+                self._turn.release()
+        finally:
+            self._visitor = 0
+            self._door.release()
+
+    def nudge(self) -> None:
+        """Something that a visitor may wait for has happened on this thread."""
+        if self._visitor and self._visitor != threading.get_ident():
+            self._waiter.wake()
+
+    def look_after(self, function: Callable[[], bool]) -> None:
+        """Call a function on the thread every few milliseconds, until it returns False. It must not wait."""
+        if function not in self._cares:
+            self._cares.append(function)
+            self._waiter.wake()
+
+    def resume(self) -> None:
+        """Somebody has begun what goes on by itself: the thread is needed now."""
+        if self._visited:
+            self._wanted.set()
 
     # The thread
 
     def run(self) -> None:
         try:
             while not self._stop_flag:
-                self._attach_arrivals()
-                self._delete_removals()
-                self._waiter.wait(1.0)
-                waiting = len(self._after_drain)  # those that came before this turn
-                changes = self._look()
-                for channel in self._channels:
-                    self._drain(channel)
-                self._tell(changes)
-                for _ in range(waiting):
-                    self._after_drain.popleft()()
+                if self._visitor or self._visited:
+                    # In the midst of calls that wait for what they start, the next visitor comes soon.
+                    self._visited = False
+                    self._wanted.wait(PARKED_S)
+                    self._wanted.clear()
+                    continue
+                with self._turn:
+                    self._take_turn(1.0)
         except BaseException as error:
-            self.fault = error
+            self._fail(error)
             raise
+        finally:
+            self._turn.acquire(timeout=2 * VISIT_S)  # for good: DDS may be closed when this thread has ended
+
+    def _fail(self, error: BaseException) -> None:
+        self.fault = error
+        self._stop_flag = True
+        self._wanted.set()
+
+    def _take_turn(self, timeout_s: float) -> None:
+        """Wait for news and deal with them. By whoever holds the turn."""
+        self._attach_arrivals()
+        self._delete_removals()
+        numbers = self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s)
+        if self._cares:
+            self._cares = [function for function in self._cares if function()]
+        if Waiter.WOKEN in numbers:  # seldom: something is to be attached, removed, resumed or told
+            channels, writers = self._channels, self._writers
+        else:
+            found = dict.fromkeys(self._watched[number] for number in numbers if number in self._watched)
+            channels = [one for one in found if isinstance(one, Channel)]
+            writers = [one for one in found if isinstance(one, Writer)]
+        waiting = len(self._after_drain)  # those that came before this turn
+        changes = self._look(channels, writers)
+        for channel in channels:
+            self._drain(channel)
+        self._tell(changes)
+        for _ in range(waiting):
+            self._after_drain.popleft()()
 
     def _attach_arrivals(self) -> None:
         while self._arrivals:
             endpoint = self._arrivals.popleft()
+            number, self._numbers = self._numbers, self._numbers + 2
             if isinstance(endpoint, Channel):
                 self._channels.append(endpoint)
-                self._waiter.attach(endpoint.reader.condition)
-                self._waiter.attach(endpoint.reader.entity)
+                endpoint.number = number
+                self._watch(endpoint, endpoint.reader.condition, number)
+                self._watch(endpoint, endpoint.reader.entity, number + 1)
             else:
                 self._writers.append(endpoint)
-                self._waiter.attach(endpoint.entity)
+                self._watch(endpoint, endpoint.entity, number)
+
+    def _watch(self, endpoint: Channel | Writer, entity: Any, number: int) -> None:
+        self._watched[number] = endpoint
+        self._waiter.attach(entity, number)
 
     def _delete_removals(self) -> None:
         while self._removals:
@@ -144,15 +239,16 @@ class Receiver(threading.Thread):
                 self._writers.remove(endpoint)
                 self._waiter.detach(endpoint.entity)
                 endpoint.delete()
+            self._watched = {number: one for number, one in self._watched.items() if one is not endpoint}
             then()
 
-    def _look(self) -> _Changes:
+    def _look(self, channels: Sequence[Channel], writers: Sequence[Writer]) -> _Changes:
         """What DDS says has changed. Looked at before the data is taken, and told after: whoever is told that a process
         is gone has had all it ever sent, its last words among them."""
         changes = _Changes()
-        for writer in self._writers:
+        for writer in writers:
             changes.any |= writer.refresh()
-        for channel in self._channels:
+        for channel in channels:
             if channel.reader.refresh():
                 changes.any = True
                 changes.sources.append((channel, channel.reader.sources()))
@@ -193,7 +289,7 @@ class Receiver(threading.Thread):
             if not taken:
                 if channel.paused:
                     channel.paused = False
-                    self._waiter.attach(channel.reader.condition)
+                    self._waiter.attach(channel.reader.condition, channel.number)
                 return
             checked = [self._check(channel, raw, source) for raw, source in taken]
             messages = [message for message in checked if message is not None and not isinstance(message, Frame)]
@@ -210,6 +306,8 @@ class Receiver(threading.Thread):
                 frame = self._check(channel, raw, source)
                 if isinstance(frame, Frame):
                     take(frame)
+            if len(taken) < _BATCH:
+                return  # what has come meanwhile says so
 
     def _pause(self, channel: Channel) -> None:
         """Leave the reader alone: it fills up, and then its writers wait. That is the back-pressure."""

@@ -38,6 +38,7 @@ class BusSettings(Settings):
     multicast: bool = False
     lease_s: Positive | None = None
     stall_timeout_s: Positive = 30.0
+    shared_memory: bool = True
 
 
 class FederatedConfig(Settings):

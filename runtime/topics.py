@@ -96,3 +96,18 @@ def collective_topic(name: str) -> Topic:
     ``train/frame/<group>/<rank>`` for what goes to one. Its reader is emptied at once, on the receive thread, so the
     bound on its samples holds up writers only while that thread has no turn."""
     return Topic(f"train/frame/{name}", "Frame", False, False, 512, 0, 0.01, False, _collective, ignore_local=True)
+
+
+def _store(sample: Any) -> frames.Frame:
+    frame = frames.parse(sample.data)
+    if frame.key.kind is not frames.Kind.CONTROL or frame.seq_cnt != 1:
+        raise FrameError("mismatch", f"store topic: frame of {frame.key} in {frame.seq_cnt} parts")
+    return frame
+
+
+def store_topic(inbox: int = 0) -> Topic:
+    """Topic of a store of keys and values: ``train/store`` for what goes to the rank that holds the table, and
+    ``train/store/<incarnation>``, in 16 hexadecimal digits, for its answers to one process. Whoever waits for an answer
+    asks again, so a writer that is held up for ``block_s`` gives up."""
+    name = f"train/store/{inbox:016x}" if inbox else "train/store"
+    return Topic(name, "Frame", False, False, 512, 0, 0.01, False, _store)

@@ -87,7 +87,7 @@ class BusThread:
         settings = self._settings
         network = NetworkConfig(
             profile=settings.network, interface=settings.interface, peers=settings.peers,
-            multicast=settings.multicast, lease_s=settings.lease_s,
+            multicast=settings.multicast, lease_s=settings.lease_s, shared_memory=settings.shared_memory,
         )  # fmt: skip
         try:
             async with connect(

@@ -1,15 +1,15 @@
 """Elementwise reductions in a fixed order, on plain memory, without the GIL where NumPy works.
 
 Order: ``((x0 + x1) + x2) + ...``, then one multiplication for the mean. Float addition is not associative: only a fixed
-order gives every rank, every run and every algorithm the same bits. float16 and bfloat16 are added in float32 and
-rounded once at the end.
+order gives every rank, every run and every algorithm the same bits. float16 and bfloat16 are combined in float32 and
+rounded once at the end. Whole numbers wrap around, as torch's do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 
 from gradbus.runtime.collectives.tensors import Bytes, dtype_name
 
-ReduceOp = Literal["sum", "mean", "min", "max"]
+ReduceOp = Literal["sum", "mean", "min", "max", "product", "band", "bor", "bxor"]
 
 _BLOCK_ELEMS = 32 * 1024  # of float32 128 KiB: two operands stay in the second-level cache
-_FUNCTIONS: dict[str, Any] = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
+_FUNCTIONS: dict[str, Any] = {
+    "sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply,
+    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
+}  # fmt: skip
 _NUMPY: dict[torch.dtype, Any] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int8: np.int8, torch.int16: np.int16,
     torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8, torch.uint16: np.uint16,
@@ -41,7 +44,8 @@ class Arithmetic:
     """One reduction of one dtype.
 
     Attributes:
-        dtype: of operands and result. op: sum, mean, min, max. divisor: of the mean.
+        dtype: of operands and result. op: sum, mean, min, max, product; of whole numbers and bool also band, bor and
+            bxor, bit by bit. divisor: of the mean.
     """
 
     dtype: torch.dtype
@@ -60,13 +64,15 @@ class Arithmetic:
             raise ValueError(f"the mean of {dtype_name(self.dtype)} is no {dtype_name(self.dtype)}; use op='sum'")
         if self.op in ("min", "max") and self.dtype.is_complex:
             raise ValueError(f"complex numbers have no order: op {self.op!r}")
+        if self.op in ("band", "bor", "bxor") and (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise ValueError(f"op {self.op!r} is for whole numbers and bool, not for {dtype_name(self.dtype)}")
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return self.dtype.itemsize
 
-    @property
+    @cached_property
     def signature(self) -> str:
         """What all ranks must agree on."""
         return f"{self.op} {dtype_name(self.dtype)} /{self.divisor}"
@@ -87,9 +93,11 @@ class Arithmetic:
         typed = [_typed(operand, kind) for operand in operands]
         result = _typed(out, kind)
         work = self._reduce_half if self.dtype in _HALF else self._reduce_block
+        # One pass over the memory needs no blocks.
+        block = len(result) if len(typed) == 2 and self.divisor == 1 and self.dtype not in _HALF else _BLOCK_ELEMS
         with _QUIET():
-            for start in range(0, len(result), _BLOCK_ELEMS):
-                here = slice(start, start + _BLOCK_ELEMS)
+            for start in range(0, len(result), max(1, block)):
+                here = slice(start, start + block)
                 work([operand[here] for operand in typed], result[here])
 
     def extend(self, partial: Bytes, own: Bytes, out: Bytes, *, last: bool) -> None:
@@ -127,7 +135,8 @@ class Arithmetic:
 
     @property
     def _function(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = _FUNCTIONS[self.op]
+        complex_product = self.op == "product" and self.dtype.is_complex
+        function: Callable[..., Any] = _complex_product if complex_product else _FUNCTIONS[self.op]
         return function
 
     def _reduce_block(self, operands: list[Array], out: Array) -> None:
@@ -158,6 +167,15 @@ class Arithmetic:
         if self.op == "mean" and self.divisor != 1:
             # One multiplication by the rounded reciprocal, as DGC's mean has it: equal on every rank.
             np.multiply(out, out.dtype.type(1 / self.divisor), out=out)
+
+
+def _complex_product(one: Array, other: Array, out: Array | None = None) -> Array:
+    """NumPy's own rounds differently where vector instructions are used and where not: with the place in memory."""
+    real = one.real * other.real - one.imag * other.imag
+    imag = one.real * other.imag + one.imag * other.real
+    result = np.empty_like(one) if out is None else out
+    result.real, result.imag = real, imag
+    return result
 
 
 def to_bfloat16(values: Array) -> Array:

@@ -6,11 +6,16 @@ rank can hold up the common topic for as long as its lease; the group has failed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from gradbus.runtime import frames
 from gradbus.runtime.collectives.engine import wire_name
+from gradbus.runtime.collectives.letters import Letters
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
+from gradbus.runtime.collectives.outgoing import Outgoing
+from gradbus.runtime.collectives.shared import Shared
+from gradbus.runtime.collectives.slots import Slots
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.dds import Writer
 from gradbus.runtime.frame_port import FramePort, Parts
@@ -19,22 +24,36 @@ from gradbus.runtime.messages import Identity
 from gradbus.runtime.topics import collective_topic
 
 INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
+INLINE_SHARED_BYTES = 1 << 20
+SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
+BELL = 2  # part of the frame that says: there is a letter for you
 
 
 class DdsLink:
-    """Readers and writers of one rank of one group. Implements :class:`.operation.Link`."""
+    """Readers and writers of one rank of one group. Implements :class:`.operation.Link`.
+
+    Attributes:
+        inline_bytes, inline_shared_bytes: what is sent at once, on the thread that has it, over DDS and through shared
+            memory. More, where that thread is not the one of an event loop.
+    """
 
     def __init__(
-        self, port: FramePort, group: str, identity: Identity, world: int, take: Callable[[Frame], None]
-    ) -> None:
+        self, port: FramePort, group: str, identity: Identity, world: int, take: Callable[[Frame], None],
+        shared: Shared | None = None,
+    ) -> None:  # fmt: skip
         self._port = port
+        self._shared = shared
+        self._others = tuple(other for other in range(world) if other != identity.sender)
+        self.inline_bytes = INLINE_BYTES
+        self.inline_shared_bytes = INLINE_SHARED_BYTES
+        self._pushing: deque[tuple[Outgoing, Callable[[Parts], bool]]] = deque()
         self._identity = identity
         self._world = world
         self._group_id = 0
         # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
         # take a quarter of the time of a collective of some MB.
-        self._flags = frames.Flags.NONE if port.leaves_machine else frames.Flags.HEAD_CRC
+        self._flags = int(frames.Flags.NONE if port.leaves_machine else frames.Flags.HEAD_CRC)
         rank = identity.sender
         self._readers = [port.open_reader(collective_topic(name), take) for name in (group, f"{group}/{rank}")]
         self._all = port.open_writer(collective_topic(group))
@@ -70,33 +89,89 @@ class DdsLink:
         only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
     ) -> Sending | None:  # fmt: skip
         """See :class:`.operation.Link`."""
+        readers = self._others if to is None else (to,)
         writer = self._all if to is None else self._inboxes[to]
-        frame_key = self._frame_key(key, part, wire_name(key.name, signature, meta))
         numbers = range(frames.chunk_count(len(payload))) if only is None else only
-        parts = frames.split(frame_key, payload, flags=self._flags, world=self._world, only=numbers)
-        if len(numbers) == 1 and min(len(payload), frames.CHUNK_BYTES) <= INLINE_BYTES:
-            (frame,) = parts
-            if self._port.write(writer, frame):
-                if written is not None:
-                    written(numbers[0])
-                finished(len(frame[1]))
+        slots = self._slots if len(payload) >= SHARED_BYTES else None
+        if slots is not None and not slots.reaches(readers):
+            slots = None
+        outgoing = Outgoing(
+            self._frame_key(key, part, wire_name(key.name, signature, meta)), payload, numbers, self._flags,
+            self._world, slots=slots, readers=readers, written=written, finished=finished,
+        )  # fmt: skip
+
+        def write(frame: Parts) -> bool:
+            return self._write(writer, readers, frame)
+
+        if outgoing.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
+            while outgoing.advance(write):
+                pass
+            if outgoing.done:
                 return None
-            parts = iter([frame])
+        if slots is not None and self._letters is not None:
+            while self._pushing and self._pushing[0][0].done:
+                self._pushing.popleft()
+            self._pushing.append((outgoing, write))
+        outgoing.job = self._port.submit(writer, outgoing.samples(self._is_visited), outgoing.outcome)
+        return outgoing
 
-        def report() -> Iterator[Parts]:
-            for number, frame in zip(numbers, parts, strict=True):
-                yield frame
-                if written is not None:
-                    written(number)  # DDS has its own copy: the writer thread asks for the next frame
+    def share_no_more(self) -> None:
+        """Let go of the shared memory."""
+        self._shared = None
 
-        def payload_finished(outcome: int | Exception) -> None:
-            finished(sizes if isinstance(outcome, int) else outcome)
+    @property
+    def _slots(self) -> Slots | None:
+        return None if self._shared is None else self._shared.slots
 
-        sizes = sum(min(frames.CHUNK_BYTES, len(payload) - number * frames.CHUNK_BYTES) for number in numbers)
-        return self._port.submit(writer, report(), payload_finished)
+    @property
+    def _letters(self) -> Letters | None:
+        return None if self._shared is None else self._shared.letters
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for a slot."""
+        return not self._pushing
+
+    def push(self) -> bool:
+        """By who waits for something: send what is to go through shared memory, as far as slots are free."""
+        progress = False
+        while self._pushing:
+            try:
+                outgoing, write = self._pushing.popleft()
+            except IndexError:
+                break
+            while outgoing.advance(write):
+                progress = True
+            if not outgoing.done:
+                self._pushing.append((outgoing, write))
+                break
+        return progress
+
+    def _is_visited(self) -> bool:
+        letters = self._letters
+        return letters is not None and letters.has_visitor
+
+    def _write(self, writer: Writer, readers: Sequence[int], frame: Parts) -> bool:
+        """A frame as a letter, if its readers are waiting for some, else over DDS. False: DDS does not take it now."""
+        letters = self._letters
+        if letters is None or not letters.put(readers, frame):
+            return self._port.write(writer, frame)
+        for reader in letters.call(readers):
+            self._ring(reader)
+        return True
+
+    def _ring(self, rank: int) -> None:
+        """Have a rank that does not look for letters any more look once."""
+        (frame,) = frames.split(self._frame_key(OperationKey(0, 0, ""), BELL, ""), b"", world=self._world)
+        if not self._port.write(self._inboxes[rank], frame):
+            self._port.submit(self._inboxes[rank], iter([frame]), _no_matter)
 
     def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:
         return FrameKey(
             Kind.COLLECTIVE, self._group_id, key.round_id, self._identity.sender, self._identity.incarnation, key.call,
             name, part,
         )  # fmt: skip
+
+
+def _no_matter(outcome: int | Exception) -> None:
+    pass

@@ -9,16 +9,19 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from gradbus.runtime.collectives.early import EarlyFrames, Envelope
 from gradbus.runtime.collectives.operation import LARGE_BYTES, Link, Operation, OperationKey, lane_of
 from gradbus.runtime.errors import CollectiveError, PeerLost
-from gradbus.runtime.frames import Frame
+from gradbus.runtime.frames import Flags, Frame
 
 MAX_PENDING = 4096  # collectives of one group at a time
 MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
 MAX_NAME_BYTES_ON_WIRE = 248  # the most that is 8 beyond a multiple of 16 and fits a frame
 _MAX_NAMES = 65_536  # names whose calls are counted
+
+_SHARED = int(Flags.SHARED)
 
 _Call = tuple[int, str, str]  # round, name, lane
 
@@ -37,6 +40,31 @@ def wire_name(name: str, signature: str, meta: str) -> str:
             f"sent: {signature} {meta}. Use a shorter name, or reshape the tensor to fewer dimensions"
         )
     return text + "\0" * ((8 - size) % 16)
+
+
+class Progress(Protocol):
+    """How what comes in is dealt with while somebody waits."""
+
+    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        """On a thread that would only wait: deal with what comes, until ``done()`` or that time (``time.monotonic``).
+        May return early."""
+
+    def nudge(self) -> None:
+        """Something has ended, on this thread; another one may be waiting for it in :meth:`pump`."""
+
+    def resume(self) -> None:
+        """Something has begun that nobody waits for yet."""
+
+
+class _NoProgress:
+    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        pass
+
+    def nudge(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
 
 
 class Engine:
@@ -70,6 +98,9 @@ class Engine:
         self.dropped: Counter[str] = Counter()
         self.bytes_in = 0
         self.bytes_out = 0
+        self.progress: Progress = _NoProgress()
+        # Finds the data of a frame that only says where it lies.
+        self.look_up: Callable[[Frame], Frame | None] = no_shared_memory
         # Called, on any thread and with no lock held, when something came that nobody has called for, a rank is gone,
         # or the engine is closed.
         self.on_news: Callable[[], None] | None = None
@@ -151,9 +182,11 @@ class Engine:
             self._starting.discard(key)  # until now its frames were put aside
             if not operation.done:
                 self._pending[key] = operation
-            self._feeding.add(key)
             refused = self._early.was_refused(key)
             envelopes = self._early.take(key)
+            if not (envelopes or refused or self._left or self._lost or self._closed):
+                return
+            self._feeding.add(key)
         for envelope in envelopes:
             operation.feed(envelope.frame, envelope.frame.key.part, envelope.signature, envelope.meta)
         with self._lock:
@@ -209,6 +242,12 @@ class Engine:
             if frame.world != self.world or self._incarnations.get(key.sender) != key.incarnation:
                 self.dropped["foreign sender"] += 1
                 return
+            if frame.flags & _SHARED:
+                found = self.look_up(frame)
+                if found is None:
+                    self.dropped["shared memory"] += 1
+                    return
+                frame = found
             name, _, rest = key.name.partition("\0")
             signature, _, rest = rest.partition("\0")
             meta = rest.partition("\0")[0]
@@ -267,6 +306,11 @@ class Engine:
         for operation in pending:
             operation.fail(error)
         self._tell()
+
+
+def no_shared_memory(frame: Frame) -> Frame | None:
+    """Nothing is where the frame says."""
+    return None
 
 
 def _no_room(name: str) -> CollectiveError:

@@ -39,6 +39,7 @@ class _Heard:
     members: int = 0
     linked: bool = False
     formed: bool = False
+    attached: tuple[int, ...] = ()
 
 
 class Formation:
@@ -52,6 +53,8 @@ class Formation:
         self._heard: dict[int, _Heard] = {me.rank: _Heard(me)}
         self._digest: int | None = None  # None: to be computed
         self._probes: set[tuple[int, int, int]] = set()  # rank, topic, members
+        self.memory = ""  # where this rank's shared memory is, for the others
+        self.attached: set[int] = set()  # ranks whose shared memory is mapped here, as they are known
 
     # What comes in
 
@@ -87,7 +90,9 @@ class Formation:
         known = self._heard.get(rank)
         if known is not None and known.member.incarnation > incarnation:
             return False  # last words of a former start
-        now = _Heard(Member(rank, incarnation, said.host), said.members, said.linked, said.formed)
+        now = _Heard(Member(rank, incarnation, said.host), said.members, said.linked, said.formed, tuple(said.attached))
+        if known is None or known.member.incarnation != incarnation:
+            self.attached.discard(rank)  # that was its former start's
         self._heard[rank] = now
         self._digest = None
         return known != now
@@ -97,6 +102,7 @@ class Formation:
         known = self._heard.get(rank)
         if known is not None and known.member.incarnation == incarnation and rank != self.me.rank:
             del self._heard[rank]
+            self.attached.discard(rank)
             self._digest = None
 
     def vouch(self, rank: int) -> None:
@@ -178,8 +184,20 @@ class Formation:
             )
         )
 
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """Ranks that have mapped this rank's shared memory, and whose this rank has mapped. Who is linked says so for
+        the members that it has heard, and maps before it is."""
+        digest = self.digest
+        return tuple(
+            rank
+            for rank in sorted(self.attached)
+            if self._heard[rank].members == digest and self.me.rank in self._heard[rank].attached
+        )
+
     def hello_now(self) -> GroupHello:
         """What this rank has to say."""
         return GroupHello(
-            self.group, self.world, self.digest, self.linked, self.formed, self.options, self.me.host[:256]
-        )
+            self.group, self.world, self.digest, self.linked, self.formed, self.options, self.me.host[:256],
+            self.memory, sorted(self.attached),
+        )  # fmt: skip

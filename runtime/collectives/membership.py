@@ -10,14 +10,16 @@ import socket
 import time
 
 from gradbus.runtime.bus import Bus
-from gradbus.runtime.collectives.dds_link import DdsLink
-from gradbus.runtime.collectives.engine import Engine
+from gradbus.runtime.collectives.dds_link import BELL, DdsLink
+from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import Formation, Member
+from gradbus.runtime.collectives.shared import LetterProgress, Shared
 from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError
 from gradbus.runtime.frames import CHUNK_BYTES, VERSION, Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
+from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 
 HELLO_S = 0.1  # how often to say hello while the group forms
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
@@ -42,14 +44,56 @@ class Membership:
         self._inbox = bus.subscribe(Control)
         bus.open_writer(Control)
         self._port = bus.frame_port()
-        self._link = DdsLink(self._port, group, self.identity, world, self._take)
+        self._shared = self._open_shared(rank, world)
+        self._link = DdsLink(self._port, group, self.identity, world, self._take, self._shared)
         self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
+        self.engine.progress = self._port
+        if self._shared is not None:
+            self.engine.look_up = self._shared.slots.get
+            self.formation.memory = self._shared.place
         self._changed = asyncio.Event()
         self._fault: Exception | None = None
         self._is_formed = False
         self._left: set[int] = set()
         self._replied_s = 0.0
+        self._has_complained = False
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
+
+    def _open_shared(self, rank: int, world: int) -> Shared | None:
+        if world == 1 or not self._port.shared_memory:
+            return None
+        try:
+            return Shared(rank, world, self._take)
+        except SharedMemoryFault as error:
+            self._not_shared(str(error))
+            return None
+
+    def _unshare(self) -> None:
+        """Give the shared memory back: nobody uses it any more, but who is in the midst of it keeps it for so long."""
+        self._link.share_no_more()
+        self.engine.progress = self._port
+        self.engine.look_up = no_shared_memory
+        self._shared = None
+
+    def _not_shared(self, reason: str) -> None:
+        log.warning("no shared memory", group=self.formation.group, reason=reason, effect="all data goes over DDS")
+
+    def _attach(self, rank: int, place: str) -> None:
+        """Map the shared memory of a rank, if it is on this machine."""
+        if self._shared is None or rank in self.formation.attached or not is_here(place):
+            return
+        try:
+            self._shared.attach(rank, place)
+        except SharedMemoryFault as error:
+            if not self._has_complained:
+                self._not_shared(f"of rank {rank}: {error}")
+            self._has_complained = True
+            return
+        self.formation.attached.add(rank)
+
+    def calls_may_block(self) -> None:
+        """Collectives are called on threads without an event loop: so send more of it there, and wake no other one."""
+        self._link.inline_bytes = self._link.inline_shared_bytes = 8 << 20
 
     async def form(self, timeout_s: float) -> None:
         """Wait until all ranks are there and every topic works both ways.
@@ -77,6 +121,10 @@ class Membership:
                 await asyncio.sleep(HELLO_S)
             raise
         self._check()
+        if self._shared is not None:
+            self._shared.admit(self.formation.readers)
+            if self._shared.letters is not None:
+                self.engine.progress = LetterProgress(self._shared.letters, self._port, self._link)
         await self._say_hello()  # the others may only be waiting for this
 
     async def _say_hello(self) -> None:
@@ -106,12 +154,19 @@ class Membership:
     # What comes in
 
     def _take(self, frame: Frame) -> None:
-        """On the receive thread: a frame for this rank."""
+        """On the receive thread, or on one that waits: a frame for this rank."""
         if frame.key.name:
             self.engine.receive(frame)
+        elif frame.key.part == BELL:
+            self._read_letters()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_probe, frame.key.sender, frame.key.part, frame.key.job)
+
+    def _read_letters(self) -> None:
+        shared = self._shared
+        if shared is not None:
+            shared.read_letters()
 
     def _on_probe(self, rank: int, topic: int, digest: int) -> None:
         if self.formation.probe(rank, topic, digest):
@@ -154,7 +209,7 @@ class Membership:
             self.formation.gone(rank, incarnation)
         elif rank not in self._left:
             log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host)
-            self.engine.lose(rank, f"its process on {member.host} is gone")
+            self._lose(rank, f"its process on {member.host} is gone")
 
     def _on_leave(self, rank: int, incarnation: int, said: GroupLeave) -> None:
         if said.group != self.formation.group or self._member(rank, incarnation) is None:
@@ -168,13 +223,21 @@ class Membership:
         self._left.add(rank)
 
         def end() -> None:
+            self._read_letters()
             for lost in said.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
-                    self.engine.lose(lost, f"gone, as rank {rank} says")
-            (self.engine.leave if said.ok else self.engine.lose)(rank, f"left: {said.reason}")
+                    self._lose(lost, f"gone, as rank {rank} says")
+            (self.engine.leave if said.ok else self._lose)(rank, f"left: {said.reason}")
 
         # It said so after all its frames had come to this machine. When those are taken, what is missing stays missing.
         self._port.after_drain(end)
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._read_letters()
+        shared = self._shared
+        if shared is not None:
+            shared.lose(rank)
+        self.engine.lose(rank, why)
 
     def _member(self, rank: int, incarnation: int) -> Member | None:
         return next((m for m in self.formation.members if (m.rank, m.incarnation) == (rank, incarnation)), None)
@@ -188,6 +251,7 @@ class Membership:
             return
         try:
             if self.formation.hello(rank, incarnation, said):
+                self._attach(rank, said.memory)
                 self._note_change()
         except ConfigError as error:
             self._end(error)
@@ -222,3 +286,4 @@ class Membership:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watcher
             await self._port.close()
+            self._unshare()

@@ -11,9 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,8 +31,7 @@ OFFER = 0xFFFD  # I have something large for you
 LARGE_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class OperationKey:
+class OperationKey(NamedTuple):
     """Which collective of a group: the same on all ranks. ``call`` counts the calls with this round, name and lane.
 
     Attributes:
@@ -96,7 +94,7 @@ class Operation:
         self.lane = lane_of(signature)
         self.rank = rank
         self.world = world
-        self.peers = tuple(other for other in (range(world) if peers is None else peers) if other != rank)
+        self.peers = _all_but(rank, world) if peers is None else tuple(other for other in peers if other != rank)
         self.key = OperationKey(0, 0, "")
         self.started_s = time.perf_counter()
         self.finished_s: float | None = None
@@ -159,16 +157,15 @@ class Operation:
             number = self._numbers = self._numbers + 1
             self._open += 1
             self._sendings[number] = None
-            go: Callable[[], None] = partial(self._send_now, number, to, part, payload, meta, only, written)
-            if len(payload) > self.large_bytes and not has_called and not self._are_ready(to):
-                self._held.append((to, go))
-                ask, go = to not in self._offered, _do_nothing
+            held = len(payload) > self.large_bytes and not has_called and not self._are_ready(to)
+            if held:
+                self._held.append((to, partial(self._send_now, number, to, part, payload, meta, only, written)))
+                ask = to not in self._offered
                 self._offered.add(to)
-            else:
-                ask = False
-        if ask:
+        if not held:
+            self._send_now(number, to, part, payload, meta, only, written)
+        elif ask:
             self.send(to, OFFER, _EMPTY)
-        go()
 
     def _send_now(
         self, number: int, to: int | None, part: int, payload: Bytes, meta: str, only: Sequence[int] | None,
@@ -341,8 +338,9 @@ class Operation:
             callback(self)
 
 
-def _do_nothing() -> None:
-    pass
+@lru_cache(maxsize=1024)
+def _all_but(rank: int, world: int) -> tuple[int, ...]:
+    return tuple(other for other in range(world) if other != rank)
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)

@@ -24,7 +24,7 @@ from torch import Tensor
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.stream import ChunkwiseReduction, Contribution, IntoMemory, Stream
-from gradbus.runtime.collectives.tensors import Bytes, as_bytes, is_plain, plain
+from gradbus.runtime.collectives.tensors import NOTHING, Bytes, as_bytes, is_plain, plain
 from gradbus.runtime.frames import CHUNK_BYTES
 
 Algorithm = Literal["auto", "direct", "ring", "shards"]
@@ -65,9 +65,9 @@ class Reduction(Operation):
         self.tensor = out
         self.wanted = out if wanted is None else wanted
         self.itemsize = arithmetic.itemsize
-        self.own = as_bytes(tensor)
         self.out = as_bytes(out)
-        self.in_place = self.own.size > 0 and self.own.ctypes.data == self.out.ctypes.data
+        self.in_place = tensor.data_ptr() == out.data_ptr() and len(self.out) > 0
+        self.own = self.out if self.in_place and tensor.nbytes == len(self.out) else as_bytes(tensor)
 
     def combine(self, region: slice, *, offset: int = 0) -> Callable[[list[Bytes], slice], None]:
         """A function that reduces the others' parts with the own one: into ``out`` at ``region``.
@@ -93,7 +93,7 @@ class Reduction(Operation):
         return reduction
 
     def release(self) -> None:
-        self.own = self.out = as_bytes(_NO_TENSOR)
+        self.own = self.out = NOTHING
         self.tensor = self.wanted = _NO_TENSOR
 
     def result(self) -> Tensor | None:
@@ -299,18 +299,20 @@ def all_reduce(
 ) -> Operation:
     """The operation, and with it memory for the result where ``out`` is none that can be used as it is."""
     source = plain(tensor)
-    if out is not None and is_plain(out):
-        target = out.detach()
-        if _overlap_in_part(source, target):
-            source = source.clone()
+    if out is None:
+        wanted = target = torch.empty(source.shape, dtype=source.dtype)
     else:
-        target = torch.empty(source.shape, dtype=source.dtype)
-    chosen = choose(algorithm, world, source.numel() * source.element_size())
-    wanted = target if out is None else out.detach()
+        wanted = out.detach() if out.requires_grad else out
+        if is_plain(wanted):
+            target = wanted
+            if _overlap_in_part(source, target):
+                source = source.clone()
+        else:
+            target = torch.empty(source.shape, dtype=source.dtype)
+    chosen = choose(algorithm, world, source.nbytes)
     return _KINDS[chosen](f"all_reduce {chosen}", source, target, arithmetic, rank, world, wanted=wanted)
 
 
 def _overlap_in_part(one: Tensor, other: Tensor) -> bool:
-    first, second = as_bytes(one), as_bytes(other)
-    a, b = first.ctypes.data, second.ctypes.data
-    return a != b and a < b + second.size and b < a + first.size
+    a, b = one.data_ptr(), other.data_ptr()
+    return a != b and a < b + other.nbytes and b < a + one.nbytes

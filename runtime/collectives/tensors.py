@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as ct
+import functools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ MAX_DIMS = 16
 
 Bytes = NDArray[np.uint8]  # shape (bytes,)
 
-_NOTHING: Bytes = np.empty(0, np.uint8)
+NOTHING: Bytes = np.empty(0, np.uint8)
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -29,6 +30,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 def describe(tensor: Tensor) -> str:
     """Dtype and shape in words: ``float32 3,4``; a scalar is ``float32 ``."""
     return f"{dtype_name(tensor.dtype)} {','.join(map(str, tensor.shape))}"
@@ -36,8 +40,8 @@ def describe(tensor: Tensor) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Its name on the wire. Raises ValueError for one that cannot be sent (quantised types, for example)."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    name = _NAMES.get(dtype)
+    if name is None:
         raise ValueError(f"tensors of {dtype} cannot be sent; there are {', '.join(_DTYPES)}")
     return name
 
@@ -79,7 +83,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def plain(tensor: Tensor) -> Tensor:
     """The same values in plain memory: the tensor itself, or a copy of one that is strided, or on another device."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -88,12 +93,17 @@ def as_bytes(tensor: Tensor) -> Bytes:
 
     Not through ``Tensor.numpy``, which makes the storage of the user's tensor unfit for resizing for ever.
     """
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     if size == 0:
-        return _NOTHING
-    memory: Any = (ct.c_uint8 * size).from_address(tensor.data_ptr())
+        return NOTHING
+    memory: Any = _array_type(size).from_address(tensor.data_ptr())
     memory._owner = tensor
     return np.frombuffer(memory, np.uint8)
+
+
+@functools.lru_cache(maxsize=256)
+def _array_type(size: int) -> Any:
+    return ct.c_uint8 * size  # a new type; to make one takes longer than to use it
 
 
 def payload_bytes(payload: Any) -> Bytes:
@@ -104,4 +114,4 @@ def payload_bytes(payload: Any) -> Bytes:
         raise ValueError(f"expected bytes, a bytes-like object or a tensor, got {type(payload).__name__}") from None
     if not view.c_contiguous:
         raise ValueError("a bytes-like object must be contiguous; copy it with bytes() first")
-    return np.frombuffer(view, np.uint8) if view.nbytes else _NOTHING
+    return np.frombuffer(view, np.uint8) if view.nbytes else NOTHING

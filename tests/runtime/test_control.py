@@ -49,7 +49,7 @@ EXAMPLES: list[Body] = [
     Failed(5, 3, "Traceback ..."),
     Leave("done"),
     Bye(5, True, "all rounds are done"),
-    GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)"),
+    GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
 ]
 

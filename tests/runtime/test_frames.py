@@ -175,6 +175,7 @@ KEYS = st.builds(
 @settings(derandomize=True, deadline=None)
 @given(key=KEYS, payload=st.binary(max_size=400), chunk_bytes=st.integers(1, 500), flags=U16, world=U32)
 def test_what_is_split_is_read_back(key: FrameKey, payload: bytes, chunk_bytes: int, flags: int, world: int) -> None:
+    flags &= ~Flags.SHARED  # such a frame has a descriptor in the place of its slice
     parts = frames.split(key, payload, chunk_bytes=chunk_bytes, flags=flags, world=world)
     parsed = [frames.parse(head + bytes(data)) for head, data in parts]
     assert b"".join(bytes(frame.data) for frame in parsed) == payload
@@ -183,6 +184,32 @@ def test_what_is_split_is_read_back(key: FrameKey, payload: bytes, chunk_bytes: 
         assert (frame.key, frame.flags, frame.world) == (key, flags, world)
         assert (frame.seq_cnt, frame.total_bytes) == (len(parsed), len(payload))
         assert frame.offset == frame.seq * chunk_bytes
+
+
+def shared_frame(kind: Kind = Kind.COLLECTIVE, descriptor: bytes = b"12345678") -> bytes:
+    key = FrameKey(kind, 1, 2, 3, 4, name="w")
+    data = memoryview(bytes(1000))
+    return frames.head(key, data, 1, 2000, chunk_bytes=1000, flags=Flags.SHARED, descriptor=descriptor) + descriptor
+
+
+def test_a_frame_may_have_a_descriptor_in_the_place_of_its_slice() -> None:
+    frame = frames.parse(shared_frame())
+    assert (frame.size, frame.offset, frame.seq, frame.seq_cnt, frame.total_bytes) == (1000, 1000, 1, 2, 2000)
+    assert bytes(frame.data) == b"12345678"
+
+
+def test_a_changed_descriptor_does_not_pass_the_crc() -> None:
+    sample = bytearray(shared_frame())
+    sample[-1] ^= 1
+    with pytest.raises(FrameError) as info:
+        frames.parse(sample)
+    assert info.value.reason == "crc"
+
+
+@pytest.mark.parametrize(("kind", "descriptor"), [(Kind.UPDATE, b"12345678"), (Kind.COLLECTIVE, b"1234567")])
+def test_a_descriptor_has_8_bytes_and_stands_in_frames_of_collectives_only(kind: Kind, descriptor: bytes) -> None:
+    with pytest.raises(FrameError):
+        frames.parse(shared_frame(kind, descriptor))
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)

@@ -209,7 +209,8 @@ def test_what_is_large_is_offered_first_and_sent_to_those_who_have_called(page: 
 def test_only_a_mean_divides(page: str, op: ReduceOp) -> None:
     assert f"{op}" in section(page, "What each operation sends")
     divisor = 3 if op == "mean" else 1
-    assert Arithmetic(torch.float32, op, divisor).signature == f"{op} float32 /{divisor}"
+    dtype = torch.int32 if op in ("band", "bor", "bxor") else torch.float32
+    assert Arithmetic(dtype, op, divisor).signature == f"{op} {str(dtype).removeprefix('torch.')} /{divisor}"
     assert "1 without mean" in page
 
 

@@ -188,10 +188,15 @@ async def _tell_of_later_ones(rank: Rank, group: Group) -> None:
 
 
 def _die_while_sending(rank: Rank, group: Group, size_bytes: int) -> None:
-    before = group._bus.sent_bytes.total()
+    shared = group._membership._shared
+
+    def sent_bytes() -> int:
+        return group._bus.sent_bytes.total() + (0 if shared is None else shared.slots.sent_bytes)
+
+    before = sent_bytes()
 
     def watch() -> None:
-        while group._bus.sent_bytes.total() - before < size_bytes:
+        while sent_bytes() - before < size_bytes:
             time.sleep(0.0002)
         rank.say("dies")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import reduce as fold
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,12 @@ SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 ALL = [*FLOATS, *HALF, *COMPLEX, *SIGNED, *UNSIGNED, torch.bool]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
-OPS: list[ReduceOp] = ["sum", "mean", "min", "max"]
+FLOAT_OPS: list[ReduceOp] = ["sum", "mean", "min", "max", "product"]
+BIT_OPS: list[ReduceOp] = ["band", "bor", "bxor"]
+OPS: list[ReduceOp] = [*FLOAT_OPS, *BIT_OPS]
+NUMPY = {"min": np.minimum, "max": np.maximum, "product": np.multiply} | {
+    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +39,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_defined(dtype: torch.dtype, op: ReduceOp) -> bool:
     if dtype.is_complex:
-        return op in ("sum", "mean")
-    return op != "mean" or dtype.is_floating_point
+        return op in ("sum", "mean", "product")
+    return op not in BIT_OPS if dtype.is_floating_point else op != "mean"
 
 
 CASES = [(dtype, op) for dtype, op in itertools.product(ALL, OPS) if is_defined(dtype, op)]
@@ -79,13 +85,20 @@ def chained(tensors: list[Tensor], op: ReduceOp, divisor: int = 1) -> Tensor:
 
 def in_numpy(tensors: list[Tensor], op: ReduceOp, divisor: int) -> NDArray[np.uint8]:
     """``((x0 op x1) op x2)`` over whole arrays in NumPy, then a multiplication by the reciprocal; as bytes."""
-    function = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
     dtype = tensors[0].dtype
+    function = complex_product if op == "product" and dtype.is_complex else NUMPY.get(op, np.add)
     wide = [tensor.float() if dtype in HALF else tensor for tensor in tensors]
     total = np.asarray(fold(function, [tensor.numpy() for tensor in wide]))
     if op == "mean":
         total = total * total.dtype.type(1 / divisor)
     return as_bytes(torch.from_numpy(total).to(dtype) if dtype in HALF else torch.from_numpy(total))
+
+
+def complex_product(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """Each product and each sum rounded by itself."""
+    real = one.real * other.real - one.imag * other.imag
+    imag = one.real * other.imag + one.imag * other.real
+    return np.stack([real, imag], -1).view(one.dtype)[..., 0]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -112,6 +125,17 @@ def test_torch_gets_the_same_bits(dtype: torch.dtype) -> None:
     assert same_bits(reduced([x0, x1, x2], "sum"), (x0 + x1) + x2)
     assert same_bits(reduced([x0, x1, x2], "min"), torch.minimum(torch.minimum(x0, x1), x2))
     assert same_bits(reduced([x0, x1, x2], "max"), torch.maximum(torch.maximum(x0, x1), x2))
+    assert same_bits(reduced([x0, x1, x2], "product"), (x0 * x1) * x2)
+    if not dtype.is_floating_point:
+        assert same_bits(reduced([x0, x1, x2], "band"), x0 & x1 & x2)
+        assert same_bits(reduced([x0, x1, x2], "bor"), x0 | x1 | x2)
+        assert same_bits(reduced([x0, x1, x2], "bxor"), x0 ^ x1 ^ x2)
+
+
+@pytest.mark.parametrize("dtype", COMPLEX)
+def test_a_product_of_complex_numbers_is_torchs_but_for_the_rounding(dtype: torch.dtype) -> None:
+    x0, x1, x2 = (values(dtype, 1000, rank) for rank in range(3))
+    torch.testing.assert_close(reduced([x0, x1, x2], "product"), (x0 * x1) * x2)
 
 
 def test_another_order_of_the_operands_would_give_other_bits() -> None:
@@ -121,12 +145,14 @@ def test_another_order_of_the_operands_would_give_other_bits() -> None:
 
 
 @each_half
-def test_half_precision_is_added_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+def test_half_precision_is_combined_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     tensors = [values(dtype, 10_000, rank) for rank in range(5)]
     total = fold(torch.add, [tensor.float() for tensor in tensors])
     assert same_bits(reduced(tensors, "sum"), total.to(dtype))
     assert same_bits(reduced(tensors, "mean", divisor=5), (total * np.float32(1 / 5)).to(dtype))
     assert not same_bits(reduced(tensors, "sum"), fold(torch.add, tensors))  # rounded at every step
+    product = fold(torch.mul, [tensor.float() for tensor in tensors])
+    assert same_bits(reduced(tensors, "product"), product.to(dtype))
 
 
 def test_bfloat16_is_rounded_as_torch_does() -> None:
@@ -153,7 +179,7 @@ def test_what_is_too_large_becomes_infinite_and_nan_stays_without_a_warning(dtyp
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FLOAT_OPS)
 def test_overflow_and_nan_of_floats_give_no_warning(dtype: torch.dtype, op: ReduceOp) -> None:
     largest, inf, nan = torch.finfo(dtype).max, float("inf"), float("nan")
     x0, x1 = (torch.tensor([largest, inf, nan, 1e-30], dtype=dtype) for _ in range(2))
@@ -228,7 +254,7 @@ def moved(tensor: Tensor, shift: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FLOAT_OPS)
 def test_signs_of_zero_and_bits_of_nan_do_not_depend_on_the_place_in_memory(dtype: torch.dtype, op: ReduceOp) -> None:
     """Ranks hold their operands at other addresses, and put the result beside them or in the place of their own one."""
     tensors = specials(dtype)
@@ -244,7 +270,7 @@ def test_signs_of_zero_and_bits_of_nan_do_not_depend_on_the_place_in_memory(dtyp
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FLOAT_OPS)
 def test_signs_of_zero_do_not_depend_on_how_the_vector_is_cut(dtype: torch.dtype, op: ReduceOp) -> None:
     """Algorithms cut it differently, and vector instructions must not decide otherwise than those for the rest.
     (Which NaN of two comes out does depend on it. It is NaN all the same.)"""
@@ -269,10 +295,13 @@ def test_the_mean_is_one_multiplication_by_the_reciprocal_of_the_divisor(dtype: 
 @pytest.mark.parametrize(
     ("dtype", "op", "divisor", "why"),
     [
-        (torch.float32, "prod", 1, "expected one of sum, mean, min, max"),
+        (torch.float32, "prod", 1, "expected one of sum, mean, min, max, product, band, bor, bxor"),
         (torch.float32, "mean", 0, "divisor must be >= 1"),
         (torch.int32, "mean", 1, "use op='sum'"),
         (torch.bool, "mean", 1, "use op='sum'"),
+        (torch.float32, "band", 1, "for whole numbers and bool, not for float32"),
+        (torch.bfloat16, "bor", 1, "for whole numbers and bool, not for bfloat16"),
+        (torch.complex64, "bxor", 1, "for whole numbers and bool, not for complex64"),
         (torch.complex64, "min", 1, "no order"),
         (torch.complex128, "max", 1, "no order"),
         *((dtype, "sum", 1, "no arithmetic for float8") for dtype in FLOAT8),

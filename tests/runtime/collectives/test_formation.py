@@ -221,7 +221,7 @@ def test_the_hash_depends_on_group_world_and_every_start() -> None:
     def digest(group: str, world: int, incarnations: list[int]) -> int:
         made = Formation(group, Member(0, incarnations[0], "h"), world, OPTIONS)
         for rank, incarnation in enumerate(incarnations[1:], 1):
-            made.hello(rank, incarnation, GroupHello(group, world, 0, False, False, OPTIONS, "h"))
+            made.hello(rank, incarnation, GroupHello(group, world, 0, False, False, OPTIONS, "h", "", []))
         return made.digest
 
     digests = [digest("a", 2, [1, 2]), digest("b", 2, [1, 2]), digest("a", 2, [1, 3]), digest("a", 2, [2, 2]),

@@ -50,10 +50,13 @@ def test_a_killed_rank_ends_pending_and_later_collectives_of_all_others_in_time(
         assert nodes[victim].wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "shards", "ring"])
-def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "shared"), [("direct", True), ("direct", False), ("shards", True), ("ring", False)]
+)
+def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algorithm: str, shared: bool) -> None:
     dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
-    with Ranks(steps_until_the_end, 3, network=NETWORK, numel=4 << 20, algorithm=algorithm) as ranks:
+    network = NETWORK | {"shared_memory": shared}
+    with Ranks(steps_until_the_end, 3, network=network, numel=4 << 20, algorithm=algorithm) as ranks:
         nodes = ranks.start_all(rank_1=dies)
         killed_s = nodes[1].wait_for("dies")["at_s"]
         for end in ends_of([nodes[0], nodes[2]]):

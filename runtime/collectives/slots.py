@@ -1,0 +1,152 @@
+"""Chunks of payload in memory that the ranks of one machine share; over DDS goes only where they lie.
+
+Each rank has a segment of its own, which it alone writes: a number of slots for what it sends, and a table in which it
+notes what it has consumed of the others' slots. A sender fills a slot, with a new generation number, and sends the
+number of the slot and the generation; each reader, when it has let go of the data, writes the generation into its own
+table. When all readers of a slot have, it is free again. Nobody waits for anybody under a lock, and nobody can write
+into memory of others. What a dead reader has not given back stays in use: it may only seem dead, and still look.
+
+On order: what is written before a DDS call (system calls on both sides) is seen after it. A reader's note is written
+after its last look at the data, with a lock taken and released in between.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from gradbus.runtime.collectives.layout import SLOTS, Layout
+from gradbus.runtime.frames import CHUNK_BYTES, DESCRIPTOR_BYTES, Frame
+from gradbus.runtime.shared_memory import Bytes
+
+_DESCRIPTOR = struct.Struct("<II")
+assert _DESCRIPTOR.size == DESCRIPTOR_BYTES
+
+
+class _Slot:
+    __slots__ = ("generation", "readers")
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.readers: Sequence[int] = ()  # ranks
+
+
+class _Loan:
+    """Notes that the data is no longer needed, when the last view on it is gone."""
+
+    __slots__ = ("_generation", "_memory", "_sender", "_slot", "_slots")
+
+    def __init__(self, slots: Slots, memory: Bytes, sender: int, slot: int, generation: int) -> None:
+        self._slots = slots
+        self._memory = memory  # keeps it mapped
+        self._sender = sender
+        self._slot = slot
+        self._generation = generation
+
+    def __del__(self) -> None:
+        self._slots.give_back(self._sender, self._slot, self._generation)
+
+
+class Slots:
+    """The shared memory of one rank of a group, and its views on that of the others. From any thread."""
+
+    def __init__(self, rank: int, mine: Bytes, layout: Layout) -> None:
+        """``mine``: the own segment."""
+        self._rank = rank
+        self._layout = layout
+        self._notes = layout.notes(mine)
+        self._data = mine[layout.slots_at :]
+        self._slots = [_Slot() for _ in range(SLOTS)]
+        self._lock = threading.RLock()  # the last view may go while this thread is in here
+        self._others: dict[int, Bytes] = {}  # by rank
+        self._their_notes: dict[int, memoryview] = {}
+        self._lent: dict[tuple[int, int], int] = {}  # sender, slot -> generation that is held here
+        self._readers: frozenset[int] = frozenset()
+        self.sent_bytes = 0
+
+    def attach(self, rank: int, memory: Bytes) -> None:
+        """See what another rank puts into its segment."""
+        with self._lock:
+            self._others[rank] = memory
+            self._their_notes[rank] = self._layout.notes(memory)
+
+    def admit(self, readers: Sequence[int]) -> None:
+        """These ranks, and no others, read this rank's segment."""
+        with self._lock:
+            self._readers = frozenset(readers)
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone; nothing more is sent to it here. The slots it holds are not used again."""
+        with self._lock:
+            self._readers -= {rank}
+
+    def reaches(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks read the segment."""
+        return self._readers.issuperset(ranks)
+
+    # Out
+
+    def put(self, readers: Sequence[int], data: Bytes) -> bytes | None:
+        """Copy a chunk into a free slot.
+
+        Args:
+            readers: ranks that it is for. data: at most CHUNK_BYTES.
+
+        Returns:
+            What the readers need to find it, or None: no slot is free.
+        """
+        with self._lock:
+            number = self._free()
+            if number is None:
+                return None
+            slot = self._slots[number]
+            generation = slot.generation = (slot.generation + 1) & 0xFFFF_FFFF
+            slot.readers = readers
+        start = number * CHUNK_BYTES
+        self._data[start : start + len(data)] = data
+        self.sent_bytes += len(data)
+        return _DESCRIPTOR.pack(number, generation)
+
+    def _free(self) -> int | None:
+        """A slot that all its readers are through with. Always the first: as few as possible are in use, so that they
+        stay in the processors' caches."""
+        for number, slot in enumerate(self._slots):
+            at = self._rank * SLOTS + number
+            if all(self._their_notes[reader][at] == slot.generation for reader in slot.readers):
+                return number
+        return None
+
+    # In
+
+    def get(self, frame: Frame) -> Frame | None:
+        """The frame with its data, where the sender has put it. None: there is none, or it was here already.
+
+        The slot is given back when the data, and all that was made of it, is gone.
+        """
+        number, generation = _DESCRIPTOR.unpack(frame.data)
+        sender, size = frame.key.sender, frame.size
+        if number >= SLOTS or size > CHUNK_BYTES:
+            return None
+        with self._lock:
+            memory = self._others.get(sender)
+            held = self._lent.get((sender, number))
+            done = self._notes[sender * SLOTS + number] if memory is not None else 0
+            if memory is None or held is not None or done == generation:
+                return None
+            self._lent[sender, number] = generation
+        start = self._layout.slots_at + number * CHUNK_BYTES
+        array: Any = (ct.c_uint8 * size).from_address(memory.ctypes.data + start)
+        array._loan = _Loan(self, memory, sender, number, generation)
+        data = memoryview(array).cast("B").toreadonly()
+        return Frame(
+            frame.key, frame.flags, frame.world, frame.seq, frame.seq_cnt, frame.total_bytes, frame.offset, size, data
+        )
+
+    def give_back(self, sender: int, slot: int, generation: int) -> None:
+        """Note that a slot of a sender's is no longer needed."""
+        with self._lock:
+            self._lent.pop((sender, slot), None)
+            self._notes[sender * SLOTS + slot] = generation

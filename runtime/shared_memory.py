@@ -1,0 +1,138 @@
+"""Memory that processes of one machine share, without a name that could be left behind.
+
+A segment is a memfd: an open file that lies in no file system. Others open it through ``/proc/PID/fd/N`` of its owner,
+and the kernel frees it with the last process that has it, however that ends: after kill -9 nothing is left to clean up,
+no tracker is needed, and ``/dev/shm`` may be as small as it likes. Only the owner writes; others map it for reading.
+
+Opening it needs the same user (or root) and the same PID namespace. Where that is not so, or where there is no memfd
+(Linux has it), an error says why, and the data goes over DDS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import re
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradbus.runtime.errors import GradbusError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+Bytes = NDArray[np.uint8]  # shape (bytes,)
+
+MAX_BYTES = 1 << 30  # of one segment
+_MAGIC = b"gradbus\x01"
+_TOKEN_BYTES = 16
+_HEAD_BYTES = len(_MAGIC) + _TOKEN_BYTES
+_PLACE = re.compile(r"([^ ]{1,160}) (\d{1,10}) (\d{1,7}) ([0-9a-f]{32})")
+
+
+class SharedMemoryFault(GradbusError):
+    """Shared memory cannot be used here; the text says why."""
+
+
+class Segment:
+    """Memory of this process that others of this machine may read.
+
+    Attributes:
+        memory: all of it. The first bytes say what it is; :data:`FREE_FROM` is where the user's part begins.
+        place: where others find it, for :func:`attach`.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises SharedMemoryFault: this system has none, or has no more."""
+        if not 0 < size <= MAX_BYTES:
+            raise SharedMemoryFault(f"a segment of {size} bytes, at most {MAX_BYTES}")
+        if fcntl is None or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+            raise SharedMemoryFault("this system has no memfd")
+        try:
+            self._file: int | None = os.memfd_create("gradbus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise SharedMemoryFault(f"no memfd: {error}") from None
+        try:
+            os.ftruncate(self._file, size)
+            # Whoever maps it may rely on its size: reading past the end of a file that was cut short ends the process.
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            mapped = mmap.mmap(self._file, size)
+        except (OSError, ValueError) as error:
+            self.hide()
+            raise SharedMemoryFault(f"no shared memory of {size} bytes: {error}") from None
+        self.memory: Bytes = np.frombuffer(mapped, np.uint8)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self.memory[:_HEAD_BYTES] = np.frombuffer(_MAGIC + token, np.uint8)
+        self.place = f"{machine()} {os.getpid()} {self._file} {token.hex()}"
+
+    def hide(self) -> None:
+        """Nobody else can attach any more; who has, keeps it."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+FREE_FROM = 4096
+
+
+def is_here(place: str) -> bool:
+    """Whether this is the place of a segment of this machine, as far as its text says."""
+    found = _PLACE.fullmatch(place)
+    return found is not None and found[1] == machine()
+
+
+def attach(place: str, size: int) -> Bytes:
+    """Map another process's segment for reading. It stays mapped for as long as somebody holds the array or a view.
+
+    Args:
+        place: :attr:`Segment.place`, as the other process says. Nothing of it is trusted: what is found there must be
+            a sealed memfd of just this size with the token in it.
+        size: of the segment, bytes.
+
+    Raises:
+        SharedMemoryFault: it is not on this machine, or cannot be opened from here.
+    """
+    found = _PLACE.fullmatch(place)
+    if found is None or fcntl is None:
+        raise SharedMemoryFault("the other process has none")
+    host, process, number, token = found.groups()
+    if host != machine():
+        raise SharedMemoryFault("it is on another machine, or in another container")
+    try:
+        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise SharedMemoryFault(f"the memory of process {process} cannot be opened: {error.strerror}") from None
+    try:
+        status = os.fstat(file)
+        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)  # fails for all but a memfd
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size or not seals & fcntl.F_SEAL_SHRINK:
+            raise SharedMemoryFault(f"file {number} of process {process} is not what it is said to be")
+        mapped = mmap.mmap(file, size, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise SharedMemoryFault(f"the memory of process {process} cannot be mapped: {error}") from None
+    finally:
+        os.close(file)
+    memory: Bytes = np.frombuffer(mapped, np.uint8)
+    if memory[:_HEAD_BYTES].tobytes() != _MAGIC + bytes.fromhex(token):
+        raise SharedMemoryFault(f"file {number} of process {process} is another one than meant")
+    return memory
+
+
+@functools.cache
+def machine() -> str:
+    """What two processes must agree on to share memory: host name, boot, and namespace of process numbers."""
+    boot, space = "", ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = str(os.stat("/proc/self/ns/pid").st_ino)
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    return f"{host}/{boot}/{space}"
