@@ -1,0 +1,103 @@
+"""A step of stock DistributedDataParallel on the CPU, ours and gloo's by turns in the same processes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, run_ranks
+from gradbus.experiments.bench_collectives_timing import REPEATS, block, in_turns, ratios_of, spread
+from gradbus.experiments.bench_ddp_process import RankFailed
+from gradbus.experiments.bench_rows import Row, at_most
+
+LIMITS: dict[Transport, float] = {"one-host": 1.0, "dds-only": 1.1}
+BATCH_SIZE = 16
+_WARM_UP_STEPS = 3  # buckets are rebuilt after the first, and buffers made
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 for images of 32 x 32: its first layer keeps their size."""
+    from torchvision import models  # seconds, and nobody else needs it
+
+    model: nn.Module = models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def small_cnn() -> nn.Module:
+    """For tests."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-18": resnet18, "small": small_cnn}
+
+
+class Training:
+    """One model, data parallel on a process group. Same model and data for every group."""
+
+    def __init__(self, place: Place, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(MODELS[place.spec["model"]](), process_group=group)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self._loss = nn.CrossEntropyLoss()
+        numbers = torch.Generator().manual_seed(1 + place.rank)
+        self._images = torch.randn(BATCH_SIZE, 3, 32, 32, generator=numbers)
+        self._labels = torch.randint(0, 10, (BATCH_SIZE,), generator=numbers)
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        self._optimizer.zero_grad()
+        self._loss(self.model(self._images), self._labels).backward()
+        self._optimizer.step()
+
+
+def time_steps(place: Place) -> dict[str, Any]:
+    """The role of a rank: medians of each repeat. Its spec: ``model``, ``steps`` of a repeat, ``repeats``.
+
+    Raises:
+        RuntimeError: the models have gone different ways.
+    """
+    groups = place.start_both()
+    trainings = {name: Training(place, group) for name, group in groups.items()}
+    for training in trainings.values():
+        block(training.step, _WARM_UP_STEPS)
+    medians: dict[str, list[float]] = {name: [] for name in trainings}
+    for name in in_turns(trainings, place.spec["repeats"]):
+        dist.barrier(group=groups["gloo"])
+        medians[name].append(statistics.median(block(trainings[name].step, place.spec["steps"])))
+    ours, theirs = (list(training.model.parameters()) for training in trainings.values())
+    if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, theirs, strict=True)):
+        raise RuntimeError("after the same steps the two models have different parameters")
+    dist.barrier(group=groups["gloo"])
+    dist.destroy_process_group(groups["ours"])
+    elements = sum(parameter.numel() for parameter in ours)
+    return {"median_s": medians, "elements": elements}
+
+
+def step_rows(
+    transports: Iterable[Transport] = TRANSPORTS, *, repeats: int = REPEATS, steps: int = 3, model: str = "ResNet-18"
+) -> tuple[list[Row], dict[str, Any]]:
+    """A row for each transport, world 2."""
+    rows: list[Row] = []
+    taken: dict[str, Any] = {}
+    for transport in transports:
+        name = f"step of {model}, batch {BATCH_SIZE}, {TRANSPORTS[transport]}, world 2"
+        try:
+            found = run_ranks(
+                time_steps, 2, transport, {"model": model, "steps": steps, "repeats": repeats}, timeout_s=240.0
+            )
+        except RankFailed as error:
+            rows.append(failed(name, error))
+            continue
+        taken[name] = found
+        ratios, ms = ratios_of(found)
+        note = f"{ms['ours']:.4g} / {ms['gloo']:.4g} ms; {spread(ratios['ours'])}"
+        rows.append(at_most(name, statistics.median(ratios["ours"]), LIMITS[transport], "x gloo", note))
+    return rows, taken

@@ -1,0 +1,192 @@
+"""The benchmark of torch.distributed: its parts run in real processes, and what falls short or is left over is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from gradbus.experiments import bench_collectives
+from gradbus.experiments.bench_collectives_ddp import step_rows, time_steps
+from gradbus.experiments.bench_collectives_leftovers import Holdings, big_rows, leftover_rows, outlive_a_rank
+from gradbus.experiments.bench_collectives_ranks import Place, run_ranks
+from gradbus.experiments.bench_collectives_timing import (
+    SETUPS,
+    SIZES,
+    Cell,
+    Setup,
+    cell_rows,
+    in_turns,
+    ratios_of,
+    size_text,
+)
+from gradbus.experiments.bench_ddp import Part
+from gradbus.experiments.bench_ddp_process import RankFailed
+from gradbus.experiments.bench_rows import at_most
+
+KIB_4 = 4096
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """gloo in a world of one."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_is_read_as_it_is_shown(size: int) -> None:
+    for text in (size_text(size), size_text(size).replace(" ", ""), str(size), f"{size} B"):
+        assert bench_collectives.size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "4 GiB", "-4", "0", "6", "1.5MiB"])
+def test_what_is_no_size_of_whole_floats_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="64KiB, got"):
+        bench_collectives.size_of(text)
+
+
+def test_each_cell_has_a_limit() -> None:
+    asked = [limits for setup in SETUPS for limits in setup.limits.values()]
+    assert [len(limits) for limits in asked] == [len(SIZES)] * 4
+
+
+def test_every_repeat_has_all_blocks_and_every_second_one_in_the_opposite_order() -> None:
+    assert in_turns(["ours", "gloo"], 3) == ["ours", "gloo", "gloo", "ours", "ours", "gloo"]
+
+
+def test_the_slowest_rank_counts_and_ratios_are_taken_within_a_repeat() -> None:
+    ranks = [
+        {"median_s": {"ours": [1.0, 6.0, 1.0], "gloo": [2.0, 1.0, 1.0]}},
+        {"median_s": {"ours": [3.0, 1.0, 1.0], "gloo": [1.0, 2.0, 4.0]}},
+    ]
+    ratios, ms = ratios_of(ranks)
+    assert ratios == {"ours": [1.5, 3.0, 0.25], "gloo": [1.0, 1.0, 1.0]}
+    assert ms == {"ours": 3000.0, "gloo": 2000.0}
+
+
+def test_a_wrong_result_is_noticed(alone: dist.ProcessGroup) -> None:
+    for collective in ("all_reduce", "all_gather"):
+        Cell(Place(0, 1, 0, "one-host", {}), collective, KIB_4).check({"gloo": alone})
+    of_two = Cell(Place(0, 2, 0, "one-host", {}), "all_reduce", KIB_4)  # whose second rank does not take part
+    with pytest.raises(RuntimeError, match="all_reduce of 4 KiB: the result of 'gloo' is wrong"):
+        of_two.check({"gloo": alone})
+
+
+def test_shared_memory_counts_as_held_as_long_as_it_is_open_or_mapped() -> None:
+    before = Holdings.now()
+    descriptor = os.memfd_create("held-by-a-test")
+    os.truncate(descriptor, mmap.PAGESIZE)
+    assert [name.split()[0] for name in Holdings.now().since(before)["segments"]] == ["/memfd:held-by-a-test"]
+    assert Holdings.now().files == before.files + 1
+    mapped = mmap.mmap(descriptor, mmap.PAGESIZE)
+    os.close(descriptor)  # mmap has a duplicate of its own
+    assert len(Holdings.now().since(before)["segments"]) == 1
+    mapped.close()
+    assert Holdings.now().since(before)["segments"] == []
+
+
+def test_a_thread_counts_as_long_as_it_lives() -> None:
+    before, end = Holdings.now(), threading.Event()
+    thread = threading.Thread(target=end.wait, name="left-by-a-test")
+    thread.start()
+    assert Holdings.now().since(before)["threads"] == ["left-by-a-test"]
+    end.set()
+    thread.join()
+    assert "left-by-a-test" not in Holdings.now().since(before)["threads"]
+
+
+@pytest.mark.parametrize(("limit", "code"), [(2.0, 0), (0.5, 1)])
+def test_the_exit_code_tells_of_a_figure_that_falls_short(
+    limit: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part(lambda: ([at_most("all_reduce", 1.0, limit, "x gloo")], {}), "one")
+    monkeypatch.setattr(bench_collectives, "parts", lambda chosen: {"big": part})
+    out = tmp_path / "bench.json"
+    assert bench_collectives.main(["--part", "big", "--out", str(out)]) == code
+    assert json.loads(out.read_text(encoding="utf-8"))["rows"][0]["ok"] is (code == 0)
+
+
+def test_a_world_of_which_nothing_is_asked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_collectives.main(["--part", "collectives", "--world", "3"])
+    assert ended.value.code == 2
+    assert "nothing is asked of 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_or_dies_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 failed: (.|\n)*KeyError: 'model'"):
+        run_ranks(time_steps, 1, "one-host", {})
+    with pytest.raises(RankFailed, match=r"rank 0 failed: it died"):
+        run_ranks(outlive_a_rank, 1, "one-host", {})
+
+
+@pytest.mark.slow
+def test_collectives_are_timed_and_a_cell_above_its_limit_falls_short() -> None:
+    limits = {"all_reduce": (1e6,) * len(SIZES), "all_gather": (1e-6,) * len(SIZES)}
+    rows, taken = cell_rows([Setup("one-host", 2, limits)], sizes=[KIB_4, 8192], repeats=2)
+    memory, *rows = rows
+    assert memory.ok, memory
+    assert [row.name for row in rows[::2]] == [
+        f"{collective} {size}, one host, world 2" for collective in limits for size in ("4 KiB", "8 KiB")
+    ]
+    assert [(row.asked, row.ok) for row in rows[::2]] == [
+        ("<= 1e+06", True), ("", True), ("<= 1e-06", False), ("", True)
+    ]  # fmt: skip
+    assert all("Group" in row.name and row.measured > 0 for row in rows[1::2])
+    for rank in taken["one host, world 2"]:
+        assert [{name: len(values) for name, values in cell["median_s"].items()} for cell in rank["cells"]] == [
+            {"ours": 2, "gloo": 2}
+        ] * 4
+
+
+@pytest.mark.slow
+def test_data_parallel_steps_are_timed_with_shared_memory_switched_off() -> None:
+    (row,), taken = step_rows(["dds-only"], repeats=1, steps=2, model="small")
+    assert row.asked == "<= 1.1"
+    assert row.measured > 0
+    assert [rank["median_s"].keys() for rank in taken[row.name]] == [{"ours", "gloo"}] * 2
+
+
+@pytest.mark.slow
+def test_groups_leave_nothing_behind_nor_does_the_death_of_a_rank() -> None:
+    rows, taken = leftover_rows(groups=4)
+    assert [(row.asked, row.measured) for row in rows if row.asked] == [("none", 0)] * 4, rows
+    assert ["lost rank 2" in rank["text"] for rank in taken["after kill -9 of a rank of three"]] == [True, True]
+
+
+@pytest.mark.slow
+def test_memory_of_a_large_collective_includes_the_tensor() -> None:
+    size = 64 << 20
+    (row,), taken = big_rows(["one-host"], size=size)
+    assert row.asked == "<= 3"
+    assert row.measured >= 1, taken
+
+
+@pytest.mark.slow
+def test_a_profile_shows_threads_of_both_backends_and_functions_of_ours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "profile.json"
+    arguments = ["--profile", "--sizes", "4KiB", "--seconds", "0.1", "--out", str(out)]
+    assert bench_collectives.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.count("MainThread") >= 3
+    assert "gradbus-receive" in text
+    assert "pt_gloo_runloop" in text
+    saved = json.loads(out.read_text(encoding="utf-8"))[str(KIB_4)]
+    assert all(rank["ours"]["threads"]["MainThread"]["cpu_s"] > 0 for rank in saved["threads"])
+    for rank in saved["functions"]:
+        functions = {name.split()[-1] for of_thread in rank["threads"].values() for name in of_thread}
+        assert {"Engine.start", "Engine.receive"} <= functions
