@@ -211,6 +211,7 @@ class Node:
             ConfigError: wrong interface or configuration.
             BusError: no participant could be made.
         """
+        ddsc.keep_memory()
         xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
         _acquire_domain(domain_id, xml)
         self._domain_id: int | None = domain_id

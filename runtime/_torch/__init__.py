@@ -5,8 +5,88 @@ over the collectives of gradbus. Where the others are found is torch's own affai
 DDS reaches them is set by the environment: ``GRADBUS_BUS__DOMAIN=3``, ``GRADBUS_BUS__INTERFACE=eth0`` and so on.
 
 torch finds the backend by itself, through the entry point ``torch.distributed.backends``. CPU tensors only.
+
+The functions here are for those who come from Horovod. Calls are matched by name, in whatever order a rank makes them:
+
+    import gradbus.torch as dds
+
+    dds.init()
+    optimizer = dds.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    dds.broadcast_parameters(model.state_dict(), root_rank=0)
+
+They are loaded when first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from gradbus.torch.register import register
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from gradbus.torch.functions import (
+        Handle,
+        allgather,
+        allgather_async,
+        allgather_object,
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        broadcast,
+        broadcast_,
+        broadcast_async_,
+        broadcast_object,
+        init,
+        poll,
+        rank,
+        shutdown,
+        size,
+        synchronize,
+    )
+    from gradbus.torch.optimizer import DistributedOptimizer
+    from gradbus.torch.states import broadcast_optimizer_state, broadcast_parameters
+
+_ELSEWHERE = {
+    "DistributedOptimizer": "gradbus.torch.optimizer",
+    "broadcast_optimizer_state": "gradbus.torch.states",
+    "broadcast_parameters": "gradbus.torch.states",
+}
+
+__all__ = [
+    "DistributedOptimizer",
+    "Handle",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+    "poll",
+    "rank",
+    "register",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        module = importlib.import_module(_ELSEWHERE.get(name, "gradbus.torch.functions"))
+        value = globals()[name] = getattr(module, name)
+        return value
+    raise AttributeError(f"module 'gradbus.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

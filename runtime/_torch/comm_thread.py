@@ -44,6 +44,7 @@ class Lane:
         lock: guards the state of the lane and of its works. Held for some instructions only.
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
+        also_watch: called by :meth:`watch`.
     """
 
     engine: Engine
@@ -53,6 +54,7 @@ class Lane:
         self.running = 0
         self.issued = 0
         self.later: Callable[[Callable[[], None]], None] = _at_once
+        self.also_watch: Callable[[float], None] | None = None
         self._waiting: deque[DdsWork] = deque()
         self._open: set[DdsWork] = set()
         self._deliveries: SimpleQueue[DdsWork | None] = SimpleQueue()
@@ -151,6 +153,8 @@ class Lane:
             elif work.undelivered and work.until_s + RESCUE_S < now_s:
                 # The thread is stuck in a callback that waits for a future of this thread's: end that wait.
                 threading.Thread(target=work.deliver, name="gradbus-torch-rescue", daemon=True).start()
+        if self.also_watch is not None:
+            self.also_watch(now_s)
 
     def close(self) -> None:
         """End the thread when it has run the callbacks of what has ended. The engine is closed by then."""

@@ -163,7 +163,7 @@ class Engine:
             raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes and no NUL, got {size}: {name[:60]!r}")
         if not 0 <= round_id <= 0xFFFF_FFFF:
             raise ValueError(f"round_id must be within 0 .. 2**32 - 1, got {round_id}")
-        operation.large_bytes = self._large_bytes
+        operation.large_bytes = min(operation.large_bytes, self._large_bytes)
         with self._lock:
             error = self._obstacle(operation) or self._too_many()
             call = self._count((round_id, name, operation.lane))

@@ -85,6 +85,7 @@ class Operation:
 
     Attributes:
         key: set by the engine. signature: what all ranks must agree on, in words.
+        heard: ranks that have made the call, too, as far as anything of theirs for it has come.
         peers: ranks that it cannot do without.
         started_s, finished_s: ``time.perf_counter``. sent_bytes, received_bytes: of payload.
     """
@@ -101,7 +102,7 @@ class Operation:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.repeats = 0
-        self.large_bytes = LARGE_BYTES  # set by the engine
+        self.large_bytes = LARGE_BYTES  # what is larger waits for its receivers; the engine may set less
         self.value: Any = None
         self.convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
         self.error: BaseException | None = None
@@ -111,6 +112,7 @@ class Operation:
         self._streams: dict[tuple[int, int], Stream] = {}
         self._sendings: dict[int, Sending | None] = {}
         self._numbers = 0
+        self.heard: set[int] = set()
         self._ready: set[int] = set()  # ranks that have made the call, as far as they were asked
         self._offered: set[int | None] = set()
         self._held: list[tuple[int | None, Callable[[], None]]] = []  # large payloads that wait for their receivers
@@ -261,6 +263,7 @@ class Operation:
                     return
                 if signature != self.signature:
                     raise CollectiveError(f"calls {signature!r} where this rank calls {self.signature!r}")
+                self.heard.add(sender)
                 if part == OFFER:
                     self.send(sender, READY, _EMPTY)
                     return

@@ -78,21 +78,20 @@ class Outgoing:
         Args:
             wait: whether somebody else is at it just now.
         """
-        until_s = 0.0
+        written, until_s = -1, 0.0
         while not self.done and self._left:
-            if wait():
+            if self._written != written:
+                written, until_s = self._written, time.monotonic() + SLOT_WAIT_S
+            elif time.monotonic() > until_s:
+                self._slots = None  # somebody holds on to them: the rest travels over DDS
+            elif wait():
                 time.sleep(10 * LOOK_S)
                 continue
             with self._lock:
                 taken = self._take()
             if taken is None:  # no slot is free
-                until_s = until_s or time.monotonic() + SLOT_WAIT_S
-                if time.monotonic() < until_s:
-                    time.sleep(LOOK_S)
-                else:
-                    self._slots = None  # somebody holds on to them: the rest travels over DDS
+                time.sleep(LOOK_S)
                 continue
-            until_s = 0.0
             number, frame = taken
             yield frame
             with self._lock:

@@ -1,0 +1,271 @@
+"""Collectives as Horovod has them: a tensor, a name, and results at once or by a handle.
+
+Ranks may make these calls in any order: those of one name belong together. Without a name, calls of one kind,
+operation, dtype and shape are counted, and among those the order matters. Autograd records nothing. CPU tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradbus.runtime.collectives.exchanges import AllGather, Broadcast
+from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, unpack_all
+from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.tensors import check_sendable, dtype_name
+from gradbus.runtime.errors import CollectiveError
+from gradbus.torch.named import NamedCalls, check_on_cpu, check_root, current, shape_of, sign
+from gradbus.torch.register import NAME, register
+from gradbus.torch.stall import checked_warning_s
+from gradbus.torch.task import Task
+from gradbus.torch.works import DdsWork
+
+MAX_GATHERED_BYTES = 4 << 30  # of one rank's tensor
+
+_Kind: Any = dist.ReduceOp.RedOpType  # its members are unknown to type checkers
+OPS = {"mean": _Kind.AVG, "sum": _Kind.SUM, "min": _Kind.MIN, "max": _Kind.MAX, "product": _Kind.PRODUCT}
+
+# Spaces of names.
+CALLED, COUNTED, AGREED, PARAMETERS, STATE = "call", "auto", "agreed", "parameter", "state"
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """A call under way, for :func:`synchronize` and :func:`poll`."""
+
+    def __init__(self, work: DdsWork, output: Callable[[], T]) -> None:
+        """``output``: makes the result when the work has ended well."""
+        self._work = work
+        self._output: Callable[[], T] | None = output
+        self._value: Any = None
+
+    def wait(self) -> T:
+        """The result. Raises DistBackendError: it failed, or its time is over."""
+        self._work.wait()
+        if self._output is not None:
+            self._value, self._output = self._output(), None
+        value: T = self._value
+        return value
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(self._work.is_completed())
+
+
+def synchronize(handle: Handle[T]) -> T:
+    """Wait for a call. Raises DistBackendError (a RuntimeError): it failed, or its time is over."""
+    return handle.wait()
+
+
+def poll(handle: Handle[Any]) -> bool:
+    """Whether a call has ended, well or not."""
+    return handle.done()
+
+
+# Who and how many
+
+
+def init(*, stall_warning_s: float | None = None, **options: Any) -> None:
+    """Make the default process group, if there is none.
+
+    Args:
+        stall_warning_s: report tensors that wait longer than that; 0: never. By default what
+            ``GRADBUS_STALL_WARNING_S`` says, or 60. May be called again to change it.
+        options: for ``torch.distributed.init_process_group("dds", ...)``.
+
+    Raises:
+        RuntimeError: there is one with another backend.
+        ValueError: options for one that is there already; a time that is none.
+    """
+    warning_s = None if stall_warning_s is None else checked_warning_s(stall_warning_s)
+    if not dist.is_initialized():
+        register()
+        dist.init_process_group(NAME, **options)
+    elif options:
+        raise ValueError(f"the process group is there already, so {', '.join(options)} would have no effect")
+    calls = current()
+    if warning_s is not None:
+        calls.stall.warning_s = warning_s
+
+
+def shutdown() -> None:
+    """Destroy the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """Of this process. Raises RuntimeError: there is no process group of this backend."""
+    return current().rank
+
+
+def size() -> int:
+    """Number of processes. Raises RuntimeError: there is no process group of this backend."""
+    return current().world
+
+
+# Tensors
+
+
+def allreduce(tensor: Tensor, name: str | None = None, op: str = "mean") -> Tensor:
+    """The tensors of all ranks combined, in new memory: ``mean``, ``sum``, ``min``, ``max``, ``product``."""
+    return allreduce_async(tensor, name, op).wait()
+
+
+def allreduce_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Tensor:
+    """The same in place."""
+    return allreduce_async_(tensor, name, op).wait()
+
+
+def allreduce_async(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
+    """The same as :func:`allreduce`; the tensor may be changed at once."""
+    check_on_cpu(tensor, _what("allreduce", name))
+    return allreduce_async_(tensor.detach().clone(), name, op)
+
+
+def allreduce_async_(tensor: Tensor, name: str | None = None, op: str = "mean") -> Handle[Tensor]:
+    """The same in place: until it has ended the tensor must neither be changed nor read.
+
+    Raises:
+        ValueError: an operation that is not known or not defined for this dtype, or a tensor that cannot be sent.
+        RuntimeError: there is no process group of this backend.
+    """
+    if op not in OPS:
+        raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
+    counted = f"allreduce {op} {tensor.dtype} {shape_of(tensor)}"
+    space, label = (COUNTED, counted) if name is None else (CALLED, name)
+    return start_reduction(current(), tensor, space, label, op)
+
+
+def start_reduction(calls: NamedCalls, tensor: Tensor, space: str, name: str, op: str) -> Handle[Tensor]:
+    """An all_reduce in place. Raises ValueError: as :func:`allreduce_async_`."""
+    check_on_cpu(tensor, f"allreduce of {name!r}")
+    task = calls.tasks.all_reduce(tensor, dist.ReduceOp(OPS[op]))
+    task.what = f"allreduce of {name!r}"
+    size_bytes = 0 if tensor.is_sparse else tensor.nbytes
+    work = calls.start(sign(task, shape_of(tensor)), space, name, size_bytes)
+    return Handle(work, lambda: tensor)
+
+
+def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
+    """The tensors of all ranks, one after the other along the first dimension, in which they may differ."""
+    return allgather_async(tensor, name).wait()
+
+
+def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
+    """The same. Until it has ended the tensor must not be changed.
+
+    Raises:
+        ValueError: a tensor that cannot be sent. RuntimeError: there is no process group of this backend.
+    """
+    check_on_cpu(tensor, _what("allgather", name))
+    check_sendable(tensor)
+    source = tensor.detach()
+    source = source.reshape(1) if source.dim() == 0 else source.contiguous()
+    shape = f"{dtype_name(source.dtype)} {shape_of(source, ragged=True)}"
+    space, label = (COUNTED, f"allgather {shape}") if name is None else (CALLED, name)
+    calls = current()
+    gather = AllGather(source, calls.rank, calls.world, MAX_GATHERED_BYTES)
+    work = calls.start(sign(Task(f"allgather of {label!r}", [gather]), shape), space, label, source.nbytes)
+    return Handle(work, lambda: torch.cat(gather.value))
+
+
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """The root's tensor, in new memory. Dtype and shape are those of this rank's."""
+    check_on_cpu(tensor, _what("broadcast", name))
+    return broadcast_async_(tensor.detach().clone(), root_rank, name).wait()
+
+
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """The same in place."""
+    return broadcast_async_(tensor, root_rank, name).wait()
+
+
+def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle[Tensor]:
+    """The same in place: until it has ended the tensor must neither be changed nor read.
+
+    Raises:
+        ValueError: no such rank, or a tensor that cannot be sent.
+        RuntimeError: there is no process group of this backend.
+    """
+    counted = f"broadcast {root_rank} {tensor.dtype} {shape_of(tensor)}"
+    space, label = (COUNTED, counted) if name is None else (CALLED, name)
+    return start_broadcast(current(), tensor, space, label, root_rank)
+
+
+def start_broadcast(calls: NamedCalls, tensor: Tensor, space: str, name: str, root_rank: int) -> Handle[Tensor]:
+    """A broadcast in place. Raises ValueError: as :func:`broadcast_async_`."""
+    check_on_cpu(tensor, f"broadcast of {name!r}")
+    check_root(root_rank, calls.world)
+    task = calls.tasks.broadcast(tensor, root_rank)
+    task.what = f"broadcast of {name!r}"
+    work = calls.start(sign(task, shape_of(tensor)), space, name, tensor.nbytes)
+    return Handle(work, lambda: tensor)
+
+
+# Objects
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """The root's object; what the others give is not looked at.
+
+    It is made of numbers, text, bytes, lists, maps, None and bool, and has at most 4 MiB as msgpack. Tuples arrive as
+    lists. Never pickle: that would run whatever code a peer sends.
+
+    Raises:
+        ValueError, on all ranks: the root's cannot be sent.
+    """
+    space, label = (COUNTED, f"object of rank {root_rank}") if name is None else (CALLED, name)
+    return share_object(current(), obj, space, label, root_rank)
+
+
+def share_object(calls: NamedCalls, obj: Any, space: str, name: str, root_rank: int) -> Any:
+    """The root's object. Raises ValueError: as :func:`broadcast_object`."""
+    check_root(root_rank, calls.world)
+    payload = None
+    if calls.rank == root_rank:
+        try:
+            payload = pack([True, obj])
+        except ValueError as error:
+            # The others wait for it. They are told what this rank is told.
+            payload = pack([False, f"{error}. Pickle is never used"])
+    operation = Broadcast(payload, root_rank, calls.rank, calls.world, MAX_OBJECT_BYTES)
+    match _start_object(calls, operation, unpack, f"broadcast_object {name!r}", space, name, payload).wait():
+        case [True, value]:
+            return value
+        case [False, str(why)]:
+            raise ValueError(f"broadcast_object {name!r}, rank {root_rank}: {why}")
+    raise CollectiveError(f"broadcast_object {name!r}: what came from rank {root_rank} is no object of this function")
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Everybody's object, in rank order. Raises ValueError: it cannot be sent; see :func:`broadcast_object`."""
+    space, label = (COUNTED, "objects") if name is None else (CALLED, name)
+    return gather_objects(current(), obj, space, label)
+
+
+def gather_objects(calls: NamedCalls, obj: Any, space: str, name: str) -> list[Any]:
+    """Everybody's object. Raises ValueError: it cannot be sent."""
+    payload = pack(obj)
+    operation = AllGather(payload, calls.rank, calls.world, MAX_OBJECT_BYTES)
+    handle = _start_object(calls, operation, unpack_all, f"allgather_object {name!r}", space, name, payload)
+    values: list[Any] = handle.wait()
+    return values
+
+
+def _start_object(
+    calls: NamedCalls, operation: Operation, convert: Callable[[Any], Any], what: str, space: str, name: str,
+    payload: bytes | None,
+) -> Handle[Any]:  # fmt: skip
+    operation.convert = convert
+    work = calls.start(Task(what, [operation]), space, name, len(payload or b""))
+    return Handle(work, lambda: operation.value)
+
+
+def _what(call: str, name: str | None) -> str:
+    return call if name is None else f"{call} of {name!r}"

@@ -1,0 +1,166 @@
+"""Parameters and optimizer state of one rank for all others: when training begins, or goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradbus.runtime.collectives.tensors import check_sendable, describe, empty_like_described
+from gradbus.runtime.errors import CollectiveError
+from gradbus.torch.functions import AGREED, PARAMETERS, STATE, gather_objects, share_object, start_broadcast
+from gradbus.torch.named import NamedCalls, check_on_cpu, check_root, current
+
+# What a rank takes as the optimizer state of another one, in bytes: Adam has 2 x the parameters, LBFGS up to 200 x.
+_STATE_PER_PARAMETERS = 256
+_STATE_AT_LEAST_BYTES = 64 << 20
+_MAX_DEPTH = 32
+
+Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
+    """Give all ranks the values of the root, in place.
+
+    Args:
+        params: ``model.state_dict()`` or ``model.named_parameters()``.
+
+    Raises:
+        ValueError: something is no tensor of the CPU; or, on all ranks, their names, shapes and dtypes differ.
+        DistBackendError: a rank is lost or late.
+    """
+    calls = current()
+    check_root(root_rank, calls.world)
+    tensors = dict(params.items() if isinstance(params, Mapping) else params)
+    for name, tensor in tensors.items():
+        what = f"broadcast_parameters: {name!r}"
+        check_on_cpu(tensor, what if isinstance(tensor, Tensor) else f"{what} (use broadcast_object for it)")
+        check_sendable(tensor)
+    _check_equal(calls, {name: describe(tensor) for name, tensor in tensors.items()})
+    handles = [start_broadcast(calls, tensor, PARAMETERS, name, root_rank) for name, tensor in tensors.items()]
+    for handle in handles:
+        handle.wait()
+
+
+def _check_equal(calls: NamedCalls, mine: dict[str, str]) -> None:
+    """Raises ValueError on all ranks: their names, dtypes and shapes are not the same."""
+    text = "\n".join(f"{name}\0{mine[name]}" for name in sorted(mine))
+    digests = gather_objects(calls, hashlib.blake2b(text.encode(), digest_size=16).digest(), AGREED, "parameters")
+    if len(set(digests)) == 1:
+        return
+    for other, theirs in enumerate(gather_objects(calls, mine, AGREED, "differing parameters")):
+        for name in sorted({*mine, *theirs}) if isinstance(theirs, dict) else ():
+            here, there = mine.get(name, "no such tensor"), theirs.get(name, "no such tensor")
+            if here != there:
+                raise ValueError(
+                    f"broadcast_parameters: {name!r} is {here.strip()} on rank {calls.rank} and {there.strip()} on "
+                    f"rank {other}. All ranks must make the same model"
+                )
+    raise ValueError("broadcast_parameters: other ranks have other parameters. All ranks must make the same model")
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Give all ranks the state and the settings (learning rates ...) of the root's optimizer.
+
+    The ranks need not have any state yet, and neither need the root. What is not a tensor must be numbers, text, bytes,
+    None, or lists, tuples and maps of them.
+
+    Raises:
+        ValueError, on all ranks: the root's has something else. On some: their optimizer has other parameters.
+        DistBackendError: a rank is lost or late.
+    """
+    calls = current()
+    check_root(root_rank, calls.world)
+    tensors: list[tuple[str, Tensor]] = []
+    plan: Any = None
+    if calls.rank == root_rank:
+        try:
+            tree = _packed(optimizer.state_dict(), "", tensors)
+            plan = [True, tree, [[path, describe(tensor)] for path, tensor in tensors]]
+        except ValueError as error:
+            plan = [False, str(error), []]
+    match share_object(calls, plan, AGREED, "optimizer state", root_rank):
+        case [True, tree, list(announced)]:
+            if calls.rank != root_rank:
+                tensors = _room_for(announced, _limit_bytes(optimizer))
+        case [False, str(why), _]:
+            raise ValueError(f"broadcast_optimizer_state, rank {root_rank}: {why}")
+        case _:
+            raise CollectiveError(f"broadcast_optimizer_state: rank {root_rank} sent something else")
+    handles = [
+        start_broadcast(calls, tensor, STATE, f"{number} {path}", root_rank)
+        for number, (path, tensor) in enumerate(tensors)
+    ]
+    for handle in handles:
+        handle.wait()
+    if calls.rank != root_rank:
+        optimizer.load_state_dict(_unpacked(tree, [tensor for _, tensor in tensors]))
+
+
+def _limit_bytes(optimizer: torch.optim.Optimizer) -> int:
+    parameters: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    return max(_STATE_AT_LEAST_BYTES, _STATE_PER_PARAMETERS * parameters)
+
+
+def _room_for(announced: list[Any], limit_bytes: int) -> list[tuple[str, Tensor]]:
+    """Memory for tensors: their paths and descriptions. Raises CollectiveError: too much, or not such a list."""
+    tensors = []
+    for one in announced:
+        match one:
+            case [str(path), str(description)]:
+                tensor = empty_like_described(description, limit_bytes)
+                limit_bytes -= tensor.nbytes
+                tensors.append((path, tensor))
+            case _:
+                raise CollectiveError("what came is no list of an optimizer's tensors")
+    return tensors
+
+
+# A tree of plain data and tensors, as plain data: [kind, content]. Kinds: t is a tensor by its number.
+
+
+def _packed(value: Any, path: str, tensors: list[tuple[str, Tensor]], depth: int = 0) -> list[Any]:
+    """The tree without its tensors, which are appended. Raises ValueError: it has something else."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"the optimizer's state is nested more than {_MAX_DEPTH} deep at {path}")
+    if isinstance(value, Tensor):
+        check_sendable(value)
+        tensors.append((path, value.detach().cpu()))
+        return ["t", len(tensors) - 1]
+    if isinstance(value, Mapping):
+        pairs = [(key, one, f"{path}.{key}".strip(".")) for key, one in value.items()]
+        return ["m", [[key, _packed(one, its_path, tensors, depth + 1)] for key, one, its_path in pairs]]
+    if isinstance(value, list | tuple):
+        kind = "l" if isinstance(value, list) else "u"
+        return [kind, [_packed(one, f"{path}.{i}", tensors, depth + 1) for i, one in enumerate(value)]]
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return ["v", value]
+    raise ValueError(
+        f"the optimizer's state has a {type(value).__name__} at {path}. Tensors, numbers, text, bytes, None, and "
+        f"lists, tuples and maps of them can be sent. Pickle is never used"
+    )
+
+
+def _unpacked(packed: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+    """The tree again. Raises CollectiveError: it is none."""
+    try:
+        kind, content = packed
+        if depth > _MAX_DEPTH:
+            raise ValueError("too deep")
+        match kind:
+            case "t":
+                return tensors[content]
+            case "m":
+                return {key: _unpacked(one, tensors, depth + 1) for key, one in content}
+            case "l":
+                return [_unpacked(one, tensors, depth + 1) for one in content]
+            case "u":
+                return tuple(_unpacked(one, tensors, depth + 1) for one in content)
+            case "v":
+                return content
+        raise ValueError(f"kind {kind!r}")
+    except (TypeError, ValueError, IndexError) as error:
+        raise CollectiveError(f"what came is no optimizer state: {error}") from None

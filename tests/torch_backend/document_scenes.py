@@ -1,0 +1,24 @@
+"""Runs the examples of docs/torch.md as torchrun would."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+
+from torch_node import Place
+
+
+def examples(place: Place) -> list[str]:
+    """What each of them prints."""
+    printed = []
+    for path, port in zip(place.options["paths"], place.options["ports"], strict=True):
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(place.rank),
+            "LOCAL_RANK": str(place.rank), "WORLD_SIZE": str(place.world),
+        }  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(path, run_name="__main__")
+        printed.append(out.getvalue())
+    return printed
