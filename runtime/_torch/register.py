@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from gradbus.torch.scheme import register_scheme
+
 NAME = "dds"
 OLDEST = (2, 14)  # the first torch that takes a backend written in Python
 
 
 def register() -> None:
-    """Register the backend "dds". torch calls this through the entry point; more than once does no harm.
+    """Register the backend "dds", and addresses that start with ``dds://``.
+
+    torch calls this through the entry point; more than once does no harm.
 
     Raises:
         RuntimeError: this torch cannot have it; the text says what to do.
@@ -22,6 +26,7 @@ def register() -> None:
 
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    register_scheme()
 
 
 def check(version: str, has_distributed: bool) -> None:

@@ -1,0 +1,193 @@
+"""What the ranks of a store and its arbiter say to each other: schema, limits, and how messages become frames.
+
+A message is one frame: a msgpack array ``[kind, {field: value}]``, as control messages are. The header of the frame
+says who sends it (rank and incarnation) and, in the field ``job``, to which incarnation; 0 stands for whoever holds the
+table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from gradbus.runtime import frames
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.frames import FrameKey, Kind
+
+VERSION = 1
+MAX_KEY_BYTES = 1024  # in UTF-8
+MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one frame
+MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
+MAX_KEYS = 4096  # of a message
+
+_STRICT = ConfigDict(strict=True, extra="ignore")
+
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Number = Annotated[int, Field(ge=0, lt=1 << 63)]
+Rank = Annotated[int, Field(ge=0, lt=1 << 20)]
+Text = Annotated[str, Field(max_length=MAX_KEY_BYTES)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Keys = Annotated[list[Annotated[str, Field(max_length=MAX_KEY_BYTES)]], Field(max_length=MAX_KEYS)]
+Values = Annotated[list[Annotated[bytes, Field(max_length=MAX_VALUE_BYTES)]], Field(max_length=MAX_KEYS)]
+Op = Literal[
+    "set", "get", "add", "check", "wait", "delete", "num_keys", "list_keys", "compare_set", "append", "push", "pop",
+    "pop_now", "queue_len",
+]  # fmt: skip
+Outcome = Literal["done", "timeout", "empty", "error"]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Join:
+    """Rank to the arbiter: I want to use the store. Said until there is a :class:`Welcome`.
+
+    Attributes:
+        version: of these messages. world: how many ranks there are. host: host name and process id, for people.
+    """
+
+    version: Number
+    world: Rank
+    host: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Welcome:
+    """Arbiter to a rank: ask. ``host``: where the arbiter is."""
+
+    host: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class NotNow:
+    """Arbiter to a rank: another process has come with that rank.
+
+    Attributes:
+        alive: it is there. Otherwise it has left or died, and a rank takes part in a store only once.
+        holder: where it is or was. host: where the arbiter is.
+    """
+
+    alive: bool
+    holder: Text
+    host: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Refused:
+    """Arbiter to a rank: you do not fit, and why."""
+
+    why: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Request:
+    """Rank to the arbiter. Repeated until there is an :class:`Answer`; executed once.
+
+    Attributes:
+        id: counts the requests of this process. oldest: the lowest id that still waits for its answer.
+        op: what to do. keys, values, number: with what; see :mod:`.store_table`.
+        wait_s: how long to wait for what is not there.
+    """
+
+    id: Number
+    oldest: Number
+    op: Op
+    keys: Keys
+    values: Values
+    number: Int64
+    wait_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Answer:
+    """Arbiter to a rank: what came of a request.
+
+    Attributes:
+        id: of the request.
+        outcome: ``timeout``: what it waits for did not come; ``empty``: a queue has nothing; ``error``: see ``text``.
+        keys, values, number: the result; with ``timeout`` some keys that are not there.
+        text: for people.
+    """
+
+    id: Number
+    outcome: Outcome
+    keys: Keys
+    values: Values
+    number: Int64
+    text: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Leave:
+    """Rank to the arbiter: I need the store no more."""
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Closed:
+    """Arbiter to a rank: there are no more answers, and why."""
+
+    why: Text
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Here:
+    """Arbiter to other arbiters of the same store, of which there must be none.
+
+    Attributes:
+        complete: all ranks have joined. host: host name and process id, for people.
+    """
+
+    complete: bool
+    host: Text
+
+
+Message = Join | Welcome | NotNow | Refused | Request | Answer | Leave | Closed | Here
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Join, Welcome, NotNow, Refused, Request, Answer, Leave, Closed, Here)
+}
+
+
+def frame_of(message: Message, *, sender: int, incarnation: int, to: int) -> tuple[bytes, memoryview]:
+    """The frame of a message: header and body.
+
+    Raises:
+        ValueError: longer than a receiver accepts.
+    """
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+    body: bytes = msgpack.packb([type(message).__name__, fields])
+    if len(body) > frames.MAX_CHUNK_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(body)} bytes, at most {frames.MAX_CHUNK_BYTES}")
+    key = FrameKey(Kind.CONTROL, to, 0, sender, incarnation)
+    (frame,) = frames.split(key, body, chunk_bytes=frames.MAX_CHUNK_BYTES)
+    return frame
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The message in the body of a frame.
+
+    Raises:
+        FrameError: ``store``: not msgpack within the limits, of an unknown kind, or against the schema.
+    """
+    try:
+        raw = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, use_list=True, max_str_len=MAX_KEY_BYTES,
+            max_bin_len=MAX_VALUE_BYTES, max_array_len=MAX_KEYS, max_map_len=32, max_ext_len=0,
+        )  # fmt: skip
+    except Exception as error:  # msgpack raises many kinds
+        raise FrameError("store", f"store message is not msgpack within limits: {type(error).__name__}") from None
+    if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
+        raise FrameError("store", "store message is not [kind, fields]")
+    kind = _KINDS.get(raw[0])
+    if kind is None:
+        raise FrameError("store", f"store message of unknown kind {raw[0][:40]!r}")
+    try:
+        known = kind.__dataclass_fields__
+        message: Message = kind(**{name: value for name, value in raw[1].items() if name in known})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise FrameError("store", f"{raw[0]}.{where}: {first['msg']}") from None
+    return message

@@ -1,0 +1,152 @@
+"""Stores over DDS for tests: several ranks in one process, with one bus."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from gradbus.runtime.frame_port import FramePort
+from gradbus.runtime.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
+from gradbus.runtime.messages import new_incarnation
+from gradbus.runtime.topics import store_topic
+from gradbus.torch.bus_thread import BusThread
+from gradbus.torch.store import DdsStore
+from gradbus.torch.store_link import Address, StoreLink, _acquire, _release
+from gradbus.torch.store_messages import VERSION, Answer, Join, Message, Request, decode, frame_of
+
+TIMEOUT = timedelta(seconds=20)
+_numbers = itertools.count()
+_domains = itertools.cycle(random.sample(range(40, 100), 60))  # each with settings of its own, for a while
+
+
+def new_job() -> tuple[int, str]:
+    """A domain, and a name that no store had before."""
+    return next(_domains), f"store-{os.getpid()}-{next(_numbers)}"
+
+
+def open_rank(job: tuple[int, str], rank: int, world: int, timeout: timedelta = TIMEOUT) -> DdsStore:
+    """A connection of its own, as another process would have it."""
+    link = StoreLink(Address(*job, rank, world))
+    link.open(timeout.total_seconds())
+    store = DdsStore(link, timeout)
+    link.handles.add(store)
+    return store
+
+
+def begin(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call it in a thread."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+class RawRank(AbstractContextManager["RawRank"]):
+    """A process that says to the arbiter what it likes."""
+
+    def __init__(self, job: tuple[int, str], rank: int = 1) -> None:
+        self.rank = rank
+        self.incarnation = new_incarnation()
+        self.arbiter = 0
+        self.heard: queue.Queue[Message] = queue.Queue()
+        self.thread = _acquire(Address(*job, rank, 2))
+        self.port = self.thread.start(_port_of(self.thread)).result(10.0)
+        self.port.open_reader(store_topic(self.incarnation), self._take)
+        self.writer = self.port.open_writer(store_topic())
+        until(lambda: self.writer.matched > 0)
+
+    def _take(self, frame: Frame) -> None:
+        self.arbiter = frame.key.incarnation
+        self.heard.put(decode(frame.data))
+
+    def say(self, message: Message) -> None:
+        """A well-formed message."""
+        self.write(frame_of(message, sender=self.rank, incarnation=self.incarnation, to=self.arbiter))
+
+    def write(self, frame: tuple[Any, ...]) -> None:
+        """Any frame."""
+        assert self.port.write(self.writer, frame)
+
+    def body(self, body: bytes, kind: Kind = Kind.CONTROL) -> None:
+        """A frame with any body."""
+        key = FrameKey(kind, self.arbiter, 0, self.rank, self.incarnation)
+        (frame,) = split(key, body, chunk_bytes=MAX_CHUNK_BYTES)
+        self.write(frame)
+
+    def ask(self, request_id: int, op: Any, *keys: str, oldest: int | None = None, **more: Any) -> None:
+        """A request."""
+        facts = {"values": [], "number": 0, "wait_s": 0.0, **more}
+        self.say(Request(request_id, request_id if oldest is None else oldest, op, list(keys), **facts))
+
+    def join(self, world: int = 2, version: int = VERSION) -> Message:
+        """Ask to be let in until there is an answer."""
+        while True:
+            self.say(Join(version, world, "a test"))
+            with contextlib.suppress(queue.Empty):
+                return self.heard.get(timeout=0.1)
+
+    def answer(self) -> Answer:
+        """The next one."""
+        message = self.heard.get(timeout=10.0)
+        assert isinstance(message, Answer), message
+        return message
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.start(self.port.close()).result(10.0)
+        _release(self.thread)
+
+
+async def _port_of(thread: BusThread) -> FramePort:
+    return thread.bus.frame_port()
+
+
+@contextmanager
+def opened(world: int) -> Iterator[list[DdsStore]]:
+    """All ranks of a store; the last one comes first."""
+    job = new_job()
+    coming = [begin(open_rank, job, rank, world) for rank in reversed(range(1, world))]
+    stores = [open_rank(job, 0, world), *(future.result(30.0) for future in reversed(coming))]
+    try:
+        yield stores
+    finally:
+        for store in reversed(stores):
+            store.close()
+        finished(*stores)
+
+
+def vanish(store: DdsStore) -> None:
+    """Take its end out of DDS without a word."""
+    link = store._link
+    assert link._thread is not None
+    assert link._end is not None
+    link._thread.start(link._end.close()).result(10.0)
+
+
+def finished(*stores: DdsStore) -> None:
+    """Wait until they have left."""
+    for store in stores:
+        assert store._link.finished.wait(15.0)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    """For what no event tells of."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "it did not come to pass"
+        time.sleep(0.005)

@@ -1,0 +1,102 @@
+"""Ranks that meet at ``dds://``, with no TCP port."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_node import Place
+
+from gradbus.torch import register
+
+register()
+
+
+def address_of(place: Place, job: str) -> str:
+    """Of a job that no other test has: its number is that of the test's own store."""
+    return f"dds://{os.environ['GRADBUS_BUS__DOMAIN']}/{job}-{place._port}"
+
+
+def join(place: Place, job: str, backend: str = "dds", timeout_s: float = 30.0) -> Any:
+    """Make the process group; rank and world as the rank likes to give them. Returns the store."""
+    timeout = timedelta(seconds=timeout_s)
+    url = address_of(place, job)
+    if place.rank == 1:
+        url = f"{url}?rank={place.rank}&world_size={place.world}"
+        dist.init_process_group(backend, init_method=url, timeout=timeout)
+    else:
+        dist.init_process_group(backend, init_method=url, rank=place.rank, world_size=place.world, timeout=timeout)
+    return dist.distributed_c10d._get_default_store()
+
+
+def use(place: Place) -> list[Any]:
+    """What needs the store again later: groups, and a collective of objects of some size."""
+    tensor = torch.tensor([place.rank + 1.0])
+    dist.all_reduce(tensor)
+    group = dist.new_group(list(range(place.world)))
+    gc.collect()  # torch's C++ side alone does not keep a store that is written in Python
+    objects: list[Any] = [None] * place.world
+    dist.all_gather_object(objects, "x" * 100_000 + str(place.rank), group=group)
+    dist.barrier()
+    return [tensor.item(), [text[-1] for text in objects]]
+
+
+def threads_of_gradbus() -> list[str]:
+    """Once those that are ending have ended."""
+    until_s = time.monotonic() + 10.0
+    while found := [thread.name for thread in threading.enumerate() if thread.name.startswith("gradbus")]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.01)
+    return found
+
+
+def whole_lives(place: Place) -> dict[str, Any]:
+    """Groups of both backends, the same address again, and at last rank 0 just ends."""
+    results: dict[str, Any] = {"dds": [], "gloo": []}
+    for backend in ("dds", "gloo", "dds", "gloo"):
+        store = join(place, "first", backend)
+        store.set(f"key/{place.rank}", bytes(200_000))
+        results[backend] += [use(place), len(store.get(f"key/{place.world - 1 - place.rank}"))]
+        del store
+        dist.destroy_process_group()
+    results["threads"] = threads_of_gradbus()
+    store = join(place, "last")
+    signs: Any = dist.TCPStore("127.0.0.1", place._port, is_master=False)
+    if place.rank == 0:
+        store.set("last words", "1")
+        signs.set("rank 0 ends", "1")
+    else:
+        signs.wait(["rank 0 ends"])
+        results["last words"] = store.get("last words")
+        results["sum"] = store.add("a number", 2)
+    return results
+
+
+def one_after_the_other_dies(place: Place) -> dict[str, Any]:
+    """Rank 2 is killed, which no other rank minds; then the test kills rank 0."""
+    store = join(place, "deaths", "gloo" if place.options.get("gloo") else "dds")
+    if place.rank == 2:
+        store.set("rank 2 was here", "1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["rank 2 was here"])
+    result: dict[str, Any] = {"sum": store.add("n", 1)}
+    place.say("waits")
+    began_s = time.monotonic()
+    try:
+        store.wait(["never"], timedelta(seconds=60))
+    except dist.DistNetworkError as error:
+        result.update(text=str(error), after_s=time.monotonic() - began_s)
+    place.say("failed as it should")
+    try:
+        store.set("one", "more")
+    except dist.DistNetworkError as error:
+        result["next"] = str(error)
+    return result

@@ -1,0 +1,67 @@
+"""torchrun: agents of two machines start the ranks, and start them again when one has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("torchrun_script.py")
+ENDS_S = 90.0
+
+
+def start_agent(node: int, port: int, domain: int, folder: Path) -> subprocess.Popen[bytes]:
+    """The agent of one machine of two, with one rank. Its words, and those of its ranks, go into a file."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
+        "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=1", "--monitor-interval=0.2",
+        "--rdzv-conf=timeout=60", str(SCRIPT), str(folder),
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": ""
+    }  # fmt: skip
+    with (folder / f"agent {node}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """What the ranks said, by attempt and rank."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("attempt*.json")}
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_two_agents_start_all_ranks_again_when_one_is_killed_and_then_end_well(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    domain = random.randrange(40, 100)
+    agents = [start_agent(node, port, domain, tmp_path) for node in range(2)]
+    try:
+        codes = [agent.wait(ENDS_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait(10.0)
+    logs = "\n".join((tmp_path / f"agent {node}.log").read_text() for node in range(2))
+    assert codes == [0, 0], logs
+    results = told(tmp_path)
+    assert sorted(results) == [f"attempt {attempt} rank {rank}" for attempt in range(2) for rank in range(2)], logs
+    # The one that was killed says nothing; the other one is told why it cannot go on, and leaves with that error.
+    assert set(results["attempt 0 rank 1"]) == {"pid"}
+    assert "rank 1" in results["attempt 0 rank 0"]["error"]
+    assert "weights" not in results["attempt 0 rank 0"]
+    assert results["attempt 1 rank 0"]["weights"] == results["attempt 1 rank 1"]["weights"]
+    assert not [facts["pid"] for facts in results.values() if runs(facts["pid"])]
