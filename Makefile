@@ -11,7 +11,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp doctor test check lint format typecheck wheel smoke \
-	bench-federated bench-ddp bench-codecs lock clean distclean
+	bench-federated bench-ddp bench-collectives bench-codecs conformance lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -32,7 +32,7 @@ endif
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-16s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-17s %s\n' "$$name" "$$text"; done
 	@echo "  Set ARGS='...' to pass flags on, as in: make demo ARGS='--rounds 3'"
 
 setup: $(STAMP)  ## make .venv and install everything into it (again only when pyproject.toml or constraints.txt changed)
@@ -140,8 +140,14 @@ bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec
 bench-ddp: $(STAMP)  ## data-parallel training: exactness, accuracy, bytes, waiting, every collective
 	@$(PY) -m gradbus.experiments.bench_ddp $(ARGS)
 
+bench-collectives: $(STAMP)  ## torch.distributed over DDS and shared memory against gloo
+	@$(PY) -m gradbus.experiments.bench_collectives $(ARGS)
+
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
 	@$(PY) -m gradbus.experiments.bench_codecs $(ARGS)
+
+conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
+	@$(PY) -m gradbus.experiments.conformance $(ARGS)
 
 # Needs uv. Pins that still fit are kept; LOCK_ARGS=--upgrade takes the newest of everything.
 lock:  ## write constraints.txt anew from pyproject.toml

@@ -71,8 +71,8 @@ AVAILABLE = all(
 
 
 # glibc's parameters of malloc. DDS allocates and frees memory for each chunk on its way, and receives into buffers of
-# 1 MiB. By default glibc gives such memory back to the kernel at once, which then has to hand out zeroed pages again: half
-# of the time of a 4 MiB all_reduce over DDS went there (750 page faults a call instead of 8).
+# 1 MiB. By default glibc gives such memory back to the kernel at once, which then has to hand out zeroed pages again:
+# half of the time of a 4 MiB all_reduce over DDS went there (750 page faults a call instead of 8).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 64 << 20  # free memory that the process keeps for the next time
 _LARGEST_KEPT_BYTES = 4 << 20  # what is larger is given back at once
@@ -80,8 +80,8 @@ _LARGEST_KEPT_BYTES = 4 << 20  # what is larger is given back at once
 
 @functools.cache
 def keep_memory() -> bool:
-    """Have malloc keep freed memory of the size of chunks. Once per process. False: this is not glibc, or the user has set
-    its parameters."""
+    """Have malloc keep freed memory of the size of chunks. Once per process. False: this is not glibc, or the user has
+    set its parameters."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
     mallopt = getattr(ct.CDLL(None), "mallopt", None)

@@ -7,6 +7,7 @@ acknowledgements while it holds the GIL this is a deadlock.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -23,6 +24,7 @@ from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
 CARE_S = 0.002  # how often functions are called that look after something
+SPIN_S = 300e-6
 VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
@@ -83,6 +85,7 @@ class Receiver(threading.Thread):
         self._visited = False  # since the thread looked last
         self._wanted = threading.Event()
         self._cares: list[Callable[[], bool]] = []
+        self._new_cares: deque[Callable[[], bool]] = deque()
         self._senders: dict[int, set[tuple[int, int]]] = {}  # writer handle -> who has been heard from it
         self.rejected: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
@@ -128,7 +131,7 @@ class Receiver(threading.Thread):
         Args:
             done: asked after each turn. Whoever makes it true from another thread calls :meth:`nudge` after that.
         """
-        if not self._door.acquire(blocking=False):
+        if self._stop_flag or not self._door.acquire(blocking=False):
             return
         try:
             self._visitor = threading.get_ident()
@@ -137,8 +140,13 @@ class Receiver(threading.Thread):
                 if not self._turn.acquire(timeout=VISIT_S):
                     return
             try:
+                spin_until_s = time.monotonic() + SPIN_S
                 while not self._stop_flag and not done() and (left_s := until_s - time.monotonic()) > 0:
-                    self._take_turn(min(left_s, VISIT_S))
+                    if time.monotonic() < spin_until_s:
+                        self._take_turn(0.0)
+                        os.sched_yield()
+                    else:
+                        self._take_turn(min(left_s, VISIT_S))
             except OSError as error:  # of DDS
                 self._fail(error)
             finally:
@@ -155,8 +163,8 @@ class Receiver(threading.Thread):
 
     def look_after(self, function: Callable[[], bool]) -> None:
         """Call a function on the thread every few milliseconds, until it returns False. It must not wait."""
-        if function not in self._cares:
-            self._cares.append(function)
+        if not self._stop_flag:
+            self._new_cares.append(function)
             self._waiter.wake()
 
     def resume(self) -> None:
@@ -182,6 +190,7 @@ class Receiver(threading.Thread):
             raise
         finally:
             self._turn.acquire(timeout=2 * VISIT_S)  # for good: DDS may be closed when this thread has ended
+            self._cares, self._new_cares = [], deque()  # they hold what they look after
 
     def _fail(self, error: BaseException) -> None:
         self.fault = error
@@ -192,6 +201,10 @@ class Receiver(threading.Thread):
         """Wait for news and deal with them. By whoever holds the turn."""
         self._attach_arrivals()
         self._delete_removals()
+        while self._new_cares:  # one that is asked for again while it says that it need not be called is called again
+            function = self._new_cares.popleft()
+            if function not in self._cares:
+                self._cares.append(function)
         numbers = self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s)
         if self._cares:
             self._cares = [function for function in self._cares if function()]

@@ -11,6 +11,7 @@ Opening it needs the same user (or root) and the same PID namespace. Where that 
 from __future__ import annotations
 
 import contextlib
+import ctypes as ct
 import functools
 import mmap
 import os
@@ -19,6 +20,7 @@ import secrets
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +45,46 @@ class SharedMemoryFault(GradbusError):
     """Shared memory cannot be used here; the text says why."""
 
 
+class _Mapping:
+    """Unmaps memory when the last view on it is gone. The module ``mmap`` would keep a file open for each of them."""
+
+    __slots__ = ("_address", "_size", "_unmap")
+
+    def __init__(self, address: int, size: int, unmap: Any) -> None:
+        self._address = address
+        self._size = size
+        self._unmap = unmap
+
+    def __del__(self) -> None:
+        self._unmap(self._address, self._size)
+
+
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    library = ct.CDLL(None, use_errno=True)
+    library.mmap.restype = ct.c_void_p
+    library.mmap.argtypes = (ct.c_void_p, ct.c_size_t, ct.c_int, ct.c_int, ct.c_int, ct.c_long)
+    library.munmap.restype = ct.c_int
+    library.munmap.argtypes = (ct.c_void_p, ct.c_size_t)
+    return library.mmap, library.munmap
+
+
+def _map(file: int, size: int, *, writable: bool) -> Bytes:
+    """Raises OSError."""
+    map_, unmap = _library()
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = map_(None, size, access, mmap.MAP_SHARED, file, 0)
+    if address is None or address == ct.c_void_p(-1).value:
+        number = ct.get_errno()
+        raise OSError(number, os.strerror(number))
+    mapping = _Mapping(address, size, unmap)
+    array: Any = (ct.c_uint8 * size).from_address(address)
+    array._mapping = mapping
+    memory: Bytes = np.frombuffer(array, np.uint8)
+    memory.flags.writeable = writable
+    return memory
+
+
 class Segment:
     """Memory of this process that others of this machine may read.
 
@@ -53,23 +95,23 @@ class Segment:
 
     def __init__(self, size: int) -> None:
         """Raises SharedMemoryFault: this system has none, or has no more."""
+        self._file: int | None = None
         if not 0 < size <= MAX_BYTES:
             raise SharedMemoryFault(f"a segment of {size} bytes, at most {MAX_BYTES}")
         if fcntl is None or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
             raise SharedMemoryFault("this system has no memfd")
         try:
-            self._file: int | None = os.memfd_create("gradbus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._file = os.memfd_create("gradbus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise SharedMemoryFault(f"no memfd: {error}") from None
         try:
             os.ftruncate(self._file, size)
             # Whoever maps it may rely on its size: reading past the end of a file that was cut short ends the process.
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapped = mmap.mmap(self._file, size)
-        except (OSError, ValueError) as error:
+            self.memory = _map(self._file, size, writable=True)
+        except OSError as error:
             self.hide()
             raise SharedMemoryFault(f"no shared memory of {size} bytes: {error}") from None
-        self.memory: Bytes = np.frombuffer(mapped, np.uint8)
         token = secrets.token_bytes(_TOKEN_BYTES)
         self.memory[:_HEAD_BYTES] = np.frombuffer(_MAGIC + token, np.uint8)
         self.place = f"{machine()} {os.getpid()} {self._file} {token.hex()}"
@@ -79,6 +121,9 @@ class Segment:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+
+    def __del__(self) -> None:
+        self.hide()
 
 
 FREE_FROM = 4096
@@ -107,21 +152,23 @@ def attach(place: str, size: int) -> Bytes:
     host, process, number, token = found.groups()
     if host != machine():
         raise SharedMemoryFault("it is on another machine, or in another container")
+    path = f"/proc/{process}/fd/{number}"
     try:
-        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.stat(path)  # first: to open a pipe or a device might do something to it
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise SharedMemoryFault(f"file {number} of process {process} is not what it is said to be")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SharedMemoryFault(f"the memory of process {process} cannot be opened: {error.strerror}") from None
     try:
-        status = os.fstat(file)
-        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)  # fails for all but a memfd
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size or not seals & fcntl.F_SEAL_SHRINK:
+        # The seals fail for all but a memfd. With them its size stays as it is: so they come first.
+        if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(file).st_size != size:
             raise SharedMemoryFault(f"file {number} of process {process} is not what it is said to be")
-        mapped = mmap.mmap(file, size, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
-        raise SharedMemoryFault(f"the memory of process {process} cannot be mapped: {error}") from None
+        memory = _map(file, size, writable=False)
+    except OSError as error:
+        raise SharedMemoryFault(f"the memory of process {process} cannot be mapped: {error.strerror}") from None
     finally:
         os.close(file)
-    memory: Bytes = np.frombuffer(mapped, np.uint8)
     if memory[:_HEAD_BYTES].tobytes() != _MAGIC + bytes.fromhex(token):
         raise SharedMemoryFault(f"file {number} of process {process} is another one than meant")
     return memory

@@ -11,13 +11,17 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch.distributed import DistBackendError
 
+from gradbus.runtime.errors import BarrierTimeout, BusError
 from gradbus.torch.comm_thread import Lane
 from gradbus.torch.groups import TorchGroup
+from gradbus.torch.meeting import WORLD
 from gradbus.torch.monitored_barrier import monitored_barrier
 from gradbus.torch.ops import Reductions
 from gradbus.torch.p2p import Messages
 from gradbus.torch.register import NAME
+from gradbus.torch.shapes import signed
 from gradbus.torch.task import Task, together
 from gradbus.torch.works import DdsWork, Several
 
@@ -41,15 +45,23 @@ class DdsBackend(Backend):
     """One rank of one process group."""
 
     def __init__(self, store: Store, rank: int, size: int, options: Backend.Options) -> None:
-        """Form the group. Raises as :meth:`TorchGroup.form`."""
+        """Form the group.
+
+        Raises:
+            DistBackendError: not all ranks have come, or DDS refuses something; the cause is ours.
+            ConfigError: the ranks do not fit together, or a setting is wrong.
+        """
         super().__init__(rank, size)
         self._process = os.getpid()
         self._options = options
         self._timeout_s = options._timeout.total_seconds()
         self._lane = Lane()
         self._tasks = Reductions(rank, size)
-        label = str(options.group_name) if options.global_ranks_in_group else "world"
-        self._group = TorchGroup.form(store, rank, size, label, self._timeout_s, self._lane.watch)
+        label = str(options.group_name) if options.global_ranks_in_group else WORLD
+        try:
+            self._group = TorchGroup.form(store, rank, size, label, self._timeout_s, self._lane.watch)
+        except (BarrierTimeout, BusError) as error:
+            raise DistBackendError(f"[Rank {rank}] {error}") from error
         self._lane.engine = self._group.engine
         self._lane.later = self._group.later
         self.messages = Messages(self._group, self._lane, self._tasks)
@@ -139,18 +151,18 @@ class DdsBackend(Backend):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """All get the combinations of the tensors."""
-        tasks = [self._tasks.all_reduce(tensor, opts.reduceOp) for tensor in tensors]
+        tasks = [signed(self._tasks.all_reduce(tensor, opts.reduceOp), [tensor]) for tensor in tensors]
         return self._submit(together("all_reduce", tasks), opts)
 
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """The same for many tensors at once."""
-        return self._submit(self._tasks.all_reduce_coalesced(tensors, opts.reduceOp), opts)
+        return self._submit(signed(self._tasks.all_reduce_coalesced(tensors, opts.reduceOp), tensors), opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """Rank ``opts.rootRank`` gets the combinations of the tensors."""
-        tasks = [self._tasks.reduce(tensor, opts.reduceOp, opts.rootRank) for tensor in tensors]
+        tasks = [signed(self._tasks.reduce(tensor, opts.reduceOp, opts.rootRank), [tensor]) for tensor in tensors]
         return self._submit(together("reduce", tasks), opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
@@ -182,19 +194,21 @@ class DdsBackend(Backend):
     def reduce_scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
         """``outputs[i]`` of rank r gets the combination of all ``tensors[i][r]``."""
         pairs = zip(outputs, tensors, strict=True)
-        tasks = [self._tasks.reduce_scatter(output, parts, opts.reduceOp) for output, parts in pairs]
+        tasks = [signed(self._tasks.reduce_scatter(out, parts, opts.reduceOp), parts) for out, parts in pairs]
         return self._submit(together("reduce_scatter", tasks), opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
         """The output of rank r gets the combination of the parts r of all tensors."""
-        return self._submit(self._tasks.reduce_scatter_single(output, tensor, opts.reduceOp), opts)
+        return self._submit(signed(self._tasks.reduce_scatter_single(output, tensor, opts.reduceOp), [tensor]), opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
     ) -> DdsWork:
         """The same for many tensors at once."""
         pairs = zip(outputs, tensors, strict=True)
-        tasks = [self._tasks.reduce_scatter_single(output, tensor, opts.reduceOp) for output, tensor in pairs]
+        tasks = [
+            signed(self._tasks.reduce_scatter_single(out, tensor, opts.reduceOp), [tensor]) for out, tensor in pairs
+        ]
         return self._submit(together("reduce_scatter_single_coalesced", tasks), opts)
 
     def alltoall(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
@@ -239,6 +253,8 @@ class DdsBackend(Backend):
     # Inside
 
     def _submit(self, task: Task, opts: Any) -> DdsWork:
+        if opts.asyncOp:
+            self._group.engine.progress.resume()
         work = DdsWork(self._lane, task, _ORDERED, self._limit_s(opts.timeout), ordered=True)
         return self._note(self._lane.submit(work))
 

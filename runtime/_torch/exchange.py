@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.operation import RECEIPT, Operation
 from gradbus.runtime.collectives.stream import IntoMemory
 from gradbus.runtime.collectives.tensors import Bytes, as_bytes, is_plain
+from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.frames import Frame
+from gradbus.torch.shapes import described, in_words
+
+_EMPTY: Bytes = as_bytes(torch.empty(0))
+_REFUSED = "refused "  # how the meta of a receipt begins that is none
 
 
 class Exchange(Operation):
     """What goes to whom and what comes from whom, all of it known at the call: no new memory, no copies.
 
     ``gradbus.runtime.collectives.exchanges`` let the sender decide what a payload is; torch gives the tensors that are
-    to be filled.
+    to be filled. A payload says of what dtype and shape it is. One that does not fit, in dtype or number of elements,
+    is refused: then both sides fail, and both say how the two tensors are.
     """
 
     def __init__(
@@ -33,42 +41,82 @@ class Exchange(Operation):
             peers: ranks that it cannot do without; None: all.
         """
         super().__init__(signature, rank, world, peers=peers)
-        self._to_all = None if to_all is None or world == 1 else as_bytes(to_all)
-        self._to = _memory(to, rank)
-        self._into = _memory(into, rank)
+        self._to_all = None if to_all is None or world == 1 else to_all
+        self._to = {} if to is None else to
+        self._into = {} if into is None else into
         self._receipts = receipts
 
     def set_up(self) -> None:
-        for sender, memory in self._into.items():
-            self.expect(sender, 0, IntoMemory(memory))
+        for sender, tensor in self._into.items():
+            if sender != self.rank:
+                self.expect(sender, 0, _Filling(tensor, partial(self._refuse, sender, tensor)))
         if self._receipts:
-            self.await_receipts(list(self._to) if self._to_all is None else self.others)
+            self.await_receipts(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
         if self._to_all is not None:
-            self.send(None, 0, self._to_all)
+            self.send(None, 0, as_bytes(self._to_all), meta=_meta(self._to_all))
         for other in self.others:
             if other in self._to:
-                self.send(other, 0, self._to[other])
+                self.send(other, 0, as_bytes(self._to[other]), meta=_meta(self._to[other]))
+
+    def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
+        sender = frame.key.sender
+        if signature != self.signature and part != RECEIPT:
+            self._refuse(sender, self._into.get(sender))
+        elif signature == self.signature and part == RECEIPT and meta.startswith(_REFUSED):
+            sent = self._to.get(sender) if self._to_all is None else self._to_all
+            room = in_words(meta.removeprefix(_REFUSED))
+            text = f"rank {sender} has room for {room} where this rank sends {in_words(_meta(sent))}"
+            self.fail(CollectiveError(f"collective {self.key.name!r}: {text}"))
+            return
+        super().feed(frame, part, signature, meta)
+
+    def _refuse(self, sender: int, tensor: Tensor | None) -> None:
+        """Tell a rank that its payload is not taken: it would wait for the receipt until its deadline."""
+        self.send(sender, RECEIPT, _EMPTY, meta=f"{_REFUSED}{_meta(tensor)}")
 
     def stream_done(self, sender: int, part: int) -> None:
         if part == 0 and self._receipts:
             self.acknowledge(sender)
 
+    def release(self) -> None:
+        self._to_all, self._to, self._into = None, {}, {}
 
-def _memory(tensors: Mapping[int, Tensor] | None, rank: int) -> dict[int, Bytes]:
-    return {} if tensors is None else {other: as_bytes(t) for other, t in tensors.items() if other != rank}
+
+class _Filling(IntoMemory):
+    """Into a tensor, if it fits."""
+
+    def __init__(self, tensor: Tensor, refuse: Callable[[], None]) -> None:
+        super().__init__(as_bytes(tensor))
+        self._tensor = tensor
+        self._refuse = refuse
+
+    def feed(self, frame: Frame, meta: str) -> bool:
+        room = _meta(self._tensor)
+        same_dtype = not meta or meta.partition(" ")[0] == room.partition(" ")[0]
+        if frame.total_bytes != self._tensor.nbytes or not same_dtype:
+            self._refuse()
+            raise CollectiveError(
+                f"sends {in_words(meta)}, {frame.total_bytes} bytes, where this rank has room for {in_words(room)}, "
+                f"{self._tensor.nbytes} bytes"
+            )
+        return super().feed(frame, meta)
+
+
+def _meta(tensor: Tensor | None) -> str:
+    return "" if tensor is None else described(tensor.dtype, tensor.shape)
 
 
 def landing(tensor: Tensor) -> Tensor:
     """Plain memory for what is to come into a tensor: its own, or, if that is strided, new memory to be copied."""
-    tensor = tensor.detach()
-    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    if not is_plain(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two plain tensors share memory."""
-    first, second = as_bytes(one), as_bytes(other)
-    a, b = first.ctypes.data, second.ctypes.data
-    return a < b + second.size and b < a + first.size
+    a, b = one.data_ptr(), other.data_ptr()
+    return a < b + other.nbytes and b < a + one.nbytes
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:

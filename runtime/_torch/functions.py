@@ -137,8 +137,8 @@ def allreduce_async_(tensor: Tensor, name: str | None = None, op: str = "mean") 
     """
     if op not in OPS:
         raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
-    counted = f"allreduce {op} {tensor.dtype} {shape_of(tensor)}"
-    space, label = (COUNTED, counted) if name is None else (CALLED, name)
+    check_on_cpu(tensor, _what("allreduce", name))
+    space, label = _place(name, f"allreduce {op} {tensor.dtype} {shape_of(tensor)}")
     return start_reduction(current(), tensor, space, label, op)
 
 
@@ -168,7 +168,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
     source = tensor.detach()
     source = source.reshape(1) if source.dim() == 0 else source.contiguous()
     shape = f"{dtype_name(source.dtype)} {shape_of(source, ragged=True)}"
-    space, label = (COUNTED, f"allgather {shape}") if name is None else (CALLED, name)
+    space, label = _place(name, f"allgather {shape}")
     calls = current()
     gather = AllGather(source, calls.rank, calls.world, MAX_GATHERED_BYTES)
     work = calls.start(sign(Task(f"allgather of {label!r}", [gather]), shape), space, label, source.nbytes)
@@ -193,8 +193,8 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) ->
         ValueError: no such rank, or a tensor that cannot be sent.
         RuntimeError: there is no process group of this backend.
     """
-    counted = f"broadcast {root_rank} {tensor.dtype} {shape_of(tensor)}"
-    space, label = (COUNTED, counted) if name is None else (CALLED, name)
+    check_on_cpu(tensor, _what("broadcast", name))
+    space, label = _place(name, f"broadcast {root_rank} {tensor.dtype} {shape_of(tensor)}")
     return start_broadcast(current(), tensor, space, label, root_rank)
 
 
@@ -220,20 +220,14 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     Raises:
         ValueError, on all ranks: the root's cannot be sent.
     """
-    space, label = (COUNTED, f"object of rank {root_rank}") if name is None else (CALLED, name)
+    space, label = _place(name, f"object of rank {root_rank}")
     return share_object(current(), obj, space, label, root_rank)
 
 
 def share_object(calls: NamedCalls, obj: Any, space: str, name: str, root_rank: int) -> Any:
     """The root's object. Raises ValueError: as :func:`broadcast_object`."""
     check_root(root_rank, calls.world)
-    payload = None
-    if calls.rank == root_rank:
-        try:
-            payload = pack([True, obj])
-        except ValueError as error:
-            # The others wait for it. They are told what this rank is told.
-            payload = pack([False, f"{error}. Pickle is never used"])
+    payload = _packed(obj) if calls.rank == root_rank else None
     operation = Broadcast(payload, root_rank, calls.rank, calls.world, MAX_OBJECT_BYTES)
     match _start_object(calls, operation, unpack, f"broadcast_object {name!r}", space, name, payload).wait():
         case [True, value]:
@@ -244,18 +238,39 @@ def share_object(calls: NamedCalls, obj: Any, space: str, name: str, root_rank: 
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Everybody's object, in rank order. Raises ValueError: it cannot be sent; see :func:`broadcast_object`."""
-    space, label = (COUNTED, "objects") if name is None else (CALLED, name)
+    """Everybody's object, in rank order.
+
+    Raises:
+        ValueError, on all ranks: one of them cannot be sent; see :func:`broadcast_object`.
+    """
+    space, label = _place(name, "objects")
     return gather_objects(current(), obj, space, label)
 
 
 def gather_objects(calls: NamedCalls, obj: Any, space: str, name: str) -> list[Any]:
-    """Everybody's object. Raises ValueError: it cannot be sent."""
-    payload = pack(obj)
+    """Everybody's object. Raises ValueError: as :func:`allgather_object`."""
+    payload = _packed(obj)
     operation = AllGather(payload, calls.rank, calls.world, MAX_OBJECT_BYTES)
     handle = _start_object(calls, operation, unpack_all, f"allgather_object {name!r}", space, name, payload)
-    values: list[Any] = handle.wait()
+    values: list[Any] = []
+    for rank, said in enumerate(handle.wait()):
+        match said:
+            case [True, value]:
+                values.append(value)
+            case [False, str(why)]:
+                raise ValueError(f"allgather_object {name!r}, rank {rank}: {why}")
+            case _:
+                raise CollectiveError(f"allgather_object {name!r}: what came from rank {rank} is no object of this "
+                                      f"function")  # fmt: skip
     return values
+
+
+def _packed(obj: Any) -> bytes:
+    """For the others, who wait: if an object cannot be sent, they are told what this rank is told."""
+    try:
+        return pack([True, obj])
+    except ValueError as error:
+        return pack([False, f"{error}. Pickle is never used"])
 
 
 def _start_object(
@@ -265,6 +280,20 @@ def _start_object(
     operation.convert = convert
     work = calls.start(Task(what, [operation]), space, name, len(payload or b""))
     return Handle(work, lambda: operation.value)
+
+
+def _place(name: str | None, counted: str) -> tuple[str, str]:
+    """Space and name of a call; ``counted``: its name if it has none.
+
+    Raises:
+        ValueError: the name is no text. Where it stands, Horovod has ``average``.
+    """
+    if name is None:
+        return COUNTED, counted
+    if not isinstance(name, str):
+        raise ValueError(f"name must be text or None, got {name!r}. In place of Horovod's average, give op='mean' or "
+                         f"op='sum'")  # fmt: skip
+    return CALLED, name
 
 
 def _what(call: str, name: str | None) -> str:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
@@ -17,11 +14,13 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
 from gradbus.runtime.collectives.tensors import Bytes
-from gradbus.runtime.errors import BusClosed, GradbusError
+from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.torch import bus_thread
+from gradbus.torch.meeting import WORLD, Claim, agreed_name
 
 WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
 _LEAVE_S = 10.0
+_FORM_S = 10.0  # so long may a group take to form, also if its collectives may not
 
 Watch = Callable[[float], None]
 
@@ -36,6 +35,7 @@ class TorchGroup:
         self.world = engine.world
         self._thread: bus_thread.BusThread | None = None
         self._life: _Life | None = None
+        self._claim: Claim | None = None
 
     @classmethod
     def form(cls, store: Store, rank: int, world: int, label: str, timeout_s: float, watch: Watch) -> TorchGroup:
@@ -48,21 +48,28 @@ class TorchGroup:
             watch: called now and then on the event loop with ``time.monotonic``; it must not wait.
 
         Raises:
-            BarrierTimeout: some ranks have not come. ConfigError, BusError: DDS cannot be used as it is set.
-            DistStoreError: rank 0 has not come.
+            BarrierTimeout: some ranks have not come. ConfigError: the ranks do not fit together, or a setting is wrong.
+            BusError: DDS cannot be used as it is set.
         """
+        if not 0 <= rank < world:
+            raise ConfigError(f"process group {label!r}: expected a rank of 0 .. {world - 1}, got {rank}")
         if world == 1:
+            agreed_name(store, rank, world, label, timeout_s)
             return cls(Engine(label, 0, 1, _NoLink(), early_bytes=0, early_age_s=60.0), label)
-        name = _agreed_name(store, rank, label, timeout_s)
-        thread = bus_thread.acquire(store)
-        try:
+        with contextlib.ExitStack() as undo:
+            claim = None
+            if label == WORLD:
+                claim = Claim(store, rank, world, label)
+                undo.callback(claim.release)
+            name = agreed_name(store, rank, world, label, timeout_s)
+            thread = bus_thread.acquire(store)
+            undo.callback(bus_thread.release, thread)
             life = _Life(watch)
             group = life.begin(thread, rank, world, name, timeout_s)
-        except BaseException:
-            bus_thread.release(thread)
-            raise
+            undo.pop_all()
+        group.calls_may_block()
         formed = cls(group._engine, name)
-        formed._thread, formed._life = thread, life
+        formed._thread, formed._life, formed._claim = thread, life, claim
         return formed
 
     def later(self, function: Callable[[], None]) -> None:
@@ -86,6 +93,8 @@ class TorchGroup:
         try:
             self._life.end(thread, reason)
         finally:
+            if self._claim is not None:
+                self._claim.release()
             if not keep_bus:
                 bus_thread.release(thread)
 
@@ -114,8 +123,9 @@ class _Life:
     async def _live(self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float) -> None:
         try:
             async with join_group(
-                thread.bus, rank=rank, world=world, name=name, timeout_s=timeout_s, collective_timeout_s=timeout_s
-            ) as group:
+                thread.bus, rank=rank, world=world, name=name, timeout_s=max(timeout_s, _FORM_S),
+                collective_timeout_s=timeout_s,
+            ) as group:  # fmt: skip
                 self._joined.set_result(group)
                 await self._watch_until_left()
                 if self._reason:
@@ -132,22 +142,6 @@ class _Life:
                     await self._leave.wait()
             except TimeoutError:
                 continue
-
-
-def _agreed_name(store: Store, rank: int, label: str, timeout_s: float) -> str:
-    """A name that no group had before, also not one with the same store: rank 0 makes it up.
-
-    Stores may outlive process groups (torchrun's does), and with them what the groups wrote. So each rank counts how
-    often it has been here, and reads the name of that time.
-    """
-    time_no = store.add(f"gradbus/times/{rank}", 1)
-    key = f"gradbus/name/{time_no}"
-    if rank == 0:
-        readable = re.sub(r"[^A-Za-z0-9_]", "_", label)[:40]
-        store.set(key, f"{readable}_{secrets.token_hex(6)}")
-    else:
-        store.wait([key], timedelta(seconds=timeout_s))
-    return store.get(key).decode()
 
 
 class _NoLink:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.exchanges import Barrier
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.tensors import check_sendable, dtype_name, plain
+from gradbus.runtime.collectives.tensors import plain
 from gradbus.torch.exchange import Exchange, landing, overlap, same_memory
+from gradbus.torch.shapes import check
 from gradbus.torch.task import Task, copies, together
 
 
@@ -23,20 +24,19 @@ class Moves:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Task:
         """``outputs[r]`` gets the tensor of rank r; their sizes may differ."""
         self._check_count("outputs", outputs)
-        check_sendable(tensor)
+        check(tensor, *outputs)
         _check_dtypes(outputs, tensor)
         lands = [landing(output) for output in outputs]
         source = plain(tensor)
         if any(overlap(source, land) for rank, land in enumerate(lands) if rank != self.rank):
             source = source.clone()
         _put(lands[self.rank], source)
-        operation = Exchange(
-            f"all_gather {dtype_name(source.dtype)}", self.rank, self.world, to_all=source, into=dict(enumerate(lands))
-        )
+        operation = Exchange("all_gather", self.rank, self.world, to_all=source, into=dict(enumerate(lands)))
         return Task("all_gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> Task:
         """Part r of the output gets the tensor of rank r."""
+        check(output)
         if output.numel() != tensor.numel() * self.world:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         land = landing(output)
@@ -51,8 +51,8 @@ class Moves:
 
     def broadcast(self, tensor: Tensor, root: int) -> Task:
         """All get the root's tensor."""
-        check_sendable(tensor)
-        signature = f"broadcast {root} {dtype_name(tensor.dtype)}"
+        check(tensor)
+        signature = f"broadcast {root}"
         if self.rank == root:
             operation = Exchange(signature, self.rank, self.world, to_all=plain(tensor), receipts=True)
             return Task("broadcast", [operation], [tensor])
@@ -62,8 +62,8 @@ class Moves:
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Task:
         """The root's ``outputs[r]`` gets the tensor of rank r; the others give no outputs."""
-        check_sendable(tensor)
-        signature = f"gather {root} {dtype_name(tensor.dtype)}"
+        check(tensor, *outputs)
+        signature = f"gather {root}"
         if self.rank != root:
             operation = Exchange(signature, self.rank, self.world, to={root: plain(tensor)}, receipts=True)
             return Task("gather", [operation], [tensor])
@@ -76,8 +76,8 @@ class Moves:
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Task:
         """The output of rank r gets the root's ``tensors[r]``; the others give no tensors."""
-        check_sendable(output)
-        signature = f"scatter {root} {dtype_name(output.dtype)}"
+        check(output, *tensors)
+        signature = f"scatter {root}"
         land = landing(output)
         if self.rank != root:
             operation = Exchange(signature, self.rank, self.world, into={root: land}, receipts=True)
@@ -93,21 +93,22 @@ class Moves:
         """``outputs[r]`` gets what rank r has in the place of this rank in its ``tensors``. Sizes may differ."""
         self._check_count("outputs", outputs)
         self._check_count("tensors", tensors)
+        check(*outputs, *tensors)
         _check_dtypes(outputs, tensors[0])
         lands = [landing(output) for output in outputs]
         sources = [plain(tensor) for tensor in tensors]
         sources = [s.clone() if any(overlap(s, land) for land in lands) else s for s in sources]
         _put(lands[self.rank], sources[self.rank])
         operation = Exchange(
-            f"all_to_all {dtype_name(sources[0].dtype)}", self.rank, self.world, to=dict(enumerate(sources)),
-            into=dict(enumerate(lands)),
-        )  # fmt: skip
+            "all_to_all", self.rank, self.world, to=dict(enumerate(sources)), into=dict(enumerate(lands))
+        )
         return Task("all_to_all", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Task:
         """The same with the parts of one tensor, cut along its first dimension; without sizes into equal ones."""
+        check(output, tensor)
         land, source = landing(output), plain(tensor)
         task = self.all_to_all(self._cut(land, output_sizes), self._cut(source, sizes))
         return Task("all_to_all_single", task.operations, [output], copies([(output, land)]))
@@ -130,7 +131,7 @@ class Moves:
 
     def send(self, tensor: Tensor, to: int) -> Task:
         """Ends when the other rank has it."""
-        check_sendable(tensor)
+        check(tensor)
         operation = Exchange(
             f"send {self.rank} {to}", self.rank, self.world, to={to: plain(tensor)}, receipts=True, peers=[to]
         )
@@ -138,7 +139,7 @@ class Moves:
 
     def receive(self, tensor: Tensor, source: int) -> Task:
         """What the other rank sends."""
-        check_sendable(tensor)
+        check(tensor)
         land = landing(tensor)
         operation = Exchange(
             f"send {source} {self.rank}", self.rank, self.world, into={source: land}, receipts=True, peers=[source]

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import lane_of
-from gradbus.runtime.errors import PeerLost
+from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.torch.comm_thread import Lane
 from gradbus.torch.groups import TorchGroup
 from gradbus.torch.moves import Moves
+from gradbus.torch.shapes import check, described, in_words
 from gradbus.torch.task import Task
 from gradbus.torch.works import DdsWork
 
@@ -38,6 +39,7 @@ class Messages:
 
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> DdsWork:
         """Send a tensor to a rank."""
+        check(tensor)
         if to == self._group.rank:
             return self._with_self(tensor, tag, timeout_s, self._to_self, self._of_self)
         task = self._moves.send(tensor, to)
@@ -45,6 +47,7 @@ class Messages:
 
     def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> DdsWork:
         """Fill a tensor with what a rank sends."""
+        check(tensor)
         if source == self._group.rank:
             return self._with_self(tensor, tag, timeout_s, self._of_self, self._to_self)
         work = self._work(
@@ -57,6 +60,7 @@ class Messages:
 
         A receive from a certain rank that is called later takes precedence for what that rank sends.
         """
+        check(tensor)
         work = self._work(Task("receive from any rank", [], [tensor]), "", timeout_s)
         self._lane.note(work)
         with self._lock:
@@ -113,9 +117,14 @@ class Messages:
                 return work
             counterpart, its_tensor = waiting.popleft()
         into, source = (its_tensor, tensor) if mine is self._to_self else (tensor, its_tensor)
-        into.detach().copy_(source.detach().view(into.shape))
-        counterpart.end()
-        work.end()
+        error = None
+        if into.numel() == source.numel() and into.dtype == source.dtype:
+            into.detach().copy_(source.detach().view(into.shape))
+        else:
+            given, room = (in_words(described(t.dtype, t.shape)) for t in (source, into))
+            error = CollectiveError(f"rank {rank} sends itself {given} where this rank has room for {room}")
+        counterpart.end(error)
+        work.end(error)
         return work
 
 

@@ -20,6 +20,7 @@ from gradbus.torch.monitored_barrier import monitored_barrier
 from gradbus.torch.register import NAME
 from gradbus.torch.works import DdsWork
 
+_CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM
 
 
@@ -30,7 +31,15 @@ class DdsProcessGroup(ProcessGroup):
         super().__init__(store, rank, size)
         self.dds = backend
         self._set_default_backend(_CUSTOM)
-        self._register_backend(torch.device("cpu"), _CUSTOM, backend)
+        self._register_backend(_CPU, _CUSTOM, backend)
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:  # a tensor there is refused by the backend, which says more than torch does
+            self._register_backend(accelerator, _CUSTOM, backend)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where tensors can be: torch moves them there itself, in some places."""
+        return [_CPU]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """For DDP's log, which else says "custom"."""

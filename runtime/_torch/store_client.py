@@ -22,6 +22,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import new_incarnation
 from gradbus.runtime.topics import store_topic
 from gradbus.torch.store_messages import (
+    MAX_OPEN,
     VERSION,
     Answer,
     Closed,
@@ -148,7 +149,11 @@ class Client:
         try:
             while not slot.event.is_set() and (passed_s := time.monotonic() - began_s) < timeout_s:
                 wait_s = max(0.0, request.wait_s - passed_s)
-                asked = replace(request, id=slot.number, oldest=self.pending.oldest, wait_s=wait_s)
+                waiting = self.pending.up_to(slot)
+                if len(waiting) > MAX_OPEN:
+                    text = f"rank {self._rank} has more than {MAX_OPEN} requests open at a time"
+                    return Answer(slot.number, "error", [], [], 0, text)
+                asked = replace(request, id=slot.number, open=waiting, wait_s=wait_s)
                 self._say(asked, to=self._arbiter)
                 slot.event.wait(min(pause_s, timeout_s - passed_s))
                 pause_s = max(pause_s, min(2 * pause_s, MAX_REPEAT_S))

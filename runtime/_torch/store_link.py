@@ -182,7 +182,7 @@ class StoreLink:
         end = self._end
         self._check()
         assert end is not None  # it is taken away after the fault is set
-        request = Request(0, 0, op, list(keys), list(values), number, timeout_s if waits else 0.0)
+        request = Request(0, [], op, list(keys), list(values), number, timeout_s if waits else 0.0)
         answer = end.call(request, timeout_s + _GRACE_S)
         if answer is None:
             self._check()
@@ -221,8 +221,9 @@ class StoreLink:
 
     def hurry(self) -> None:
         """The process ends."""
-        if isinstance(self._leaving, Arbiter):
-            self._leaving.until_s = min(self._leaving.until_s, time.monotonic() + _EXIT_S)
+        leaving = self._leaving
+        if isinstance(leaving, Arbiter):
+            leaving.until_s = min(leaving.until_s, time.monotonic() + _EXIT_S)
 
     def _start_leaving(self, thread: bus_thread.BusThread, end: Arbiter | Client) -> None:
         end.pending.end()
@@ -245,6 +246,7 @@ class StoreLink:
         finally:
             _release(thread)
             _open.discard(self)
+            self._leaving = None  # with the table; a handle or a list of links may keep this object
             self.finished.set()
 
 

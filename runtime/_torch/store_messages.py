@@ -23,6 +23,7 @@ MAX_KEY_BYTES = 1024  # in UTF-8
 MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one frame
 MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
 MAX_KEYS = 4096  # of a message
+MAX_OPEN = 1024  # requests of a process that wait for their answers
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
 
@@ -30,6 +31,7 @@ Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 20)]
 Text = Annotated[str, Field(max_length=MAX_KEY_BYTES)]
+Numbers = Annotated[list[Number], Field(max_length=MAX_OPEN)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Keys = Annotated[list[Annotated[str, Field(max_length=MAX_KEY_BYTES)]], Field(max_length=MAX_KEYS)]
 Values = Annotated[list[Annotated[bytes, Field(max_length=MAX_VALUE_BYTES)]], Field(max_length=MAX_KEYS)]
@@ -86,13 +88,13 @@ class Request:
     """Rank to the arbiter. Repeated until there is an :class:`Answer`; executed once.
 
     Attributes:
-        id: counts the requests of this process. oldest: the lowest id that still waits for its answer.
+        id: counts the requests of this process. open: those up to this one that wait for their answers.
         op: what to do. keys, values, number: with what; see :mod:`.store_table`.
         wait_s: how long to wait for what is not there.
     """
 
     id: Number
-    oldest: Number
+    open: Numbers
     op: Op
     keys: Keys
     values: Values

@@ -15,11 +15,10 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.dds import Writer
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.topics import store_topic
-from gradbus.torch.store_messages import Answer, Message, Request, frame_of
+from gradbus.torch.store_messages import MAX_OPEN, Answer, Message, Request, frame_of
 from gradbus.torch.store_table import Reply, Table, Waiter, answer
 
 SILENT_S = 10.0  # a process that says nothing for so long, and that DDS has not matched, is not there
-_MAX_OPEN = 1024  # requests of a process that it still waits for
 _MAX_REMEMBERED_BYTES = 64 << 20  # of answers to them
 _INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
 _READ_ONLY = ("get", "check", "wait", "num_keys", "list_keys", "queue_len")  # may be executed again
@@ -53,9 +52,9 @@ class Asker:
             timer = self._loop.call_later(request.wait_s, self._table.expire, waiter)
             self._waiting[request.id] = waiter, timer
 
-    def give_up(self, before: float) -> None:
-        """Nobody waits any more for what was asked before the request of this id."""
-        for number in [number for number in self._waiting if number < before]:
+    def give_up(self, is_over: Callable[[int], bool]) -> None:
+        """Nobody waits any more for the requests of these ids."""
+        for number in list(filter(is_over, self._waiting)):
             waiter, timer = self._waiting.pop(number)
             timer.cancel()
             self._table.cancel(waiter)
@@ -78,7 +77,8 @@ class Peer:
         self._asker = Asker(table)
         self._answers: dict[int, Answer] = {}  # what it may ask for again, by id
         self._answered_bytes = 0
-        self._oldest = 0
+        self._newest = 0  # id of a request; of those up to it, the process waits for
+        self._open: set[int] = set()
         self._sending: set[int] = set()  # ids of answers that the writer thread has
         self._heard_s = time.monotonic()
         self._seen = False  # DDS has matched its inbox: when it no longer does, the process is gone
@@ -110,11 +110,10 @@ class Peer:
         known = self._answers.get(number)
         if known is not None:
             self._answer(known)
-        if known is not None or number in self._asker or number < self._oldest or request.oldest > number:
+        if known is not None or number in self._asker or self._is_over(number) or number not in request.open:
             return
-        self._asker.give_up(request.oldest)
-        self._forget_answers(request.oldest)
-        if len(self._asker) + len(self._answers) >= _MAX_OPEN or self._answered_bytes > _MAX_REMEMBERED_BYTES:
+        self._note_open(request)
+        if len(self._asker) + len(self._answers) >= MAX_OPEN or self._answered_bytes > _MAX_REMEMBERED_BYTES:
             self._answer(answer(request, "error", text=f"rank {self.rank} has too many requests open at a time"))
             return
 
@@ -127,10 +126,18 @@ class Peer:
 
         self._asker.ask(request, reply)
 
-    def _forget_answers(self, oldest: int) -> None:
-        """It has all answers before this one."""
-        self._oldest = max(self._oldest, oldest)
-        for number in [number for number in self._answers if number < self._oldest]:
+    def _is_over(self, number: int) -> bool:
+        """Whether the process waits no more for the answer to this request, which may come late or again."""
+        return number <= self._newest and number not in self._open
+
+    def _note_open(self, request: Request) -> None:
+        """Forget all that is over. What one request says is over stays so, whatever older ones come later."""
+        stated = set(request.open)
+        newer = {number for number in stated if self._newest < number <= request.id}
+        self._open = {number for number in self._open if number in stated or number > request.id} | newer
+        self._newest = max(self._newest, request.id)
+        self._asker.give_up(self._is_over)
+        for number in list(filter(self._is_over, self._answers)):
             self._answered_bytes -= _size(self._answers.pop(number))
 
     # What goes out
@@ -157,7 +164,7 @@ class Peer:
 
     async def close(self) -> None:
         """Forget what it asked, and take the way to it out of DDS."""
-        self._asker.give_up(float("inf"))
+        self._asker.give_up(lambda _: True)
         self._answers.clear()
         await self._port.close()
 

@@ -45,11 +45,10 @@ class Pending:
         with self._lock:
             self._slots.pop(slot.number, None)
 
-    @property
-    def oldest(self) -> int:
-        """The lowest number that waits; call it only while one does."""
+    def up_to(self, slot: Slot) -> list[int]:
+        """The numbers that wait, from the oldest to this one."""
         with self._lock:
-            return next(iter(self._slots))
+            return [number for number in self._slots if number <= slot.number]
 
     def give(self, answer: Answer) -> None:
         """Wake who waits for it, if anybody does."""

@@ -114,6 +114,7 @@ class DdsWork(Work):
 
     def _announce(self, has_future: bool) -> None:
         self._gate.release()
+        self._lane.engine.progress.nudge()
         self._lane.ended(self, has_future)
 
     def _fail_others(self) -> None:
@@ -132,10 +133,14 @@ class DdsWork(Work):
 
     def outlast(self) -> None:
         """Wait until it has ended, well or not."""
+        self._lane.engine.progress.pump(self._is_over, self.until_s)
         if not self._gate.acquire(timeout=max(0.0, self.until_s - time.monotonic())):
             self.expire()
             self._gate.acquire()
         self._gate.release()
+
+    def _is_over(self) -> bool:
+        return not self._gate.locked()
 
     def deliver(self) -> None:
         """Complete the future, and with that run its callbacks."""
@@ -176,7 +181,11 @@ class DdsWork(Work):
     def _told(self, error: BaseException) -> Exception:
         """The error as torch's users know them: a RuntimeError. Its cause is ours."""
         how = f"Timed out after {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "failed"
-        told = DistBackendError(f"[Rank {self._lane.engine.rank}] {self.task.what} {how}: {error}")
+        text = str(error).removeprefix(f"collective {self.name!r}: ")  # the name says nothing: all have the same
+        if " where this rank " in text:
+            order = " in the same order" if self.ordered else ""
+            text += f". All ranks must make the same calls{order}, with tensors of one shape and dtype"
+        told = DistBackendError(f"[Rank {self._lane.engine.rank}] {self.task.what} {how}: {text}")
         told.__cause__ = error
         return told
 

@@ -6,6 +6,7 @@ rank can hold up the common topic for as long as its lease; the group has failed
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -109,8 +110,7 @@ class DdsLink:
             if outgoing.done:
                 return None
         if slots is not None and self._letters is not None:
-            while self._pushing and self._pushing[0][0].done:
-                self._pushing.popleft()
+            self._forget_done()
             self._pushing.append((outgoing, write))
         outgoing.job = self._port.submit(writer, outgoing.samples(self._is_visited), outgoing.outcome)
         return outgoing
@@ -118,6 +118,7 @@ class DdsLink:
     def share_no_more(self) -> None:
         """Let go of the shared memory."""
         self._shared = None
+        self._pushing.clear()
 
     @property
     def _slots(self) -> Slots | None:
@@ -140,12 +141,23 @@ class DdsLink:
                 outgoing, write = self._pushing.popleft()
             except IndexError:
                 break
-            while outgoing.advance(write):
-                progress = True
+            try:
+                while outgoing.advance(write):
+                    progress = True
+            except Exception as error:  # of DDS
+                outgoing.outcome(error)
             if not outgoing.done:
                 self._pushing.append((outgoing, write))
                 break
         return progress
+
+    def _forget_done(self) -> None:
+        """Forget what was sent, or called off, by other threads; others may be at the same here."""
+        with contextlib.suppress(IndexError):
+            while self._pushing[0][0].done:
+                first = self._pushing.popleft()
+                if not first[0].done:  # somebody else has taken the one that was
+                    self._pushing.append(first)
 
     def _is_visited(self) -> bool:
         letters = self._letters

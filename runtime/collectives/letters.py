@@ -3,10 +3,10 @@
 DDS takes a small frame through the kernel's network and three threads, while on one machine the rank that waits could
 look for itself. So every rank has, in its segment, a ring of letters for each other rank. A letter is a frame as it
 would go over DDS. A rank that waits for a collective looks into the rings of all others (:meth:`Letters.visit`): first
-again and again for a short time, then it sleeps on a futex in its own segment, which a sender wakes. A rank where nobody
-looks is *away*: what is for it goes over DDS, whose threads always listen. In between, for some milliseconds after a
-visit, it is *back soon*: its letters may wait for the next visit, or for the receive thread, which looks after them
-until then.
+again and again for a short time, then it sleeps on a futex in its own segment, which a sender wakes. A rank where
+nobody looks is *away*: what is for it goes over DDS, whose threads always listen. In between, for some milliseconds
+after a visit, it is *back soon*: its letters may wait for the next visit, or for the receive thread, which looks after
+them until then.
 
 Written and read without locks between processes: one side alone writes each word. That is right where stores become
 visible in the order they were made (x86-64, and the locks taken in between keep a load from overtaking a store). Other
@@ -33,7 +33,9 @@ from gradbus.runtime.shared_memory import Bytes
 AVAILABLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.maxsize > 1 << 32
 MAX_LETTER_BYTES = LETTER_RING_BYTES // 4
 SPIN_S = 100e-6  # a sleep and a wake-up take about as long
+NAP_S = 1e-3  # the first sleep; each one after that is twice as long
 SLEEP_S = 0.2  # signals are handled in between
+FINISH_S = 1.0  # how long to wait for a thread that reads: it puts some chunks in their places
 WORK_S = 50e-6  # with work that waits for others: they do not wake anybody for it
 _AWAY, _LOOKING, _ASLEEP, _BACK_SOON = range(4)
 _SKIP = 0xFFFF_FFFF  # the rest of the ring is not used, the next letter stands at its beginning
@@ -103,7 +105,9 @@ class Letters:
         self._boxes: dict[int, _Box] = {}
         self._writing = threading.Lock()
         self._reading = threading.Lock()
+        self._look_again = False
         self._visiting = threading.Lock()
+        self._leaving = threading.RLock()  # signal handlers may nudge
         self._visitor = 0
         self.visits = 0
         self.sent = 0
@@ -170,18 +174,32 @@ class Letters:
     # In
 
     def poll(self) -> bool:
-        """Take the letters that are here. False: there are none, or somebody else is at it."""
-        if not self._reading.acquire(blocking=False):
-            return False
+        """Take the letters that are here. False: there are none, or another thread is at it, which then looks again."""
         found = False
-        try:
-            for sender, box in self._boxes.items():
-                tail = box.tails[self._rank]
-                if tail != self._heads[sender] and not box.broken:
-                    found = True
-                    self._read(sender, box, tail)
-        finally:
-            self._reading.release()
+        self._look_again = True
+        while self._look_again and self._reading.acquire(blocking=False):
+            try:
+                found |= self._read_all()
+            finally:
+                self._reading.release()
+        return found
+
+    def finish(self) -> None:
+        """Take the letters that are here; if another thread is at it, wait for that. Not from within ``take``."""
+        if self._reading.acquire(timeout=FINISH_S):
+            try:
+                self._read_all()
+            finally:
+                self._reading.release()
+        self.poll()
+
+    def _read_all(self) -> bool:
+        found = self._look_again = False
+        for sender, box in self._boxes.items():
+            tail = box.tails[self._rank]
+            if tail != self._heads[sender] and not box.broken:
+                found = True
+                self._read(sender, box, tail)
         return found
 
     def _read(self, sender: int, box: _Box, tail: int) -> None:
@@ -208,6 +226,9 @@ class Letters:
             except FrameError:
                 self.rejected += 1
                 continue
+            if frame.key.sender != sender:
+                self.rejected += 1
+                continue
             self._take(frame)
 
     def _refuse(self, box: _Box) -> None:
@@ -222,11 +243,14 @@ class Letters:
         """Whether some thread looks for letters."""
         return self._visitor != 0
 
-    def visit(self, done: Callable[[], bool], until_s: float, work: Work) -> bool:
+    def visit(
+        self, done: Callable[[], bool], until_s: float, work: Work, on_return: Callable[[], None] | None = None
+    ) -> bool:
         """Take letters until ``done()`` is true or ``time.monotonic`` has reached ``until_s``.
 
         Args:
             work: what else there is to do meanwhile.
+            on_return: called if this rank was away.
 
         Returns:
             False: another thread is visiting, nothing was done.
@@ -235,12 +259,17 @@ class Letters:
             return False
         try:
             self._visitor = threading.get_ident()
+            was_away = self.is_away
             self._attention[0] = _LOOKING
+            if was_away and on_return is not None:
+                on_return()
             self.visits += 1
             spin_until_s = time.monotonic() + SPIN_S
+            nap_s = NAP_S
             while not done():
                 if self.poll() | work.push():
                     spin_until_s = time.monotonic() + SPIN_S
+                    nap_s = NAP_S
                     continue
                 now_s = time.monotonic()
                 if now_s < spin_until_s:
@@ -248,14 +277,20 @@ class Letters:
                     continue
                 if now_s >= until_s:
                     break
-                self._sleep(done, min(SLEEP_S if work.idle else WORK_S, until_s - now_s))
+                self._sleep(done, min(nap_s if work.idle else WORK_S, until_s - now_s))
+                nap_s = min(2 * nap_s, SLEEP_S)
         finally:
-            self._visitor = 0
-            self._attention[0] = _BACK_SOON
-            self._visiting.release()
+            try:
+                with self._leaving:
+                    self._visitor = 0
+                    self._attention[0] = _BACK_SOON
+            finally:
+                self._visiting.release()
         return True
 
     def _sleep(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """A sender cannot write here: who calls after the last look, but before the futex is reached, wakes nobody.
+        That is why a sleep is about as long as the time that was waited before."""
         assert _syscall is not None
         self._attention[0] = _ASLEEP
         if not self.poll() and not done():  # it takes a lock: what was written before the store above is seen
@@ -267,15 +302,19 @@ class Letters:
         """Something that the visitor may wait for has happened on this thread."""
         if self._visitor and self._visitor != threading.get_ident():
             assert _syscall is not None
-            self._attention[0] = _LOOKING  # so that it does not fall asleep now
+            with self._leaving:  # it may have gone away meanwhile
+                if self._visitor:
+                    self._attention[0] = _LOOKING  # so that it does not fall asleep now
             _syscall(_SYS_FUTEX, self._attention_at, _FUTEX_WAKE, 1, None, None, 0)
 
     def away(self) -> bool:
         """Nobody looks any more: what comes from now on comes over DDS. False: there is a visitor."""
         if not self._visiting.acquire(blocking=False):
             return False
-        self._attention[0] = _AWAY
-        self._visiting.release()
+        try:
+            self._attention[0] = _AWAY
+        finally:
+            self._visiting.release()
         self.poll()  # it takes a lock: what was written before the store above is seen
         return True
 

@@ -163,10 +163,10 @@ class Membership:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_probe, frame.key.sender, frame.key.part, frame.key.job)
 
-    def _read_letters(self) -> None:
+    def _read_letters(self, *, all_of_them: bool = False) -> None:
         shared = self._shared
         if shared is not None:
-            shared.read_letters()
+            shared.read_letters(all_of_them=all_of_them)
 
     def _on_probe(self, rank: int, topic: int, digest: int) -> None:
         if self.formation.probe(rank, topic, digest):
@@ -223,7 +223,7 @@ class Membership:
         self._left.add(rank)
 
         def end() -> None:
-            self._read_letters()
+            self._read_letters(all_of_them=True)
             for lost in said.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
                     self._lose(lost, f"gone, as rank {rank} says")
@@ -233,7 +233,7 @@ class Membership:
         self._port.after_drain(end)
 
     def _lose(self, rank: int, why: str) -> None:
-        self._read_letters()
+        self._read_letters(all_of_them=True)
         shared = self._shared
         if shared is not None:
             shared.lose(rank)
@@ -283,7 +283,9 @@ class Membership:
             self._bus.release(self.formation.group)
             self._watcher.cancel()
             self._inbox.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
-            await self._port.close()
-            self._unshare()
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._watcher
+                await self._port.close()
+            finally:
+                self._unshare()

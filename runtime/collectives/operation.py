@@ -246,7 +246,8 @@ class Operation:
         """Set up and send."""
         self._link = link
         try:
-            self.set_up()
+            with self._lock:  # who lets it fail meanwhile waits for what is sent at once
+                self.set_up()
         except Exception as error:
             self.fail(error)
             return

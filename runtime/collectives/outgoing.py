@@ -43,12 +43,14 @@ class Outgoing:
         self._flags = flags
         self._world = world
         self._slots = slots
+        self._over_dds = slots is None
         self._readers = readers
         self._on_written = written
         self._finished: Finished | None = finished
         self._next = 0
         self._written = 0
         self._put_off: tuple[int, Parts] | None = None
+        self._may_be_known = False  # to the readers, that which is put off
         self._lock = threading.RLock()
         self.job: Job | None = None
 
@@ -64,12 +66,15 @@ class Outgoing:
             if taken is None:
                 return False
             number, frame = taken
-            if not write(frame):
+            try:
+                written = write(frame)
+            except BaseException:  # a signal, for one. To write it once more does no harm
+                self._put_off, self._may_be_known = taken, True
+                raise
+            if not written:
                 self._put_off = taken
                 return False
-            ended = self._note(number)
-        if ended is not None:
-            ended(self.bytes)
+        self._note(number)
         return True
 
     def samples(self, wait: Callable[[], bool]) -> Iterator[Parts]:
@@ -79,11 +84,11 @@ class Outgoing:
             wait: whether somebody else is at it just now.
         """
         written, until_s = -1, 0.0
-        while not self.done and self._left:
+        while self._is_left():
             if self._written != written:
                 written, until_s = self._written, time.monotonic() + SLOT_WAIT_S
             elif time.monotonic() > until_s:
-                self._slots = None  # somebody holds on to them: the rest travels over DDS
+                self._over_dds = True  # somebody holds on to the slots: the rest travels in the frames
             elif wait():
                 time.sleep(10 * LOOK_S)
                 continue
@@ -94,41 +99,49 @@ class Outgoing:
                 continue
             number, frame = taken
             yield frame
-            with self._lock:
-                ended = self._note(number)
-            if ended is not None:
-                ended(self.bytes)
+            self._note(number)
 
     def outcome(self, outcome: int | Exception) -> None:
-        """The writer thread has done what it could."""
+        """The writer thread has done what it could; or somebody else could not go on."""
         if isinstance(outcome, Exception):
-            with self._lock:
-                finished = self._let_go()
+            finished = self._call_off()
             if finished is not None:
                 finished(outcome)
+        self.job = None  # it has this as well
 
     def cancel(self) -> None:
         """Write no more. When this returns, the payload is no longer read."""
-        with self._lock:
-            self._let_go()
-        if self.job is not None:
-            self.job.cancel()  # waits for the write in progress
+        self._call_off()
 
-    @property
-    def _left(self) -> bool:
-        return self._put_off is not None or self._next < len(self._numbers)
+    def _call_off(self) -> Finished | None:
+        with self._lock:
+            slots, put_off = self._slots, None if self._may_be_known else self._put_off
+            finished = self._let_go()
+        if put_off is not None:
+            _take_back(slots, put_off[1])
+        job = self.job
+        if job is not None:
+            job.cancel()  # waits for the write in progress
+            if job.pending is not None:  # DDS has not taken it
+                _take_back(slots, job.pending[1])
+        return finished
+
+    def _is_left(self) -> bool:
+        """Whether there is more to write. Waits for the write in progress, of which something may be left over."""
+        with self._lock:
+            return not self.done and (self._put_off is not None or self._next < len(self._numbers))
 
     def _take(self) -> tuple[int, Parts] | None:
         """The next chunk as a frame. With the lock held."""
         if self._put_off is not None:
-            taken, self._put_off = self._put_off, None
+            taken, self._put_off, self._may_be_known = self._put_off, None, False
             return taken
         if self._next >= len(self._numbers) or self.done:
             return None
         number = self._numbers[self._next]
         data = self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
         total = len(self._payload)
-        if self._slots is None:
+        if self._slots is None or self._over_dds:
             head = frames.head(self._key, data.data, number, total, flags=self._flags, world=self._world)
             frame: Parts = (head, data.data)
         else:
@@ -142,17 +155,26 @@ class Outgoing:
         self._next += 1
         return number, frame
 
-    def _note(self, number: int) -> Finished | None:
-        """DDS or shared memory has the chunk. With the lock held. Returns whom to tell that it was the last one."""
-        self._written += 1
-        if self._on_written is not None and not self.done:
-            self._on_written(number)
-        if self._written < len(self._numbers):
-            return None
-        return self._let_go()
+    def _note(self, number: int) -> None:
+        """DDS or shared memory has the chunk. Without the lock: whoever is told may call the rest off, and wait for
+        other threads to let go of it."""
+        on_written = self._on_written
+        if on_written is not None:
+            on_written(number)
+        with self._lock:
+            self._written += 1
+            finished = self._let_go() if self._written == len(self._numbers) else None
+        if finished is not None:
+            finished(self.bytes)
 
     def _let_go(self) -> Finished | None:
-        """Nothing more is to be done: keep nothing of the caller's. Returns whom to tell."""
+        """Nothing more is to be done: keep nothing of the caller's. With the lock held. Returns whom to tell."""
         finished, self._finished = self._finished, None
-        self._payload, self._on_written, self._put_off = NOTHING, None, None
+        self._payload, self._on_written, self._put_off, self._slots = NOTHING, None, None, None
         return finished
+
+
+def _take_back(slots: Slots | None, frame: Parts) -> None:
+    """Nobody has got the frame: if it has a descriptor, its slot is free."""
+    if slots is not None and isinstance(frame[1], bytes):
+        slots.take_back(frame[1])

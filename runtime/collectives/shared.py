@@ -63,10 +63,14 @@ class Shared:
             self.letters = Letters(self._rank, self._segment.memory, self._layout, self._take)
             self.letters.open({rank: self._others[rank] for rank in readers})
 
-    def read_letters(self) -> None:
-        """Take the letters that are here."""
+    def read_letters(self, *, all_of_them: bool = False) -> None:
+        """Take the letters that are here.
+
+        Args:
+            all_of_them: also wait for those that another thread is taking just now.
+        """
         if self.letters is not None:
-            self.letters.poll()
+            (self.letters.finish if all_of_them else self.letters.poll)()
 
     def lose(self, rank: int) -> None:
         """A rank is gone."""
@@ -86,9 +90,7 @@ class LetterProgress:
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         """See :class:`.engine.Progress`."""
-        if self._letters.is_away:
-            self._port.look_after(self._look_after)
-        self._letters.visit(done, until_s, self._work)
+        self._letters.visit(done, until_s, self._work, self._on_return)
 
     def nudge(self) -> None:
         """See :class:`.engine.Progress`."""
@@ -98,6 +100,9 @@ class LetterProgress:
         """What begins now goes on while nobody waits: over DDS, whose threads always listen."""
         if not self._letters.is_away:
             self._letters.away()
+
+    def _on_return(self) -> None:
+        self._port.look_after(self._look_after)
 
     def _look_after(self) -> bool:
         """On the receive thread, every now and then. False: it need not be called any more."""

@@ -13,6 +13,7 @@ after its last look at the data, with a lock taken and released in between.
 from __future__ import annotations
 
 import ctypes as ct
+import os
 import struct
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,19 @@ from gradbus.runtime.shared_memory import Bytes
 
 _DESCRIPTOR = struct.Struct("<II")
 assert _DESCRIPTOR.size == DESCRIPTOR_BYTES
+_MASK = 0xFFFF_FFFF
+_NEWER = 1 << 31  # generations wrap: one is newer than another if it is less than so many ahead of it
+
+_forks = 0  # how often this process is a child by fork of one that had this module
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Slot:
@@ -65,6 +79,7 @@ class Slots:
         self._their_notes: dict[int, memoryview] = {}
         self._lent: dict[tuple[int, int], int] = {}  # sender, slot -> generation that is held here
         self._readers: frozenset[int] = frozenset()
+        self._forks = _forks
         self.sent_bytes = 0
 
     def attach(self, rank: int, memory: Bytes) -> None:
@@ -103,12 +118,25 @@ class Slots:
             if number is None:
                 return None
             slot = self._slots[number]
-            generation = slot.generation = (slot.generation + 1) & 0xFFFF_FFFF
+            generation = slot.generation = (slot.generation + 1) & _MASK
             slot.readers = readers
+            self.sent_bytes += len(data)
+        descriptor = _DESCRIPTOR.pack(number, generation)
         start = number * CHUNK_BYTES
-        self._data[start : start + len(data)] = data
-        self.sent_bytes += len(data)
-        return _DESCRIPTOR.pack(number, generation)
+        try:
+            self._data[start : start + len(data)] = data
+        except BaseException:  # a signal, for one
+            self.take_back(descriptor)
+            raise
+        return descriptor
+
+    def take_back(self, descriptor: bytes) -> None:
+        """Free a slot that :meth:`put` has filled, but that no reader was told of."""
+        number, generation = _DESCRIPTOR.unpack(descriptor)
+        with self._lock:
+            slot = self._slots[number]
+            if slot.generation == generation:
+                slot.readers = ()
 
     def _free(self) -> int | None:
         """A slot that all its readers are through with. Always the first: as few as possible are in use, so that they
@@ -122,19 +150,20 @@ class Slots:
     # In
 
     def get(self, frame: Frame) -> Frame | None:
-        """The frame with its data, where the sender has put it. None: there is none, or it was here already.
+        """The frame with its data, where the sender has put it. None: there is none, or it was here already. What is in
+        the slot now is newer than what was there when this rank gave it back last; DDS may repeat older frames.
 
         The slot is given back when the data, and all that was made of it, is gone.
         """
         number, generation = _DESCRIPTOR.unpack(frame.data)
         sender, size = frame.key.sender, frame.size
-        if number >= SLOTS or size > CHUNK_BYTES:
+        if number >= SLOTS or not 0 < size <= CHUNK_BYTES:
             return None
         with self._lock:
             memory = self._others.get(sender)
             held = self._lent.get((sender, number))
             done = self._notes[sender * SLOTS + number] if memory is not None else 0
-            if memory is None or held is not None or done == generation:
+            if memory is None or held is not None or not 0 < ((generation - done) & _MASK) < _NEWER:
                 return None
             self._lent[sender, number] = generation
         start = self._layout.slots_at + number * CHUNK_BYTES
@@ -147,6 +176,8 @@ class Slots:
 
     def give_back(self, sender: int, slot: int, generation: int) -> None:
         """Note that a slot of a sender's is no longer needed."""
+        if self._forks != _forks:
+            return  # the parent of this process holds it still
         with self._lock:
             self._lent.pop((sender, slot), None)
             self._notes[sender * SLOTS + slot] = generation

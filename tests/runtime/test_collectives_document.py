@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import runpy
@@ -13,10 +14,25 @@ from doc_pages import python_blocks, rows, section, tables
 
 import gradbus
 from gradbus.runtime import errors
-from gradbus.runtime.collectives import ALGORITHMS, Group, GroupStats, Handle, dds_link, engine, objects, operation
+from gradbus.runtime.collectives import (
+    ALGORITHMS,
+    Group,
+    GroupStats,
+    Handle,
+    dds_link,
+    engine,
+    layout,
+    membership,
+    objects,
+    operation,
+    outgoing,
+    shared,
+)  # fmt: skip
 from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
 from gradbus.runtime.collectives.stream import CHUNK_BYTES
 from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.settings import BusSettings, Settings, load_settings
+from gradbus.torch.bus_thread import settings_from_environment
 
 MIB = 1 << 20
 
@@ -83,7 +99,8 @@ def call_of(function: Any) -> str:
 def collectives() -> dict[str, Any]:
     """The methods of a group that give a handle, by name."""
     methods = inspect.getmembers(Group, inspect.isfunction)
-    return {name: method for name, method in methods if not name.startswith("_") and name != "subgroup"}
+    hidden = [name for name, _ in methods if name.startswith("_")]
+    return {name: method for name, method in methods if name not in ("subgroup", "calls_may_block", *hidden)}
 
 
 def test_every_collective_is_there_with_its_arguments(page: str) -> None:
@@ -148,6 +165,45 @@ def test_numbers_are_those_of_the_code(page: str) -> None:
     assert f"two above {CHUNK_BYTES // MIB} MiB" in text
     leases = [NetworkConfig(profile=profile).effective_lease_s for profile in ("loopback", "network")]
     assert "by default {:g} s on one machine and {:g} s in a network".format(*leases) in text
+
+
+def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
+    text = " ".join(section(page, "Shared memory").split())
+    assert f"Payloads of {dds_link.SHARED_BYTES // 1024} KiB or more are copied" in text
+    assert f"in chunks of {CHUNK_BYTES // MIB} MiB" in text
+    assert f"at most {shared.MAX_WORLD} ranks" in text
+    assert f"has {layout.SLOTS} chunks of {CHUNK_BYTES // MIB} MiB for what it sends" in text
+    assert f"and {layout.LETTER_RING_BYTES // 1024} KiB for the letters" in text
+    assert f"after {outgoing.SLOT_WAIT_S * 1000:g} ms the sender goes on over DDS" in text
+    assert "`no shared memory`" in text
+    assert '"no shared memory"' in inspect.getsource(membership)
+
+
+def test_shared_memory_is_switched_off_as_the_page_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [re.findall(r"`([^`]+)`", how) for _, how in rows(section(page, "Shared memory"), "where")]
+    in_program, in_file, in_environment = ways
+    for call in in_program:
+        tree: Any = ast.parse(call, mode="eval").body
+        arguments = {one.arg: ast.literal_eval(one.value) for one in tree.keywords}
+        function = {"gradbus.connect": gradbus.connect, "gradbus.NetworkConfig": NetworkConfig}[ast.unparse(tree.func)]
+        assert inspect.signature(function).bind(**arguments).arguments == {"shared_memory": False}
+    assert NetworkConfig().shared_memory
+    assert in_file[0] == "bus.shared_memory"
+    (tmp_path / "run.json").write_text(in_file[1], encoding="utf-8")
+    assert load_settings(Program, tmp_path / "run.json", environment={}).bus.shared_memory is False
+    assert Program().bus.shared_memory
+    name, _, value = in_environment[-1].partition("=")
+    assert load_settings(Program, environment={name: value}).bus.shared_memory is False
+    monkeypatch.setenv(name, value)
+    assert settings_from_environment().shared_memory is False
+
+
+class Program(Settings):
+    """The settings of some program."""
+
+    bus: BusSettings = BusSettings()
 
 
 def test_every_link_leads_somewhere(root: Path, page: str) -> None:

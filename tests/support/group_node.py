@@ -82,6 +82,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Start all ranks; ``rank_1={...}`` is for one of them."""
         return [self.start(rank, **of_ranks.get(f"rank_{rank}", {})) for rank in range(self._common["world"])]
 
+    def tell(self, rank: int) -> None:
+        """Say a word to a rank that waits for one, the rank that was started as number ``rank``."""
+        self._nodes[rank][1].send("go on")
+
     def __exit__(self, *_: object) -> None:
         for node, pipe in self._nodes:
             node.end()
@@ -100,6 +104,10 @@ class Rank:
     def say(self, event: str, **facts: Any) -> None:
         """Tell the test. ``at_s`` is of a clock that all processes of this machine share."""
         self._pipe.send({"event": event, "at_s": time.monotonic(), **facts})
+
+    def hear(self) -> None:
+        """Wait for a word of the test: one that a script expects, by ``Ranks.tell``. Blocks."""
+        self._pipe.recv()
 
     def join(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Group]:
         """Join the group."""

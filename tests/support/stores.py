@@ -90,9 +90,10 @@ class RawRank(AbstractContextManager["RawRank"]):
         self.write(frame)
 
     def ask(self, request_id: int, op: Any, *keys: str, oldest: int | None = None, **more: Any) -> None:
-        """A request."""
-        facts = {"values": [], "number": 0, "wait_s": 0.0, **more}
-        self.say(Request(request_id, request_id if oldest is None else oldest, op, list(keys), **facts))
+        """A request. ``open``: ids that it says are open; by default all from ``oldest`` on."""
+        since = request_id if oldest is None else oldest
+        facts = {"open": [*range(since, request_id + 1)], "values": [], "number": 0, "wait_s": 0.0, **more}
+        self.say(Request(id=request_id, op=op, keys=list(keys), **facts))
 
     def join(self, world: int = 2, version: int = VERSION) -> Message:
         """Ask to be let in until there is an answer."""

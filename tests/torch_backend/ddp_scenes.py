@@ -84,3 +84,10 @@ def every_way(place: Place) -> dict[str, list[Tensor]]:
 def hooks_that_call_collectives(place: Place) -> dict[str, list[Tensor]]:
     place.start()
     return {hook: train(place, SMALL_BUCKETS, hook) for hook in ("powersgd", "quantization")}
+
+
+def some_ways(place: Place) -> dict[str, list[Tensor]]:
+    place.start()
+    return {
+        name: train(place, WAYS[name], skips=name == "unused parameters") for name in ("plain", "unused parameters")
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -29,25 +30,34 @@ def error_of(function: Callable[[], Any]) -> dict[str, Any]:
 
 
 def one_is_killed(place: Place) -> dict[str, Any]:
-    """The last rank dies; each of the others waits for it in its own way."""
+    """The last rank dies; each of the others waits for it in its own way, and has something pending besides."""
     place.start()
     pair = dist.new_group([0, 1])
+    last = place.world - 1
     dist.barrier()
-    if place.rank == place.world - 1:
+    if place.rank == last:
         place.say("dies")
         os.kill(os.getpid(), signal.SIGKILL)
     tensor = torch.ones(4)
+    pending = {
+        "collective": dist.all_reduce(torch.ones(4), async_op=True),
+        "large": dist.all_reduce(torch.ones(3_000_000), async_op=True),
+        "receive": dist.irecv(torch.ones(4), last),
+        "send": dist.isend(torch.ones(4), last),
+        "anyone": dist.irecv(torch.ones(4)),
+    }
     if place.rank == 0:
         result = error_of(lambda: dist.all_reduce(tensor))
-        place.say("failed as it should")
     else:
         future = dist.all_reduce(tensor, async_op=True).get_future()
         result = error_of(future.wait)
-    result["next"] = error_of(dist.barrier)["text"]
+    texts = {name: error_of(work.wait)["text"] for name, work in pending.items() if work is not None}
+    place.say("failed as it should")
+    texts["next"] = error_of(dist.barrier)["text"]
+    texts["next message"] = error_of(lambda: dist.recv(tensor, last))["text"]
     alive = torch.ones(1)
     dist.all_reduce(alive, group=pair)  # a group without it goes on
-    result["without it"] = alive.item()
-    return result
+    return result | {"texts": texts, "without it": alive.item()}
 
 
 def killed_in_ddp(place: Place) -> dict[str, Any]:
@@ -55,12 +65,46 @@ def killed_in_ddp(place: Place) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 8))
     model(torch.ones(2, 8)).sum().backward()
-    if place.rank == 1:
+    if place.rank == place.world - 1:
         place.say("dies")
         os.kill(os.getpid(), signal.SIGKILL)
     result = error_of(lambda: model(torch.ones(2, 8)).sum().backward())
     place.say("failed as it should")
     return result
+
+
+def many_groups(place: Place) -> dict[str, Any]:
+    """What the process has more of after 20 groups were made, used and destroyed than before."""
+    place.start()
+
+    def use_some(number: int) -> None:
+        for _ in range(number):
+            group = dist.new_group(list(range(place.world)))
+            tensor = torch.ones(300_000)
+            dist.all_reduce(tensor, group=group, async_op=True).get_future().wait()
+            assert tensor[-1] == place.world
+            dist.destroy_process_group(group)
+
+    use_some(2)
+    before = held()
+    use_some(20)
+    after = held()
+    return {what: [text for text in texts if text not in before[what]] for what, texts in after.items()} | {
+        what + " more": len(texts) - len(before[what]) for what, texts in after.items()
+    }
+
+
+def held() -> dict[str, list[str]]:
+    """Threads, open files and memory that is shared, of this process."""
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        shared = [line.split(maxsplit=5)[5].strip() for line in maps if "memfd:" in line or "/dev/shm" in line]
+    names = [thread.name for thread in threading.enumerate()]
+    threads = [name for name in names if not name.startswith("asyncio_")]  # a pool of few, which stays
+    return {"threads": threads, "files": files, "maps": shared}
 
 
 def deadlines(place: Place) -> dict[str, Any]:

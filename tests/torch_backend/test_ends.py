@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch_node import Ranks, play
@@ -15,24 +21,30 @@ SOON_S = 2.0 + 1.5  # a lease of 1 s, and a machine that does other things, too
 def test_a_killed_rank_is_an_exception_on_all_others() -> None:
     with Ranks("end_scenes", "one_is_killed", world=3) as ranks:
         died = ranks.nodes[2].wait_for("dies")
-        failed = ranks.nodes[0].wait_for("failed as it should")
-        assert failed["at_s"] - died["at_s"] < SOON_S
+        for node in ranks.nodes[:2]:
+            assert node.wait_for("failed as it should")["at_s"] - died["at_s"] < SOON_S
         results = [node.wait_for("done") for node in ranks.nodes[:2]]
         assert [node.wait() for node in ranks.nodes[:2]] == [0, 0]
     assert ranks.value(results[0])["cause"] == "PeerLost"
     for result in map(ranks.value, results):
         assert "rank 2" in result["text"]
-        assert "rank 2" in result["next"]
+        assert len(result["texts"]) == 7
+        assert all("rank 2" in text for text in result["texts"].values()), result["texts"]
         assert result["without it"] == 2.0
 
 
 def test_a_killed_rank_ends_a_backward_pass_of_ddp() -> None:
-    with Ranks("end_scenes", "killed_in_ddp") as ranks:
-        died = ranks.nodes[1].wait_for("dies")
-        failed = ranks.nodes[0].wait_for("failed as it should")
-        assert failed["at_s"] - died["at_s"] < SOON_S
-        assert "rank 1" in ranks.value(ranks.nodes[0].wait_for("done"))["text"]
-        assert ranks.nodes[0].wait() == 0
+    with Ranks("end_scenes", "killed_in_ddp", world=3) as ranks:
+        died = ranks.nodes[2].wait_for("dies")
+        for node in ranks.nodes[:2]:
+            assert node.wait_for("failed as it should")["at_s"] - died["at_s"] < SOON_S
+            assert "rank 2" in ranks.value(node.wait_for("done"))["text"]
+            assert node.wait() == 0
+
+
+def test_groups_that_were_destroyed_leave_nothing_behind() -> None:
+    for result in play("end_scenes", "many_groups"):
+        assert result["threads more"] == result["files more"] == result["maps more"] == 0, result
 
 
 def test_deadlines_are_kept() -> None:
@@ -87,6 +99,45 @@ def test_who_ends_without_destroying_the_group_leaves_in_order() -> None:
     first, _ = play("end_scenes", "one_leaves_first", just_end=True)
     assert first["cause"] == "PeerLost"
     assert "left" in first["text"]
+
+
+# Groups, messages and works are forgotten. What is registered first runs last: when the groups have been left.
+FORGETFUL = """
+import sys, threading, time
+ended_s = []
+threading._register_atexit(lambda: print("left after", time.monotonic() - ended_s[0], flush=True))
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("dds", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+pair = dist.new_group([0, 1])
+works = [dist.all_reduce(torch.ones(300_000), group=group, async_op=True) for group in (None, pair)]
+works[0].get_future().then(lambda future: None)
+never = dist.irecv(torch.ones(1), 1 - dist.get_rank(), tag=5)
+dist.barrier()
+print("done", flush=True)
+ended_s.append(time.monotonic())
+"""
+
+
+def test_a_program_that_forgets_its_groups_ends_in_order(tmp_path: Path) -> None:
+    """With exit code 0, soon, and without a word, on all ranks."""
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(random.randrange(40, 100))}
+    command = [sys.executable, "-P", "-c", FORGETFUL, str(tmp_path / "store")]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
+    try:
+        for process in ranks:
+            said, complaints = process.communicate(timeout=90.0)
+            assert complaints == ""
+            assert process.returncode == 0
+            done, left = said.splitlines()
+            assert done == "done"
+            assert float(left.removeprefix("left after ")) < SOON_S
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 def test_a_group_from_the_environment() -> None:

@@ -285,6 +285,7 @@ def test_the_last_handle_closes_the_store_and_nothing_is_left_of_it() -> None:
         first.close()
         second.close()
         finished(first, second)
+        assert first._link._leaving is None  # which has the table
     until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("gradbus")])
 
 

@@ -58,11 +58,28 @@ def test_a_request_that_comes_again_is_executed_once_and_answered_each_time(raw:
 def test_an_answer_is_forgotten_when_it_has_been_received(raw: RawRank, first: DdsStore) -> None:
     raw.ask(1, "add", "n", number=5)
     assert raw.answer().number == 5
-    raw.ask(2, "add", "n", number=5)  # says by ``oldest`` that the first one is done
+    raw.ask(2, "add", "n", number=5)  # says by ``open`` that the first one is done
     assert raw.answer().number == 10
     raw.ask(1, "add", "n", number=5)  # late: neither executed nor answered
     raw.ask(3, "get", "n")
     assert raw.answer() == Answer(3, "done", [], [b"10"], 0, "")
+
+
+def test_what_is_done_is_forgotten_while_an_older_request_waits(
+    raw: RawRank, first: DdsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_peer, "MAX_OPEN", 3)
+    raw.ask(1, "pop", "q", wait_s=60.0)
+    for number in range(2, 9):
+        raw.ask(number, "add", "n", number=1, open=[1, number])
+        assert raw.answer() == Answer(number, "done", [], [], number - 1, "")
+    raw.ask(5, "add", "n", number=1, open=[1, 5])  # late: neither executed nor answered
+    raw.ask(7, "add", "n", number=1, open=[1, 6, 7])
+    raw.ask(10, "add", "n", number=1, open=[1, 9, 10])  # comes before the one before it
+    raw.ask(9, "add", "n", number=1, open=[1, 9])
+    assert [raw.answer().number, raw.answer().number] == [8, 9]
+    first.queue_push("q", "1")
+    assert raw.answer() == Answer(1, "done", [], [b"1"], 0, "")
 
 
 def test_a_request_that_waits_may_be_said_again_and_given_up(raw: RawRank, first: DdsStore) -> None:
@@ -83,14 +100,14 @@ def test_a_request_waits_for_as_long_as_it_says(raw: RawRank, first: DdsStore) -
 
 
 def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
-    request = {"id": 1, "oldest": 1, "op": "set", "keys": ["k"], "values": [b"v"], "number": 0, "wait_s": 0.0}
+    request = {"id": 1, "open": [1], "op": "set", "keys": ["k"], "values": [b"v"], "number": 0, "wait_s": 0.0}
     raw.body(b"")
     raw.body(b"\xc1 no msgpack")
     raw.body(msgpack.packb(["Request", request]), Kind.COLLECTIVE)
     for fields in (
         {"op": "format"}, {"keys": ["k" * 5000]}, {"keys": ["k"] * 5000}, {"values": [bytes(4_000_001)]},
         {"keys": [b"k"]}, {"values": ["v"]}, {"number": 1 << 63}, {"wait_s": -1.0}, {"wait_s": float("nan")},
-        {"id": -1}, {"oldest": 2}, {"id": "1"},
+        {"id": -1}, {"open": [2]}, {"open": [1] * 1025}, {"open": 1}, {"id": "1"},
     ):  # fmt: skip
         raw.body(msgpack.packb(["Request", {**request, **fields}]))
     raw.say(Answer(1, "done", [], [], 0, ""))
@@ -109,7 +126,7 @@ def test_requests_that_do_not_fit_their_operation_are_errors(raw: RawRank, first
 
 
 def test_open_requests_of_a_process_are_bounded(raw: RawRank, first: DdsStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_peer, "_MAX_OPEN", 3)
+    monkeypatch.setattr(store_peer, "MAX_OPEN", 3)
     for number in range(1, 5):
         raw.ask(number, "get", "nothing", wait_s=60.0, oldest=1)
     assert raw.answer() == Answer(4, "error", [], [], 0, "rank 1 has too many requests open at a time")
@@ -232,7 +249,7 @@ def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
     answers: list[Answer] = []
 
     def ask(op: str, *keys: str, values: list[bytes] | None = None) -> Answer:
-        table.submit(Request(1, 1, op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
+        table.submit(Request(1, [1], op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
         return answers[-1]
 
     assert ask("set", "a", "b", values=[b"1", b"2"]).outcome == "done"
@@ -251,7 +268,7 @@ def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
 
 
 def test_every_message_comes_back_as_it_went_and_cut_ones_are_errors() -> None:
-    message = Request(7, 3, "set", ["é", ""], [b"\x00", b""], -1, 2.5)
+    message = Request(7, [3, 7], "set", ["é", ""], [b"\x00", b""], -1, 2.5)
     _, body = frame_of(message, sender=1, incarnation=2, to=3)
     assert decode(body) == message
     assert decode(msgpack.packb(["Leave", {"unknown": 1}])) == Leave()

@@ -109,7 +109,7 @@ def test_parameters_and_optimizer_state_of_one_rank_are_those_of_all(two: list[A
 def test_what_is_wrong_is_an_error_that_says_what_to_do(two: list[Any]) -> None:
     first, second = (result["errors"] for result in two)
     for errors in (first, second):
-        assert "named call loss" in errors["two shapes"]
+        assert "allreduce of 'loss'" in errors["two shapes"]
         assert "[2,4]" in errors["two shapes"]
         assert "[3,4]" in errors["two shapes"]
         assert "all_gather" in errors["two kinds"]
@@ -120,7 +120,10 @@ def test_what_is_wrong_is_an_error_that_says_what_to_do(two: list[Any]) -> None:
         assert "0 .. 1" in errors["root"]
         assert "broadcast_object" in errors["no tensor"]
         assert "'steps'" in errors["no tensor"]
-        for name in ("object", "state"):
+        assert "op='sum'" in errors["average"]
+        assert errors["number"].count("expected a tensor, got float") == 2
+        assert "rank 1" in errors["objects"]
+        for name in ("object", "objects", "state"):
             assert "ickle is never used" in errors[name]
         assert "param_groups.0.frozen" in errors["state"]
         assert "world_size" in errors["again"]

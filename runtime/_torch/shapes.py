@@ -1,0 +1,56 @@
+"""What tensors must be like: on this rank, and compared with those of the others. Errors name both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradbus.runtime.collectives.tensors import check_sendable, dtype_name
+from gradbus.torch.register import NAME
+from gradbus.torch.task import Task
+
+_MAX_TEXT = 48  # characters of shapes, in frames
+
+
+def check(*tensors: Tensor) -> None:
+    """Raises ValueError for a tensor that cannot be sent or filled; the text says what to do."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise ValueError(
+                f"backend {NAME!r} moves tensors of the CPU, this one is on {tensor.device}. Give it tensor.cpu(), or "
+                f'each kind of device a backend of its own: init_process_group("cpu:dds,cuda:nccl")'
+            )
+        check_sendable(tensor)
+
+
+@lru_cache(maxsize=1024)
+def described(dtype: torch.dtype, shape: torch.Size) -> str:
+    """``float32 3,4``: what a sender says of its tensor. Cut where it has very many dimensions."""
+    return f"{dtype_name(dtype)} {','.join(map(str, shape))}"[:_MAX_TEXT]
+
+
+def in_words(described: str) -> str:
+    """The same for people."""
+    dtype, _, sizes = described.partition(" ")
+    return f"{dtype} of shape ({sizes})"
+
+
+def signed(task: Task, tensors: Sequence[Tensor]) -> Task:
+    """Let the operations of a reduction say the tensors' shapes as well, which then must be equal on all ranks.
+
+    Dimensions of 1 are left out: a scalar and a tensor of one element are the same to a reduction.
+    """
+    shapes = _shapes(tuple([tensor.shape for tensor in tensors]))
+    for operation in task.operations:
+        operation.signature = f"{operation.signature} {shapes}"
+    return task
+
+
+@lru_cache(maxsize=1024)
+def _shapes(shapes: tuple[torch.Size, ...]) -> str:
+    texts = [f"({','.join(str(extent) for extent in shape if extent != 1)})" for shape in shapes]
+    text = texts[0] if len(set(texts)) == 1 else " ".join(texts)
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."

@@ -1,0 +1,291 @@
+"""Payloads on their way out, chunk by chunk, by more than one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from shared_pair import Ranks, key
+
+from gradbus.runtime import frames
+from gradbus.runtime.collectives.dds_link import DdsLink
+from gradbus.runtime.collectives.layout import SLOTS
+from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.outgoing import Outgoing
+from gradbus.runtime.collectives.slots import Slots
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.frame_port import Parts
+from gradbus.runtime.frames import CHUNK_BYTES, Flags
+from gradbus.runtime.sender import Job
+
+WAIT_S = 3.0
+
+
+class Payload:
+    """One that is being sent from rank 0 to rank 1: what was written, and what came of it."""
+
+    def __init__(self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None) -> None:
+        self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
+        self.sent: list[Parts] = []
+        self.outcomes: list[int | Exception] = []
+        self.outgoing = Outgoing(
+            key(), self.data, range(chunks), int(Flags.HEAD_CRC), 2,
+            slots=slots, readers=(1,), written=written, finished=self.outcomes.append,
+        )  # fmt: skip
+
+    def write(self, frame: Parts) -> bool:
+        self.sent.append(frame)
+        return True
+
+    def numbers(self) -> list[int]:
+        return sorted(frames.parse(b"".join(parts)).seq for parts in self.sent)
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def free_slots(slots: Slots) -> int:
+    """How many are free; they are not afterwards."""
+    count = 0
+    while slots.put([1], np.zeros(1, np.uint8)) is not None:
+        count += 1
+    return count
+
+
+def full(_: Parts) -> bool:
+    return False
+
+
+def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> None:
+    written: list[int] = []
+    payload = Payload(ranks.shared[0].slots, written=written.append)
+    assert payload.outgoing.advance(payload.write)
+    for frame in payload.outgoing.samples(lambda: False):
+        payload.write(frame)
+    assert not payload.outgoing.advance(payload.write)
+    assert payload.numbers() == written == [0, 1, 2]
+    assert payload.outcomes == [3 * CHUNK_BYTES]
+    assert payload.outgoing.done
+
+
+def test_what_dds_does_not_take_now_is_written_next(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots)
+    assert not payload.outgoing.advance(full)
+    assert free_slots(ranks.shared[0].slots) == SLOTS - 1
+    assert payload.outgoing.advance(payload.write)
+    assert payload.numbers() == [0]
+
+
+def test_a_slot_that_nobody_was_told_of_is_free_when_the_payload_is_called_off(ranks: Ranks) -> None:
+    for _ in range(2 * SLOTS):
+        payload = Payload(ranks.shared[0].slots)
+        assert not payload.outgoing.advance(full)
+        payload.outgoing.cancel()
+        assert payload.outgoing.done
+    assert free_slots(ranks.shared[0].slots) == SLOTS
+
+
+@pytest.mark.parametrize("by", ["cancel", "outcome"])
+def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterwards(ranks: Ranks, by: str) -> None:
+    payload = Payload(ranks.shared[0].slots)
+    writer: Any = None
+    job = Job(writer, (((), frame) for frame in payload.outgoing.samples(lambda: False)), lambda _: None, 1.0)
+    payload.outgoing.job = job
+    job.pending = next(job.samples)
+    if by == "cancel":
+        payload.outgoing.cancel()
+    else:
+        payload.outgoing.outcome(TimeoutError("DDS takes nothing"))
+        assert [type(outcome) for outcome in payload.outcomes] == [TimeoutError]
+    assert free_slots(ranks.shared[0].slots) == SLOTS
+
+
+def test_slots_that_are_not_given_back_are_not_waited_for_long(ranks: Ranks) -> None:
+    free_slots(ranks.shared[0].slots)
+    payload = Payload(ranks.shared[0].slots)
+    for frame in payload.outgoing.samples(lambda: False):
+        payload.write(frame)
+    assert payload.numbers() == [0, 1, 2]
+    sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
+    assert not any(frame.flags & Flags.SHARED for frame in sent)
+    assert b"".join(bytes(frame.data) for frame in sent) == payload.data.tobytes()
+
+
+def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks) -> None:
+    """An error, or a signal, in the midst of writing."""
+    payload = Payload(ranks.shared[0].slots)
+
+    def interrupted(_: Parts) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        payload.outgoing.advance(interrupted)
+    while payload.outgoing.advance(payload.write):
+        pass
+    assert payload.numbers() == [0, 1, 2]
+    assert payload.outcomes == [3 * CHUNK_BYTES]
+
+
+def test_the_writer_thread_takes_over_what_another_thread_could_not_write(ranks: Ranks) -> None:
+    """Also when that finds out after the writer thread has seen that nothing else is left."""
+    payload = Payload(ranks.shared[0].slots, chunks=1)
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow_and_full(_: Parts) -> bool:
+        writing.set()
+        return not go_on.wait(WAIT_S)
+
+    def write_the_rest() -> None:
+        for frame in payload.outgoing.samples(lambda: False):
+            payload.write(frame)
+
+    threads = [threading.Thread(target=payload.outgoing.advance, args=(slow_and_full,))]
+    threads[0].start()
+    assert writing.wait(WAIT_S)
+    threads.append(threading.Thread(target=write_the_rest))
+    threads[1].start()
+    threads[1].join(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert payload.numbers() == [0]
+    assert payload.outcomes == [CHUNK_BYTES]
+
+
+def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks) -> None:
+    """The writer thread is at it at the same time."""
+    cancelled = threading.Event()
+
+    def call_off(_: int) -> None:
+        if threading.current_thread() is visitor:
+            at_work.wait(WAIT_S)
+            payload.outgoing.cancel()
+            cancelled.set()
+
+    payload = Payload(ranks.shared[0].slots, chunks=4, written=call_off)
+    at_work, job_ended = threading.Event(), threading.Event()
+    visitor = threading.Thread(target=payload.outgoing.advance, args=(payload.write,), daemon=True)
+    writer: Any = None
+    job = payload.outgoing.job = Job(writer, iter(()), lambda _: None, 1.0)
+
+    def write_some() -> None:
+        with job.writing:  # as the writer thread does
+            at_work.set()
+            for frame in payload.outgoing.samples(lambda: False):
+                payload.write(frame)
+        job_ended.set()
+
+    visitor.start()
+    threading.Thread(target=write_some, daemon=True).start()
+    assert cancelled.wait(WAIT_S)
+    assert job_ended.wait(WAIT_S)
+
+
+def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks) -> None:
+    for slots in (ranks.shared[0].slots, None):
+        payload = Payload(slots)
+        samples = payload.outgoing.samples(lambda: False)
+        next(samples)
+        payload.outgoing.cancel()
+        assert list(samples) == []
+        assert not payload.outgoing.advance(payload.write)
+        assert (payload.sent, payload.outcomes) == ([], [])
+        assert len(payload.outgoing._payload) == 0
+        assert payload.outgoing._slots is None
+
+
+# Whoever waits sends meanwhile
+
+
+def link_with(*pushing: tuple[Outgoing, Callable[[Parts], bool]]) -> DdsLink:
+    """One that has these to push, and is not on any bus."""
+    link = DdsLink.__new__(DdsLink)
+    link._pushing = deque(pushing)
+    return link
+
+
+def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
+    payloads = [Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)]
+    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    assert link.push()
+    assert [payload.outcomes for payload in payloads] == [[3 * CHUNK_BYTES]] * 2
+    assert link.idle
+
+
+def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:
+    def broken(_: Parts) -> bool:
+        raise BusError("DDS write returned -1")
+
+    ill, well = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
+    link = link_with((ill.outgoing, broken), (well.outgoing, well.write))
+    while link.push():
+        pass
+    assert [type(outcome) for outcome in ill.outcomes] == [BusError]
+    assert well.outcomes == [3 * CHUNK_BYTES]
+    assert link.idle
+
+
+def test_payloads_that_are_through_are_forgotten_also_when_two_threads_do_so(ranks: Ranks) -> None:
+    class Raced(deque[Any]):
+        """The other thread takes one just after this one has looked."""
+
+        other: Callable[[], None] | None = None
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            other, self.other = self.other, None
+            if other is not None:
+                other()
+            return found
+
+    done, left = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
+    done.outgoing.cancel()
+    entries = [(done.outgoing, done.write), (left.outgoing, left.write)]
+    for count in (1, 2):
+        link = link_with()
+        raced = link._pushing = Raced(entries[:count])
+        raced.other = raced.popleft
+        link._forget_done()
+        assert list(raced) == entries[1:count]
+
+
+class SlowLink:
+    """Sends at once, on the thread of the call, and takes its time."""
+
+    def __init__(self) -> None:
+        self.sending, self.go_on, self.sent = threading.Event(), threading.Event(), threading.Event()
+
+    def send(self, *_: Any, finished: Callable[[int | Exception], None], **__: Any) -> None:
+        self.sending.set()
+        self.go_on.wait(WAIT_S)
+        self.sent.set()
+        finished(1)
+
+
+class Sends(Operation):
+    def set_up(self) -> None:
+        self.send(None, 0, np.zeros(1, np.uint8))
+
+
+def test_an_operation_that_fails_while_it_sends_at_once_has_let_go_of_its_memory() -> None:
+    link, operation, had_sent = SlowLink(), Sends("sends", 0, 2), []
+
+    def fail() -> None:
+        operation.fail(TimeoutError())
+        had_sent.append(link.sent.is_set())
+
+    threads = [threading.Thread(target=operation.begin, args=(link,)), threading.Thread(target=fail)]
+    threads[0].start()
+    assert link.sending.wait(WAIT_S)
+    threads[1].start()
+    threads[1].join(0.1)
+    link.go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert had_sent == [True]

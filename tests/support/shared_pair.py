@@ -1,0 +1,59 @@
+"""Ranks of one process that share memory as ranks of one machine do, without a bus."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradbus.runtime import frames
+from gradbus.runtime.collectives.letters import Letters
+from gradbus.runtime.collectives.shared import Shared
+from gradbus.runtime.frames import Flags, Frame, FrameKey, Kind
+from gradbus.runtime.shared_memory import Bytes
+
+GROUP_ID = 0xABC
+
+
+class Ranks:
+    """All ranks of a group. ``taken[rank]``: the frames that came to it as letters."""
+
+    def __init__(self, world: int = 2) -> None:
+        self.taken: list[list[Frame]] = [[] for _ in range(world)]
+        self.shared = [Shared(rank, world, self.taken[rank].append) for rank in range(world)]
+        for one in self.shared:
+            for rank, other in enumerate(self.shared):
+                if other is not one:
+                    one.attach(rank, other.place)
+        for rank, one in enumerate(self.shared):
+            one.admit([other for other in range(world) if other != rank])
+
+    def letters(self, rank: int) -> Letters:
+        """Those of a rank."""
+        letters = self.shared[rank].letters
+        assert letters is not None
+        return letters
+
+
+def key(sender: int = 0, transfer: int = 0) -> FrameKey:
+    """Of a frame of a collective."""
+    return FrameKey(Kind.COLLECTIVE, GROUP_ID, 0, sender, 1, transfer, "x")
+
+
+def letter(transfer: int = 0, data: bytes = b"", *, sender: int = 0) -> tuple[bytes, memoryview]:
+    """A frame that is small, in its parts."""
+    (parts,) = frames.split(key(sender, transfer), data, world=2)
+    return parts
+
+
+def told(descriptor: bytes, size: int, *, sender: int = 0, total: int | None = None) -> Frame:
+    """The frame that says where a slice of ``size`` bytes lies."""
+    total = size if total is None else total
+    head = frames.head(
+        key(sender), memoryview(bytes(size)), 0, total, flags=Flags.SHARED, world=2, descriptor=descriptor,
+        chunk_bytes=frames.MAX_CHUNK_BYTES,
+    )  # fmt: skip
+    return frames.parse(head + descriptor)
+
+
+def chunk(value: int, size: int = 100) -> Bytes:
+    """Bytes of this value."""
+    return np.full(size, value, np.uint8)
