@@ -24,7 +24,7 @@ from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
 CARE_S = 0.002  # how often functions are called that look after something
-SPIN_S = 300e-6
+SPIN_S = 100e-6  # a visitor looks again and again for so long before it sleeps: a wake-up takes as long
 VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 

@@ -19,7 +19,24 @@ _EMPTY: Bytes = as_bytes(torch.empty(0))
 _REFUSED = "refused "  # how the meta of a receipt begins that is none
 
 
-class Exchange(Operation):
+class Refusing(Operation):
+    """A collective in which some ranks only send, and wait for receipts. A rank whose call does not fit is told."""
+
+    def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
+        if signature != self.signature and part != RECEIPT:
+            self.refuse(frame.key.sender)
+        super().feed(frame, part, signature, meta)
+
+    def refuse(self, sender: int, room: str = "") -> None:
+        """Tell a rank that what it sends is not taken: else it would wait until its deadline.
+
+        Args:
+            room: what would be taken, as :func:`described`; empty: it finds out from the signature of this call.
+        """
+        self.send(sender, RECEIPT, _EMPTY, meta=f"{_REFUSED}{room}" if room else "")
+
+
+class Exchange(Refusing):
     """What goes to whom and what comes from whom, all of it known at the call: no new memory, no copies.
 
     ``gradbus.runtime.collectives.exchanges`` let the sender decide what a payload is; torch gives the tensors that are
@@ -49,7 +66,7 @@ class Exchange(Operation):
     def set_up(self) -> None:
         for sender, tensor in self._into.items():
             if sender != self.rank:
-                self.expect(sender, 0, _Filling(tensor, partial(self._refuse, sender, tensor)))
+                self.expect(sender, 0, _Filling(tensor, partial(self.refuse, sender, _meta(tensor))))
         if self._receipts:
             self.await_receipts(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
         if self._to_all is not None:
@@ -59,20 +76,14 @@ class Exchange(Operation):
                 self.send(other, 0, as_bytes(self._to[other]), meta=_meta(self._to[other]))
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
-        sender = frame.key.sender
-        if signature != self.signature and part != RECEIPT:
-            self._refuse(sender, self._into.get(sender))
-        elif signature == self.signature and part == RECEIPT and meta.startswith(_REFUSED):
+        if signature == self.signature and part == RECEIPT and meta.startswith(_REFUSED):
+            sender = frame.key.sender
             sent = self._to.get(sender) if self._to_all is None else self._to_all
             room = in_words(meta.removeprefix(_REFUSED))
             text = f"rank {sender} has room for {room} where this rank sends {in_words(_meta(sent))}"
             self.fail(CollectiveError(f"collective {self.key.name!r}: {text}"))
-            return
-        super().feed(frame, part, signature, meta)
-
-    def _refuse(self, sender: int, tensor: Tensor | None) -> None:
-        """Tell a rank that its payload is not taken: it would wait for the receipt until its deadline."""
-        self.send(sender, RECEIPT, _EMPTY, meta=f"{_REFUSED}{_meta(tensor)}")
+        else:
+            super().feed(frame, part, signature, meta)
 
     def stream_done(self, sender: int, part: int) -> None:
         if part == 0 and self._receipts:

@@ -15,7 +15,7 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.arithmetic import ReduceOp as EngineOp
 from gradbus.runtime.collectives.exchanges import AllGather
 from gradbus.runtime.collectives.tensors import dtype_name, plain
-from gradbus.torch.exchange import landing, overlap, same_memory
+from gradbus.torch.exchange import Refusing, landing, overlap, same_memory
 from gradbus.torch.moves import Moves
 from gradbus.torch.shapes import check
 from gradbus.torch.task import Task, copies, together
@@ -51,6 +51,10 @@ def _weighted(tensor: Tensor, op: Any) -> tuple[Tensor, Any]:
     return tensor, op.op
 
 
+class _ReduceToRoot(Refusing, reductions.ReduceToRoot):
+    """The root tells who reduces something else."""
+
+
 class Reductions(Moves):
     """Adds the reductions to the moves of one rank of one group."""
 
@@ -83,7 +87,7 @@ class Reductions(Moves):
         exact = arithmetic(tensor.dtype, kind, self.world)
         source = plain(source)
         land = landing(tensor) if self.rank == root else source
-        operation = reductions.ReduceToRoot(source, land, root, exact, self.rank, self.world)
+        operation = _ReduceToRoot(source, land, root, exact, self.rank, self.world)
         if self.rank != root:
             return Task("reduce", [operation], [tensor])
         return self._mean(Task("reduce", [operation], [tensor], copies([(tensor, land)])), tensor, kind)

@@ -122,7 +122,7 @@ class Group(ObjectCollectives):
 
         Args:
             tensor: of equal shape and dtype on all ranks; any layout.
-            op: sum, mean, min or max.
+            op: sum, mean, min, max, product; of whole numbers and bool also band, bor, bxor.
             out: memory for the result, of the same shape and dtype; may be ``tensor``. None: new memory.
             divisor: of the mean, by default the number of ranks.
             algorithm: direct, shards, ring, or auto (direct for two ranks and for what is small, else shards). All give

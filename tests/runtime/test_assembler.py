@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import struct
 import tracemalloc
@@ -112,7 +111,7 @@ def test_a_frame_whose_key_differs_in_one_field_is_another_transfers(field: str)
     value = {"kind": Kind.MODEL, "name": "x"}.get(field, 77)
     assembler = Assembler()
     assembler.expect(KEY, max_bytes=100)
-    other = dataclasses.replace(KEY, **{field: value})
+    other = KEY._replace(**{field: value})
     assert reason_of(assembler, frames_of(other, b"abc", 5)[0]) == "unexpected"
 
 
@@ -138,7 +137,7 @@ def test_memory_is_what_was_granted_however_many_transfers_come() -> None:
     try:
         assembler = Assembler()
         for number in range(100):
-            key = dataclasses.replace(KEY, transfer=number)
+            key = KEY._replace(transfer=number)
             assembler.expect(key, max_bytes=4096)
             assembler.feed(forged(key=key, seq_cnt=4096, total_bytes=4096, data=b"x"))
         _, peak_bytes = tracemalloc.get_traced_memory()

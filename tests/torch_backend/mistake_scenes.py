@@ -41,6 +41,7 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
         "all_reduce, dtypes": lambda: dist.all_reduce(mine(f32, i64)),
         "all_reduce, sizes": lambda: dist.all_reduce(mine(four, five)),
         "all_reduce, ops": lambda: dist.all_reduce(four, op),
+        "reduce": lambda: dist.reduce(mine(four, five), 0),
         "broadcast, dtypes": lambda: dist.broadcast(mine(f32, i64), 0),
         "broadcast, sizes": lambda: dist.broadcast(mine(four, five), 0),
         "all_gather": lambda: dist.all_gather(two(mine(four, five)), mine(four, five)),
@@ -52,6 +53,7 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
         "scatter": lambda: dist.scatter(mine(four, five), two(four) if rank == 0 else None),
         "all_to_all_single": lambda: dist.all_to_all_single(mine(four, torch.empty(6)), mine(four, torch.zeros(6))),
         "send and recv": lambda: dist.send(four, 1) if rank == 0 else dist.recv(ints, 0),
+        "reduce and broadcast": lambda: dist.reduce(four, 0) if rank == 0 else dist.broadcast(five, 1),
         "other calls": lambda: dist.broadcast(four, 0) if rank == 0 else dist.all_gather(two(five), five),
     }
 

@@ -15,6 +15,7 @@ MISMATCHES = {
     "all_reduce, dtypes": ("float32 /1 6 (2,3)", "int64 /1 6 (2,3)"),
     "all_reduce, sizes": ("float32 /1 4 (4)", "float32 /1 5 (5)"),
     "all_reduce, ops": ("sum float32", "max float32"),
+    "reduce": ("float32 /1 4 (4)", "float32 /1 5 (5)"),
     "broadcast, dtypes": ("float32 of shape (2,3)", "int64 of shape (2,3)"),
     "broadcast, sizes": ("float32 of shape (4)", "float32 of shape (5)"),
     "all_gather": ("float32 of shape (4)", "float32 of shape (5)"),
@@ -24,6 +25,7 @@ MISMATCHES = {
     "scatter": ("float32 of shape (4)", "float32 of shape (5)"),
     "all_to_all_single": ("float32 of shape (2)", "float32 of shape (3)"),
     "send and recv": ("float32 of shape (4)", "int32 of shape (4)"),
+    "reduce and broadcast": ("reduce->0", "broadcast 1"),
     "other calls": ("broadcast 0", "all_gather"),
 }
 
