@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from gradbus.runtime import frames
 from gradbus.runtime.collectives.engine import wire_name
+from gradbus.runtime.collectives.layout import SLOTS
 from gradbus.runtime.collectives.letters import Letters
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
 from gradbus.runtime.collectives.outgoing import Outgoing
@@ -105,8 +106,10 @@ class DdsLink:
             return self._write(writer, readers, frame)
 
         if outgoing.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
-            while outgoing.advance(write):
-                pass
+            # All slots for one reader would be none for the others, see :meth:`push`.
+            at_once = len(numbers) if slots is None else max(1, SLOTS // len(self._others))
+            while at_once and outgoing.advance(write):
+                at_once -= 1
             if outgoing.done:
                 return None
         if slots is not None and self._letters is not None:
@@ -134,21 +137,27 @@ class DdsLink:
         return not self._pushing
 
     def push(self) -> bool:
-        """By who waits for something: send what is to go through shared memory, as far as slots are free."""
+        """By who waits for something: send what is to go through shared memory, as far as slots are free.
+
+        Payloads take turns, chunk by chunk, on all ranks. Else the first one would take all slots, and its reader would
+        hold them until the others' chunks for the same place are there, which wait for slots just the same.
+        """
         progress = False
         while self._pushing:
             try:
                 outgoing, write = self._pushing.popleft()
             except IndexError:
                 break
+            sent = False
             try:
-                while outgoing.advance(write):
-                    progress = True
+                sent = outgoing.advance(write)
             except Exception as error:  # of DDS
                 outgoing.outcome(error)
+            progress |= sent
             if not outgoing.done:
                 self._pushing.append((outgoing, write))
-                break
+                if not sent:
+                    break
         return progress
 
     def _forget_done(self) -> None:

@@ -218,6 +218,15 @@ def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
     assert link.idle
 
 
+def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
+    """Ranks hold the slots of a chunk until it has come from all: one payload must not take them from the others."""
+    payloads = [Payload(ranks.shared[0].slots, chunks=SLOTS) for _ in range(2)]
+    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    assert link.push()
+    assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
+    assert not link.push()
+
+
 def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:
     def broken(_: Parts) -> bool:
         raise BusError("DDS write returned -1")
