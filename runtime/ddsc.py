@@ -32,6 +32,15 @@ class _IoVec(ct.Structure):
     _fields_ = (("base", ct.c_void_p), ("size", ct.c_size_t))
 
 
+class _Scattered(ct.Structure):
+    """Three of them. What is Python bytes stands in a field of that type: ctypes has its address at once."""
+
+    _fields_ = (
+        ("head", ct.c_char_p), ("head_bytes", ct.c_size_t), ("body", ct.c_void_p), ("body_bytes", ct.c_size_t),
+        ("pad", ct.c_char_p), ("pad_bytes", ct.c_size_t),
+    )  # fmt: skip
+
+
 def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
     try:
         return ct.CFUNCTYPE(result, *arguments)((name, _lib))
@@ -162,37 +171,37 @@ def _address(part: Any) -> tuple[int, int]:
     return int(array.__array_interface__["data"][0]), array.nbytes
 
 
+_JOINED_BYTES = 16 << 10  # to copy so much takes less time than to find the address of a buffer from Python
+_PADS = (b"", b"\0", b"\0\0", b"\0\0\0")
+
+
 def write(entity: int, sertype: int, parts: Sequence[Any]) -> int:
     """Write one sample from scattered buffers, without the GIL.
 
     Args:
         entity: the writer's handle.
         sertype: from :func:`sertype_of`.
-        parts: bytes-like, contiguous; the first one starts with the 4-byte encapsulation.
+        parts: bytes-like, contiguous; the first one starts with the 4-byte encapsulation. All but the last are small.
 
     Returns:
         The DDS return code: 0, or negative (-10: the writer's max_blocking_time passed).
     """
     assert _from_iov is not None
     assert _writecdr is not None
-    vector = (_IoVec * (len(parts) + 1))()
-    total = 0
-    for slot, part in zip(vector, parts, strict=False):
-        slot.base, slot.size = _address(part) if len(part) else (None, 0)
-        total += slot.size
-    count = len(parts)
-    if total % 4:  # the representation is padded to a multiple of four
-        vector[count].base, vector[count].size = _PAD_ADDRESS, -total % 4
-        total += vector[count].size
-        count += 1
+    body = parts[-1]
+    pad = _PADS[-sum(map(len, parts)) % 4]  # the representation is padded to a multiple of four
+    if len(body) <= _JOINED_BYTES:
+        head, count = b"".join((*parts, pad)), 1
+        vector = _Scattered(head, len(head))
+        total = len(head)
+    else:
+        head, count = b"".join(parts[:-1]), 3 if pad else 2
+        vector = _Scattered(head, len(head), *_address(body), pad, len(pad))
+        total = len(head) + len(body) + len(pad)
     sample = _from_iov(sertype, _SERDATA_KIND_DATA, count, ct.byref(vector), total)
     if not sample:
         raise OSError(f"ddsi_serdata_from_ser_iov refused a sample of {total} bytes")
     return int(_writecdr(entity, sample))  # takes over the reference
-
-
-_PAD = ct.create_string_buffer(4)
-_PAD_ADDRESS = ct.addressof(_PAD)
 
 
 class _Owner:

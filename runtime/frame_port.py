@@ -72,16 +72,16 @@ class FramePort:
             if self._closed is None:
                 raise BusClosed("the group or its bus is closed")
             self._writing += 1
+        written = False
         try:
-            if not writer.write((), frame):
-                return False
+            written = writer.write((), frame)
         finally:
             with self._counting:
                 self._writing -= 1
+                if written:
+                    self.inline_bytes[writer.topic.name] += sum(map(len, frame))
                 self._counting.notify_all()
-        with self._counting:
-            self.inline_bytes[writer.topic.name] += sum(len(part) for part in frame)
-        return True
+        return written
 
     def stop_writing(self) -> None:
         """Refuse further writes, and wait (not for long) for those under way, whose writer must not go. Blocks."""

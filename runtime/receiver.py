@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,9 @@ class _Changes:
 
     any: bool = False
     sources: list[tuple[Channel, set[int]]] = field(default_factory=list)
+
+
+_NO_CHANGES = _Changes()
 
 
 class Receiver(threading.Thread):
@@ -208,14 +211,17 @@ class Receiver(threading.Thread):
         numbers = self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s)
         if self._cares:
             self._cares = [function for function in self._cares if function()]
-        if Waiter.WOKEN in numbers:  # seldom: something is to be attached, removed, resumed or told
-            channels, writers = self._channels, self._writers
-        else:
-            found = dict.fromkeys(self._watched[number] for number in numbers if number in self._watched)
-            channels = [one for one in found if isinstance(one, Channel)]
-            writers = [one for one in found if isinstance(one, Writer)]
+        if not numbers and not self._after_drain:
+            return
         waiting = len(self._after_drain)  # those that came before this turn
-        changes = self._look(channels, writers)
+        if Waiter.WOKEN in numbers:  # seldom: something is to be attached, removed, resumed or told
+            channels: Collection[Channel] = self._channels
+            changes = self._look([*channels, *self._writers])
+        else:
+            found = [(self._watched[number], number) for number in numbers if number in self._watched]
+            channels = dict.fromkeys(one for one, _ in found if isinstance(one, Channel))
+            changed = [one for one, number in found if isinstance(one, Writer) or number != one.number]
+            changes = self._look(changed) if changed else _NO_CHANGES
         for channel in channels:
             self._drain(channel)
         self._tell(changes)
@@ -255,16 +261,16 @@ class Receiver(threading.Thread):
             self._watched = {number: one for number, one in self._watched.items() if one is not endpoint}
             then()
 
-    def _look(self, channels: Sequence[Channel], writers: Sequence[Writer]) -> _Changes:
+    def _look(self, endpoints: Sequence[Channel | Writer]) -> _Changes:
         """What DDS says has changed. Looked at before the data is taken, and told after: whoever is told that a process
         is gone has had all it ever sent, its last words among them."""
         changes = _Changes()
-        for writer in writers:
-            changes.any |= writer.refresh()
-        for channel in channels:
-            if channel.reader.refresh():
+        for one in endpoints:
+            if isinstance(one, Writer):
+                changes.any |= one.refresh()
+            elif one.reader.refresh():
                 changes.any = True
-                changes.sources.append((channel, channel.reader.sources()))
+                changes.sources.append((one, one.reader.sources()))
         return changes
 
     def _tell(self, changes: _Changes) -> None:

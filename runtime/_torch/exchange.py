@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class Exchange(Refusing):
     def __init__(
         self, signature: str, rank: int, world: int, *, to_all: Tensor | None = None,
         to: Mapping[int, Tensor] | None = None, into: Mapping[int, Tensor] | None = None, receipts: bool = False,
-        peers: list[int] | None = None,
+        peers: list[int] | None = None, own: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -56,8 +55,10 @@ class Exchange(Refusing):
             receipts: what is sent has been taken when this ends. For collectives in which some ranks only send: else
                 they could run ahead of the others without end.
             peers: ranks that it cannot do without; None: all.
+            own: called when the payloads are on their way. For what does not travel.
         """
         super().__init__(signature, rank, world, peers=peers)
+        self._own = own
         self._to_all = None if to_all is None or world == 1 else to_all
         self._to = {} if to is None else to
         self._into = {} if into is None else into
@@ -66,7 +67,7 @@ class Exchange(Refusing):
     def set_up(self) -> None:
         for sender, tensor in self._into.items():
             if sender != self.rank:
-                self.expect(sender, 0, _Filling(tensor, partial(self.refuse, sender, _meta(tensor))))
+                self.expect(sender, 0, _Filling(tensor, self.refuse, sender))
         if self._receipts:
             self.await_receipts(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
         if self._to_all is not None:
@@ -74,6 +75,8 @@ class Exchange(Refusing):
         for other in self.others:
             if other in self._to:
                 self.send(other, 0, as_bytes(self._to[other]), meta=_meta(self._to[other]))
+        if self._own is not None:
+            self._own()
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
         if signature == self.signature and part == RECEIPT and meta.startswith(_REFUSED):
@@ -90,25 +93,26 @@ class Exchange(Refusing):
             self.acknowledge(sender)
 
     def release(self) -> None:
-        self._to_all, self._to, self._into = None, {}, {}
+        self._to_all, self._to, self._into, self._own = None, {}, {}, None
 
 
 class _Filling(IntoMemory):
     """Into a tensor, if it fits."""
 
-    def __init__(self, tensor: Tensor, refuse: Callable[[], None]) -> None:
+    def __init__(self, tensor: Tensor, refuse: Callable[[int, str], None], sender: int) -> None:
         super().__init__(as_bytes(tensor))
         self._tensor = tensor
         self._refuse = refuse
+        self._sender = sender
 
     def feed(self, frame: Frame, meta: str) -> bool:
         room = _meta(self._tensor)
-        same_dtype = not meta or meta.partition(" ")[0] == room.partition(" ")[0]
-        if frame.total_bytes != self._tensor.nbytes or not same_dtype:
-            self._refuse()
+        same_dtype = not meta or meta == room or meta.partition(" ")[0] == room.partition(" ")[0]
+        if frame.total_bytes != len(self._memory) or not same_dtype:
+            self._refuse(self._sender, room)
             raise CollectiveError(
                 f"sends {in_words(meta)}, {frame.total_bytes} bytes, where this rank has room for {in_words(room)}, "
-                f"{self._tensor.nbytes} bytes"
+                f"{len(self._memory)} bytes"
             )
         return super().feed(frame, meta)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from gradbus.runtime.collectives.tensors import plain
 from gradbus.torch.exchange import Exchange, landing, overlap, same_memory
 from gradbus.torch.shapes import check
 from gradbus.torch.task import Task, copies, together
+
+_OWN_LATER_BYTES = 256 << 10
 
 
 class Moves:
@@ -28,10 +31,12 @@ class Moves:
         _check_dtypes(outputs, tensor)
         lands = [landing(output) for output in outputs]
         source = plain(tensor)
-        if any(overlap(source, land) for rank, land in enumerate(lands) if rank != self.rank):
+        into = dict(enumerate(lands))
+        land = into.pop(self.rank)
+        if any(overlap(source, other) for other in into.values()):
             source = source.clone()
-        _put(lands[self.rank], source)
-        operation = Exchange("all_gather", self.rank, self.world, to_all=source, into=dict(enumerate(lands)))
+        own = _own_part(land, source)
+        operation = Exchange("all_gather", self.rank, self.world, to_all=source, into=into, own=own)
         return Task("all_gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> Task:
@@ -161,3 +166,14 @@ def _put(land: Tensor, source: Tensor) -> None:
     """The own part, which does not travel."""
     if not same_memory(land, source):
         land.copy_(source.view(land.shape))
+
+
+def _own_part(land: Tensor, source: Tensor) -> Callable[[], object] | None:
+    """What is to be called to put the own part in its place, when the others' is on its way: they need not wait for it.
+    A large part is put there at once, as the collective can take nothing in meanwhile."""
+    if source.nbytes > _OWN_LATER_BYTES:
+        _put(land, source)
+        return None
+    if same_memory(land, source):
+        return None
+    return partial(land.copy_, source if source.shape == land.shape else source.view(land.shape))

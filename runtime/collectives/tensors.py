@@ -78,7 +78,7 @@ def check_sendable(tensor: Tensor) -> None:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether its memory can be used as it is: on the CPU, contiguous, not a lazy conjugate or negation."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def plain(tensor: Tensor) -> Tensor:
