@@ -24,11 +24,14 @@ class SampleError(ValueError):
     """The bytes of a DDS sample are cut short, or in a representation that is not ours."""
 
 
+_SIZE = struct.Struct("<I")
+
+
 def _body(data: Any, need: int, name: str) -> memoryview:
     view = memoryview(data)
     if len(view) < 4 + need:
         raise SampleError(f"{name}: sample of {len(view)} bytes, expected at least {4 + need}")
-    if bytes(view[:2]) not in (b"\x00\x01", b"\x00\x07"):
+    if view[0] or view[1] not in (1, 7):
         raise SampleError(
             f"{name}: encapsulation {bytes(view[:2]).hex()}, expected 0001 (CDR) or 0007 (XCDR2), little-endian"
         )
@@ -134,10 +137,10 @@ class FrameType(IdlStruct, typename="gradbus.Frame"):
 
     def prefix(self, size: int) -> bytes:
         """The bytes before a payload of ``size`` bytes."""
-        return ENCAPSULATION + struct.pack("<I", size)
+        return ENCAPSULATION + _SIZE.pack(size)
 
     @classmethod
     def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
         view = _body(data, 4, "Frame")
-        (size,) = struct.unpack_from("<I", view, 4)
+        (size,) = _SIZE.unpack_from(view, 4)
         return cls(_tail(view, 8, size, "Frame"))  # type: ignore[arg-type]

@@ -37,7 +37,8 @@ class Moves:
             source = source.clone()
         own = _own_part(land, source)
         operation = Exchange("all_gather", self.rank, self.world, to_all=source, into=into, own=own)
-        return Task("all_gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+        elsewhere = [pair for pair in zip(outputs, lands, strict=True) if pair[0] is not pair[1]]
+        return Task("all_gather", [operation], list(outputs), copies(elsewhere) if elsewhere else None)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> Task:
         """Part r of the output gets the tensor of rank r."""

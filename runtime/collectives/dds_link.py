@@ -29,6 +29,7 @@ INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake anothe
 INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
+_ONE_CHUNK = range(1)
 BELL = 2  # part of the frame that says: there is a letter for you
 
 
@@ -97,9 +98,17 @@ class DdsLink:
         slots = self._slots if len(payload) >= SHARED_BYTES else None
         if slots is not None and not slots.reaches(readers):
             slots = None
+        frame_key = self._frame_key(key, part, wire_name(key.name, signature, meta))
+        if slots is None and len(payload) <= self.inline_bytes and numbers == _ONE_CHUNK:
+            head = frames.head(frame_key, payload.data, 0, len(payload), flags=self._flags, world=self._world)
+            if self._write(writer, readers, (head, payload.data)):
+                if written is not None:
+                    written(0)
+                finished(len(payload))
+                return None
         outgoing = Outgoing(
-            self._frame_key(key, part, wire_name(key.name, signature, meta)), payload, numbers, self._flags,
-            self._world, slots=slots, readers=readers, written=written, finished=finished,
+            frame_key, payload, numbers, self._flags, self._world, slots=slots, readers=readers, written=written,
+            finished=finished,
         )  # fmt: skip
 
         def write(frame: Parts) -> bool:

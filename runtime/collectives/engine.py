@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from gradbus.runtime.collectives.early import EarlyFrames, Envelope
@@ -40,6 +41,14 @@ def wire_name(name: str, signature: str, meta: str) -> str:
             f"sent: {signature} {meta}. Use a shorter name, or reshape the tensor to fewer dimensions"
         )
     return text + "\0" * ((8 - size) % 16)
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(wire_name: str) -> tuple[str, str, str, str]:
+    """Name, signature, meta and lane, from what :func:`wire_name` made. Calls that are repeated say the same."""
+    name, _, rest = wire_name.partition("\0")
+    signature, _, rest = rest.partition("\0")
+    return name, signature, rest.partition("\0")[0], lane_of(signature)
 
 
 class Progress(Protocol):
@@ -248,10 +257,8 @@ class Engine:
                     self.dropped["shared memory"] += 1
                     return
                 frame = found
-            name, _, rest = key.name.partition("\0")
-            signature, _, rest = rest.partition("\0")
-            meta = rest.partition("\0")[0]
-            wanted = OperationKey(key.round_id, key.transfer, name, lane_of(signature))
+            name, signature, meta, lane = _parts_of(key.name)
+            wanted = OperationKey(key.round_id, key.transfer, name, lane)
             operation = self._pending.get(wanted)
             if operation is None:
                 self._put_aside(wanted, Envelope(frame, signature, meta))

@@ -90,6 +90,20 @@ class Operation:
         started_s, finished_s: ``time.perf_counter``. sent_bytes, received_bytes: of payload.
     """
 
+    # What most never set.
+    finished_s: float | None = None
+    sent_bytes = 0
+    received_bytes = 0
+    repeats = 0
+    large_bytes = LARGE_BYTES  # what is larger waits for its receivers; the engine may set less
+    value: Any = None
+    convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
+    error: BaseException | None = None
+    _link: Link | None = None
+    _numbers = 0
+    _ended = False
+    _missing: tuple[int, ...] = ()  # of one that has failed
+
     def __init__(self, signature: str, rank: int, world: int, *, peers: Sequence[int] | None = None) -> None:
         self.signature = signature
         self.lane = lane_of(signature)
@@ -98,27 +112,15 @@ class Operation:
         self.peers = _all_but(rank, world) if peers is None else tuple(other for other in peers if other != rank)
         self.key = OperationKey(0, 0, "")
         self.started_s = time.perf_counter()
-        self.finished_s: float | None = None
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.repeats = 0
-        self.large_bytes = LARGE_BYTES  # what is larger waits for its receivers; the engine may set less
-        self.value: Any = None
-        self.convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
-        self.error: BaseException | None = None
         self.on_end: list[Callable[[Operation], None]] = []  # called once, on the thread that ends it
         self._lock = threading.RLock()  # an inline write may finish, and call back, before it returns
-        self._link: Link | None = None
         self._streams: dict[tuple[int, int], Stream] = {}
         self._sendings: dict[int, Sending | None] = {}
-        self._numbers = 0
         self.heard: set[int] = set()
         self._ready: set[int] = set()  # ranks that have made the call, as far as they were asked
         self._offered: set[int | None] = set()
         self._held: list[tuple[int | None, Callable[[], None]]] = []  # large payloads that wait for their receivers
         self._open = 1  # streams and sendings to come, and one for set_up
-        self._ended = False
-        self._missing: tuple[int, ...] = ()  # of one that has failed
 
     # For subclasses
 
@@ -134,9 +136,9 @@ class Operation:
         """Let go of the caller's memory: it has ended, and its handle may live on."""
 
     @property
-    def others(self) -> list[int]:
+    def others(self) -> tuple[int, ...]:
         """The other ranks, from the next one on: so that not all send to rank 0 first."""
-        return [(self.rank + step) % self.world for step in range(1, self.world)]
+        return _from_the_next_on(self.rank, self.world)
 
     def expect(self, sender: int, part: int, stream: Stream) -> None:
         """Wait for a payload."""
@@ -248,11 +250,10 @@ class Operation:
         try:
             with self._lock:  # who lets it fail meanwhile waits for what is sent at once
                 self.set_up()
+                self._one_less()
         except Exception as error:
             self.fail(error)
             return
-        with self._lock:
-            self._one_less()
         self._announce()
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
@@ -345,6 +346,11 @@ class Operation:
 @lru_cache(maxsize=1024)
 def _all_but(rank: int, world: int) -> tuple[int, ...]:
     return tuple(other for other in range(world) if other != rank)
+
+
+@lru_cache(maxsize=1024)
+def _from_the_next_on(rank: int, world: int) -> tuple[int, ...]:
+    return tuple((rank + step) % world for step in range(1, world))
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)
