@@ -212,6 +212,8 @@ class Engine:
         in order, nothing more will come."""
         if self._closed is not None:
             return self._closed
+        if not self._left and not self._lost:
+            return None
         gone = {rank: why for rank, why in self._left.items() if rank in missing}
         gone |= {rank: why for rank, why in self._lost.items() if rank in operation.peers}
         return PeerLost(self.group, gone) if gone else None
