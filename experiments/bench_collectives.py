@@ -18,6 +18,7 @@ from typing import Any
 from gradbus.experiments import bench_collectives_timing as timing
 from gradbus.experiments.bench_collectives_ddp import step_rows
 from gradbus.experiments.bench_collectives_leftovers import big_rows, leftover_rows
+from gradbus.experiments.bench_collectives_multicast import multicast_rows
 from gradbus.experiments.bench_collectives_profile import print_profile
 from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Transport
 from gradbus.experiments.bench_ddp import Part, run
@@ -25,6 +26,7 @@ from gradbus.experiments.bench_rows import Row, finish
 
 PARTS = {
     "collectives": "all_reduce and all_gather, worlds 2 and 4: 3 min",
+    "multicast": "what goes to all ranks, with multicast and without: 2 min",
     "ddp": "a step of DistributedDataParallel: 1.5 min",
     "leftovers": "of 100 groups, and of a rank that is killed: 1 min",
     "big": "memory for a tensor of 1 GB: 30 s",
@@ -37,6 +39,9 @@ def parts(chosen: argparse.Namespace) -> dict[str, Part]:
     sizes = chosen.sizes or timing.SIZES
     measures: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
         "collectives": partial(timing.cell_rows, _setups(chosen), sizes=sizes, repeats=chosen.repeats),
+        "multicast": partial(
+            multicast_rows, chosen.world and (chosen.world,), sizes=chosen.sizes, repeats=chosen.repeats
+        ),
         "ddp": partial(step_rows, transports, repeats=chosen.repeats),
         "leftovers": partial(leftover_rows, transports[0]),
         "big": partial(big_rows, transports),

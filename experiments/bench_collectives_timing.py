@@ -222,18 +222,18 @@ def in_turns(names: Iterable[str], repeats: int) -> list[str]:
     return [name for number in range(repeats) for name in (forth[::-1] if number % 2 else forth)]
 
 
-def ratios_of(ranks: Sequence[dict[str, Any]]) -> tuple[dict[str, list[float]], dict[str, float]]:
+def ratios_of(ranks: Sequence[dict[str, Any]], base: str = "gloo") -> tuple[dict[str, list[float]], dict[str, float]]:
     """From ``median_s`` of all ranks, of which the slowest counts in each repeat.
 
     Returns:
-        What each repeat took by gloo's time in it, and the median of the repeats in ms; both by name.
+        What each repeat took by the time of ``base`` in it, and the median of the repeats in ms; both by name.
     """
     slowest = {
         name: [max(repeat) for repeat in zip(*(rank["median_s"][name] for rank in ranks), strict=True)]
         for name in ranks[0]["median_s"]
     }
     ratios = {
-        name: [mine / gloo for mine, gloo in zip(values, slowest["gloo"], strict=True)]
+        name: [mine / theirs for mine, theirs in zip(values, slowest[base], strict=True)]
         for name, values in slowest.items()
     }
     return ratios, {name: 1e3 * statistics.median(values) for name, values in slowest.items()}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gradbus.experiments import bench_collectives
 from gradbus.experiments.bench_collectives_ddp import step_rows, time_steps
 from gradbus.experiments.bench_collectives_leftovers import Holdings, big_rows, leftover_rows, outlive_a_rank
+from gradbus.experiments.bench_collectives_multicast import CALLS, multicast_rows, sent_row
 from gradbus.experiments.bench_collectives_ranks import Place, run_ranks
 from gradbus.experiments.bench_collectives_timing import (
     SETUPS,
@@ -73,6 +74,7 @@ def test_the_slowest_rank_counts_and_ratios_are_taken_within_a_repeat() -> None:
     ratios, ms = ratios_of(ranks)
     assert ratios == {"ours": [1.5, 3.0, 0.25], "gloo": [1.0, 1.0, 1.0]}
     assert ms == {"ours": 3000.0, "gloo": 2000.0}
+    assert ratios_of(ranks, base="ours")[0]["gloo"] == [2 / 3, 1 / 3, 4.0]
 
 
 def test_a_wrong_result_is_noticed(alone: dist.ProcessGroup) -> None:
@@ -149,6 +151,25 @@ def test_collectives_are_timed_and_a_cell_above_its_limit_falls_short() -> None:
         assert [{name: len(values) for name, values in cell["median_s"].items()} for cell in rank["cells"]] == [
             {"ours": 2, "gloo": 2}
         ] * 4
+
+
+@pytest.mark.parametrize(("world", "ok"), [(3, False), (2, True)])
+def test_packets_that_are_not_multicast_fall_short_where_there_is_more_than_one_reader(world: int, ok: bool) -> None:
+    assert sent_row({"multicast": 0.01, "unicast": 0.0}, "here", world).ok is ok
+    assert sent_row({"multicast": 1.01, "unicast": 0.0}, "here", world).ok
+
+
+@pytest.mark.slow
+def test_collectives_by_multicast_are_timed_beside_the_same_without_it() -> None:
+    rows, taken = multicast_rows([3], sizes=[KIB_4], repeats=2)
+    sent, *rows = rows
+    assert (sent.asked, sent.ok) == (">= 1", True), sent
+    assert [row.name for row in rows] == [f"{name} 4 KiB by multicast, DDS only, world 3" for name in CALLS]
+    assert all(row.measured > 0 for row in rows)
+    for rank in taken["multicast, DDS only, world 3"]:
+        assert [{name: len(values) for name, values in cell["median_s"].items()} for cell in rank["cells"]] == [
+            {"unicast": 2, "multicast": 2}
+        ] * 3
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from federation import Node
+from namespaces import enter_namespace
 
 import gradbus
 from gradbus.runtime import logs
@@ -82,6 +83,11 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Start all ranks; ``rank_1={...}`` is for one of them."""
         return [self.start(rank, **of_ranks.get(f"rank_{rank}", {})) for rank in range(self._common["world"])]
 
+    @property
+    def nodes(self) -> list[Node]:
+        """All that were started, in that order."""
+        return [node for node, _ in self._nodes]
+
     def tell(self, rank: int) -> None:
         """Say a word to a rank that waits for one, the rank that was started as number ``rank``."""
         self._nodes[rank][1].send("go on")
@@ -117,7 +123,10 @@ class Rank:
 
 
 def run_forked(spec: dict[str, Any], pipe: Any) -> None:
-    """Entry of a forked process. Its exit code is 0 unless the script raises."""
+    """Entry of a forked process. Its exit code is 0 unless the script raises. ``namespace``: of the network that it and
+    the threads that it starts shall use."""
+    if "namespace" in spec:
+        enter_namespace(spec["namespace"])
     logs.configure(level=os.environ.get("TEST_LOG", "error"))
     torch.set_num_threads(1)
     made = spec["script"](Rank(spec, pipe))

@@ -139,6 +139,39 @@ async def _both(group: Group, mine: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return results
 
 
+# Traffic
+
+
+async def traffic_of_collectives(rank: Rank) -> None:
+    """Tell what leaves by an interface in a broadcast and in a scatter of payloads of the same size, and what leaves by
+    all other ones from the beginning.
+
+    Settings: ``interface``, ``size_bytes``.
+    """
+    interface, sent = rank.spec["interface"], {}
+    at_first = sent_octets()
+    async with rank.join() as group:
+        payload = bytes(rank.spec["size_bytes"])
+        for name in ("broadcast", "scatter"):
+            await group.barrier("before")
+            before = sent_octets()[interface]
+            if name == "broadcast":
+                await group.broadcast(name, payload if group.rank == 0 else None)
+            else:
+                await group.scatter(name, [payload] * group.world if group.rank == 0 else None)
+            await group.barrier("after")
+            sent[name] = sent_octets()[interface] - before
+        elsewhere = sum(octets - at_first[name] for name, octets in sent_octets().items() if name != interface)
+        rank.say("sent", by_collective=sent, elsewhere=elsewhere)
+
+
+def sent_octets() -> dict[str, int]:
+    """Octets that have left by each interface of this thread's network namespace."""
+    with open("/proc/thread-self/net/dev", encoding="ascii") as lines:
+        listed = [line.split(":") for line in lines if ":" in line]
+    return {name.strip(): int(counters.split()[8]) for name, counters in listed}
+
+
 # Ends
 
 
