@@ -42,7 +42,7 @@ def parts(chosen: argparse.Namespace) -> dict[str, Part]:
         "multicast": partial(
             multicast_rows, chosen.world and (chosen.world,), sizes=chosen.sizes, repeats=chosen.repeats
         ),
-        "ddp": partial(step_rows, transports, repeats=chosen.repeats),
+        "ddp": partial(step_rows, transports, repeats=2 * chosen.repeats + 1),  # blocks of two steps
         "leftovers": partial(leftover_rows, transports[0]),
         "big": partial(big_rows, transports),
     }

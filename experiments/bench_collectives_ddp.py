@@ -82,7 +82,7 @@ def time_steps(place: Place) -> dict[str, Any]:
 
 
 def step_rows(
-    transports: Iterable[Transport] = TRANSPORTS, *, repeats: int = 2 * REPEATS + 1, steps: int = 2, model: str = "ResNet-18"
+    transports: Iterable[Transport] = TRANSPORTS, *, repeats: int = REPEATS, steps: int = 2, model: str = "ResNet-18"
 ) -> tuple[list[Row], dict[str, Any]]:
     """A row for each transport, world 2."""
     rows: list[Row] = []
