@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_S = 5
 _OTHER_LINES = 13  # of the screen, besides rounds
+_BAR_WIDTH = 24
+_FEW_CLIENTS = 8  # that a person counts at a glance
+
+R = TypeVar("R")
 
 
 class Display(Protocol):
@@ -83,42 +87,62 @@ class LiveTable:
         """The picture of this moment."""
         progress = self._progress
         room = max(3, self._console.height - _OTHER_LINES)
-        parts: list[RenderableType] = [_head(self._title, progress), rounds_table(progress.reports[-room:])]
-        parts.append(_now(progress, self._clients))
+        parts: list[RenderableType] = [
+            head(self._title, len(progress.reports), progress.rounds, "rounds", self._console.width),
+            rounds_table(progress.reports[-room:], self._console.width),
+            _now(progress, self._clients, self._console.width),
+        ]
         dropped = dict(progress.dropped)
         if dropped:
-            parts.append(Text("not counted: " + ", ".join(f"{why} {n}" for why, n in dropped.items()), style="yellow"))
-        parts += [Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in list(self._log.warnings)]
+            parts.append(warning("not counted: " + ", ".join(f"{why} {n}" for why, n in dropped.items())))
+        parts += map(warning, list(self._log.warnings))
         return Group(*parts)
 
 
-def _head(title: str, progress: Progress) -> RenderableType:
+def head(title: str, done: int, total: int, unit: str, width: int) -> RenderableType:
+    """One line: what runs, and how far it is. A long title gives way."""
     row = Table.grid(padding=(0, 1))
-    row.add_row(
-        Text(title, style="bold"),
-        ProgressBar(total=max(1, progress.rounds), completed=len(progress.reports), width=24),
-        Text(f"{len(progress.reports)}/{progress.rounds} rounds"),
-    )
+    count = f"{done}/{total} {unit}"
+    row.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BAR_WIDTH - len(count) - 3))
+    row.add_row(Text(title, style="bold"), ProgressBar(total=max(1, total), completed=done, width=_BAR_WIDTH), count)
     return row
 
 
-def _now(progress: Progress, clients: int) -> Text:
-    present = ", ".join(str(client) for client in progress.clients[:16]) or "none"
-    more = f" and {len(progress.clients) - 16} more" if len(progress.clients) > 16 else ""
-    text = Text(progress.phase, style="cyan")
+def warning(line: str) -> Text:
+    """One line, whatever its length."""
+    return Text(line, style="yellow", overflow="ellipsis", no_wrap=True)
+
+
+def _now(progress: Progress, clients: int, width: int) -> Text:
+    count = len(progress.clients)
+    here = f"{f'{count} ' if count > _FEW_CLIENTS else ''}clients here: {ranges(progress.clients) or 'none'}"
+    text = Text(progress.phase, style="cyan", no_wrap=True, overflow="ellipsis")
     if progress.phase in ("starting", "waiting"):
         wanted = max(clients, progress.minimum)
-        text.append(f" for clients: {len(progress.clients)}/{wanted} (min {progress.minimum})")
+        text.append(f" for clients: {count}/{wanted} (min {progress.minimum})")
+    if progress.phase in ("aggregating", "evaluating"):
+        text.append(f" round {progress.round_id}" if progress.round_id else " the initial model")
     if progress.phase == "training":
         text.append(
             f" round {progress.round_id}: updates {progress.ready}/{progress.expected} (min {progress.minimum})"
         )
-    return text.append(f" | clients here: {present}{more}", style="default")
+    fits = len(text) + 3 + len(here) <= width
+    return text.append(f" | {here}" if fits else f"\n{here}", style="default")
 
 
-def rounds_table(reports: Iterable[RoundReport]) -> Table:
-    """The rounds as a table, one row each."""
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+def ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers in short: ``0-97, 99, 100``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[-1] > run[0] + 1 else ", ".join(map(str, run)) for run in runs)
+
+
+def rounds_table(reports: Iterable[RoundReport], width: int | None = None) -> Table:
+    """The rounds as a table, one row each. ``width``: characters there are; columns that do not fit are left out."""
     columns: dict[str, Callable[[RoundReport], str]] = {
         "round": lambda report: str(report.round_id),
         "clients": lambda report: f"{len(report.clients)}/{report.expected}",
@@ -131,10 +155,24 @@ def rounds_table(reports: Iterable[RoundReport]) -> Table:
         "aggregate s": lambda report: f"{report.aggregate_s:.3f}",
         "total s": lambda report: f"{report.seconds:.2f}",
     }
-    for name in columns:
+    return fitted_table(columns, list(reports), width, spare=("aggregate s", "wire s", "down", "train s", "loss"))
+
+
+def fitted_table(
+    columns: Mapping[str, Callable[[R], str]], reports: Sequence[R], width: int | None, *, spare: Sequence[str]
+) -> Table:
+    """A table without rules. Where it is wider than ``width``, ``spare`` columns are left out, one after the other: a
+    number that is cut off is worse than none."""
+    cells = {name: [cell(report) for report in reports] for name, cell in columns.items()}
+    for name in spare:
+        wide = sum(max(map(len, (title, *column))) + 2 for title, column in cells.items())
+        if width is not None and wide > width:
+            del cells[name]
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in cells:
         table.add_column(name, justify="right", no_wrap=True)
-    for report in reports:
-        table.add_row(*(cell(report) for cell in columns.values()))
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
     return table
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.experiments.live import number, percent, size
+from gradbus.experiments.live import fitted_table, head, number, percent, size, warning
 from gradbus.experiments.logfile import LogFile
 
 if TYPE_CHECKING:
@@ -89,19 +88,15 @@ class EpochTable:
     def render(self) -> RenderableType:
         """The picture of this moment."""
         done = [report for report in self._reports if report.finished]
-        head = Table.grid(padding=(0, 1))
-        epochs = done[-1].epoch + 1 if done else 0
-        bar = ProgressBar(total=self._epochs, completed=epochs, width=24)
-        head.add_row(Text(self._title, style="bold"), bar, Text(f"{epochs}/{self._epochs} epochs"))
+        top = head(self._title, done[-1].epoch + 1 if done else 0, self._epochs, "epochs", self._console.width)
         room = max(3, self._console.height - _OTHER_LINES)
         now = Text(f"step {self._worker.step}", style="cyan")
-        warnings = [Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in list(self._log.warnings)]
-        return Group(head, epochs_table(self._reports[-room:]), now, *warnings)
+        shown = epochs_table(self._reports[-room:], self._console.width)
+        return Group(top, shown, now, *map(warning, list(self._log.warnings)))
 
 
-def epochs_table(reports: list[EpochReport]) -> Table:
-    """The epochs as a table, one row each."""
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+def epochs_table(reports: list[EpochReport], width: int | None = None) -> Table:
+    """The epochs as a table, one row each. ``width``: characters there are; columns that do not fit are left out."""
     columns: dict[str, Callable[[EpochReport], str]] = {
         "epoch": lambda report: str(report.epoch + 1),
         "step": lambda report: str(report.step),
@@ -113,11 +108,7 @@ def epochs_table(reports: list[EpochReport]) -> Table:
         "density": lambda report: share(report.density),
         "epoch s": lambda report: f"{report.seconds:.2f}",
     }
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for report in reports:
-        table.add_row(*(cell(report) for cell in columns.values()))
-    return table
+    return fitted_table(columns, reports, width, spare=("density", "step", "epoch s", "wait ms", "loss", "step ms"))
 
 
 def share(part: float) -> str:
