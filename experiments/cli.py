@@ -22,6 +22,8 @@ from gradbus.experiments.cli_options import (
     Resume,
     RunDir,
     Style,
+    TensorBoard,
+    folder_setting,
 )
 from gradbus.experiments.lifecycle import guard, run_loop
 from gradbus.experiments.lookup import let_current_directory_be_imported
@@ -64,6 +66,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, max=0x7FFF_FFFF)] = 0,
     domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
     run_dir: RunDir = None,
+    tensorboard: TensorBoard = None,
     live: Live = True,
     overrides: Overrides = None,
     data_root: DataRoot = None,
@@ -81,7 +84,8 @@ def demo(
         options = DemoOptions(
             rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec.value,
             downlink_codec=downlink_codec.value, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
-            overrides=tuple(overrides or ()), loop=loop.value, level=log_level.value,
+            overrides=(*(overrides or ()), *folder_setting("tensorboard", tensorboard)), loop=loop.value,
+            level=log_level.value,
         )  # fmt: skip
         demo_run(options, live=live, loop=loop, hint=hint)
 
@@ -92,6 +96,7 @@ def demo(
 def controller(
     config: Config,
     run_dir: RunDir = None,
+    tensorboard: TensorBoard = None,
     resume: Resume = None,
     live: Live = True,
     overrides: Overrides = None,
@@ -108,6 +113,7 @@ def controller(
 
         let_current_directory_be_imported()
         extra = [] if resume is None else [f"federated.resume={str(resume).lower()}"]
+        extra += folder_setting("tensorboard", tensorboard)
         controller_run(
             config, run_dir=run_dir, overrides=[*(overrides or ()), *extra], data_root=data_root, live=live,
             level=log_level, style=log_style, loop=loop, hint=hint,

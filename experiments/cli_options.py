@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -23,5 +25,14 @@ Loop = Annotated[LoopName, typer.Option(help="Event loop; asyncio where there is
 RunDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Reports, figures, checkpoints. [default: runs/JOB-TIME]")
 ]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write scalars for TensorBoard there. Needs: pip install 'gradbus[tensorboard]'"),
+]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")]
 Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]
+
+
+def folder_setting(key: str, folder: Path | None) -> list[str]:
+    """An option that names a folder as an override of the setting of that name; a path like ``2024`` stays a text."""
+    return [] if folder is None else [f"{key}={json.dumps(os.fspath(folder))}"]

@@ -16,6 +16,8 @@ from gradbus.experiments.cli_options import (
     Resume,
     RunDir,
     Style,
+    TensorBoard,
+    folder_setting,
 )
 from gradbus.experiments.lifecycle import guard
 from gradbus.experiments.lookup import let_current_directory_be_imported
@@ -31,6 +33,7 @@ def worker(
         typer.Option(help="Ranks in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]"),
     ] = None,
     run_dir: RunDir = None,
+    tensorboard: TensorBoard = None,
     resume: Resume = None,
     live: Live = True,
     overrides: Overrides = None,
@@ -53,6 +56,7 @@ def worker(
 
         let_current_directory_be_imported()
         extra = [] if resume is None else [f"worker.resume={str(resume).lower()}"]
+        extra += folder_setting("tensorboard", tensorboard)
         worker_run(
             config, rank=rank, world=world, run_dir=run_dir, overrides=[*(overrides or ()), *extra],
             data_root=data_root, live=live, level=log_level, style=log_style, loop=loop, hint=hint,

@@ -17,6 +17,7 @@ from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.lifecycle import off_the_loop
 from gradbus.experiments.logfile import readable
 from gradbus.experiments.run_dir import RunDirectory, new_path
+from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.screen import Screen
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
@@ -133,7 +134,9 @@ def _partition(text: str) -> Any:
         raise ConfigError(f"--partition {text!r}: expected for example dirichlet:0.5") from None
 
 
-async def run_demo(planned: Plan, run: RunDirectory, screen: Screen, options: DemoOptions) -> list[RoundReport]:
+async def run_demo(
+    planned: Plan, run: RunDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None
+) -> list[RoundReport]:
     """Start the clients, run the controller, end the clients.
 
     Raises:
@@ -171,7 +174,8 @@ async def run_demo(planned: Plan, run: RunDirectory, screen: Screen, options: De
 
         with screen.logging(log_file):
             rounds = asyncio.create_task(
-                run_controller(planned.controller, run, screen.display(log_file, planned.controller)), name="rounds"
+                run_controller(planned.controller, run, screen.display(log_file, planned.controller), scalars=scalars),
+                name="rounds",
             )
             watch = asyncio.create_task(children.watch(ended), name="watch")
             try:

@@ -13,6 +13,7 @@ from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.lifecycle import off_the_loop
 from gradbus.experiments.live import Display
 from gradbus.experiments.run_dir import RunDirectory
+from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime.logs import get_logger
 
@@ -22,13 +23,14 @@ MakeDisplay = Callable[[Controller], Display]
 
 
 async def run_controller(
-    file: ControllerFile, run: RunDirectory, display: MakeDisplay, *, say: Callable[[str], None] = lambda text: None
-) -> list[RoundReport]:
+    file: ControllerFile, run: RunDirectory, display: MakeDisplay, *, say: Callable[[str], None] = lambda text: None,
+    scalars: Scalars | None = None,
+) -> list[RoundReport]:  # fmt: skip
     """All rounds that are left. The run directory is complete whatever the end.
 
     Args:
         display: makes what shows the run, for a controller that has not started.
-        say: gets lines for the user, such as which data are used.
+        say: gets lines for the user, such as which data are used. scalars: gets the numbers of each round.
 
     Raises:
         As :meth:`gradbus.Controller.run`; NoData, ConfigError.
@@ -51,6 +53,8 @@ async def run_controller(
                 async with contextlib.aclosing(controller.rounds()) as rounds:
                     async for report in rounds:
                         run.add(progress.reports)
+                        if scalars is not None:
+                            scalars.rounds(progress.reports)
                         shown.round_done(report)
         outcome = "done"
     except asyncio.CancelledError:

@@ -80,12 +80,14 @@ class ControllerFile(Settings):
     Attributes:
         run_dir: where reports, figures and checkpoints go; None: ``runs/<job>-<time>``, anew at each start. A run that
             is started again with the same directory is continued.
+        tensorboard: folder for scalars of each round; needs the extra ``tensorboard``. None: none.
     """
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     federated: FederatedConfig = FederatedConfig()
     run_dir: Path | None = None
+    tensorboard: Path | None = None
 
 
 class ClientFile(Settings):
@@ -107,12 +109,14 @@ class WorkerFile(Settings):
         run_dir: rank 0: where reports, figures and checkpoints go; None: ``runs/<job>-<time>``, anew at each start. A
             run that is started again with the same directory is continued. The other ranks use the same directory where
             they can see it, else one of that name.
+        tensorboard: rank 0: folder for scalars of each epoch and window; needs the extra ``tensorboard``. None: none.
     """
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     worker: DataParallelConfig = DataParallelConfig()
     run_dir: Path | None = None
+    tensorboard: Path | None = None
     rank: Annotated[int, Field(ge=0, lt=MAX_WORLD)] | None = None
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] | None = None
 

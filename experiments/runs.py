@@ -14,6 +14,7 @@ from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.lifecycle import run_loop
 from gradbus.experiments.live import percent, size
 from gradbus.experiments.run_dir import RunDirectory, new_path, totals
+from gradbus.experiments.scalars import open_scalars
 from gradbus.experiments.screen import Screen
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ def demo_run(options: DemoOptions, *, live: bool, loop: LoopName, hint: list[str
     screen.configure_logs()
     planned = plan(options)
     check(planned.controller.bus)
-    with RunDirectory(planned.run_dir) as run:
+    with open_scalars(planned.controller.tensorboard) as scalars, RunDirectory(planned.run_dir) as run:
         hint.append(f"What was done until then is in {run.path}")
         bus = planned.controller.bus
         if planned.note:
             screen.say(f"data: {planned.note}")
         screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
-        reports = run_loop(lambda: run_demo(planned, run, screen, options), loop)
+        reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars), loop)
         _conclude(screen, run, reports, title=bus.job)
 
 
@@ -48,15 +49,16 @@ def controller_run(
     # Who asks for a style of log lines wants to see them.
     screen = Screen(live=live and style is LogStyle.AUTO, level=level, style=style)
     screen.configure_logs()
-    with RunDirectory(run_dir or file.run_dir or new_path(file.bus.job)) as run:
+    path = run_dir or file.run_dir or new_path(file.bus.job)
+    with open_scalars(file.tensorboard) as scalars, RunDirectory(path) as run:
         hint.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
         if screen.table:
             log_file = screen.log_file(run)
             display = screen.display(log_file, file)
             with screen.logging(log_file):
-                reports = run_loop(lambda: run_controller(file, run, display, say=screen.say), loop)
+                reports = run_loop(lambda: run_controller(file, run, display, say=screen.say, scalars=scalars), loop)
         else:
-            reports = run_loop(lambda: run_controller(file, run, screen.silent()), loop)
+            reports = run_loop(lambda: run_controller(file, run, screen.silent(), scalars=scalars), loop)
         _conclude(screen, run, reports, title=file.bus.job)
 
 

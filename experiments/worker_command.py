@@ -18,6 +18,7 @@ from gradbus.experiments.live import percent, size
 from gradbus.experiments.logfile import LogFile
 from gradbus.experiments.place import Place, find_place
 from gradbus.experiments.run_dir import new_path, open_log
+from gradbus.experiments.scalars import open_scalars
 from gradbus.experiments.screen import Screen
 from gradbus.experiments.worker_live import EpochLines, EpochTable
 from gradbus.runtime.logs import get_logger
@@ -72,16 +73,17 @@ class _Command:
             self._run(Telling(), loop)
             return
         self._hint.append(f"To continue: the same command for all ranks, with --run-dir {self._file.run_dir}")
-        if screen.table:
-            assert self._file.run_dir is not None
-            with open_log(self._file.run_dir, "rank-0.log") as file:
-                log = LogFile(file)
-                with screen.logging(log):
-                    outcome = self._run(Telling(screen.say, partial(self._table, log)), loop)
-            self._conclude(outcome)
-        else:
-            lines = EpochLines(screen.console, self._file.worker.epochs)
-            self._conclude(self._run(Telling(screen.say, lambda worker: lines), loop))
+        with open_scalars(self._file.tensorboard) as scalars:
+            if screen.table:
+                assert self._file.run_dir is not None
+                with open_log(self._file.run_dir, "rank-0.log") as file:
+                    log = LogFile(file)
+                    with screen.logging(log):
+                        outcome = self._run(Telling(screen.say, partial(self._table, log), scalars), loop)
+            else:
+                lines = EpochLines(screen.console, self._file.worker.epochs)
+                outcome = self._run(Telling(screen.say, lambda worker: lines, scalars), loop)
+        self._conclude(outcome)
 
     def _run(self, telling: Telling, loop: LoopName) -> Outcome:
         from gradbus.experiments.worker_run import run_worker

@@ -20,6 +20,7 @@ from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.lifecycle import off_the_loop
 from gradbus.experiments.place import Place
+from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.tasks import ConfiguredShardTask
 from gradbus.experiments.worker_dir import WorkerDirectory
 from gradbus.experiments.worker_live import EpochDisplay, NoDisplay
@@ -37,11 +38,13 @@ class Telling:
     """How the user hears of the run.
 
     Attributes:
-        say: gets lines. display: makes what shows the epochs of a worker that has not started.
+        say: gets lines. display: makes what shows the epochs of a worker that has not started. scalars: gets the
+            numbers of epochs and windows, on rank 0.
     """
 
     say: Callable[[str], None] = lambda text: None
     display: Callable[[Worker], AbstractContextManager[EpochDisplay]] = lambda worker: NoDisplay()
+    scalars: Scalars | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,9 @@ class _Run:
         profile_dir = config.profile_dir or directory.path
         own = config.model_copy(update={"profile_dir": profile_dir})
         self._worker = Worker(group, task, own, on_open=self._opened)
+        self._scalars = telling.scalars
+        if self._scalars is not None:
+            self._worker.profile.on_window = self._scalars.window
         self._has_opened = False
         self._is_first = group.rank == 0
         self._started_s = time.perf_counter()
@@ -137,6 +143,8 @@ class _Run:
                         self._reports.append(report)
                         if self._is_first:
                             self._directory.add(report)
+                        if self._scalars is not None:
+                            self._scalars.epoch(report)
                         shown.epoch_done(report)
             await off_the_loop(self._write_trace, "trace")
             profiles = await self._group.all_gather_object("run/profile", self._worker.summary.profile.to_json())
@@ -153,6 +161,8 @@ class _Run:
         self._has_opened = True
         if self._is_first:
             self._directory.write_config(self._file)
+        if self._scalars is not None:
+            self._scalars.begin(self._worker.step)
 
     def _write_trace(self) -> None:
         self._worker.profile.write_trace(self._directory.trace)

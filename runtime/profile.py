@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,11 @@ log = get_logger("profile")
 
 
 class Profile:
-    """Measures the steps of one rank. Memory is bounded, whatever the number of steps."""
+    """Measures the steps of one rank. Memory is bounded, whatever the number of steps.
+
+    Attributes:
+        on_window: gets each window as it ends, on the thread that ended the step; it must not take long, nor report.
+    """
 
     def __init__(
         self, rank: int, window_steps: int = 50, jsonl: Path | None = None, *, jsonl_steps: bool = False,
@@ -52,9 +57,11 @@ class Profile:
             max_events: of the trace, the newest; max_windows: of the summary, the newest. Totals cover all steps.
         """
         self.rank = rank
+        self.on_window: Callable[[WindowStats], object] = lambda window: None
         self._ledger = Ledger(
-            rank, window_steps, jsonl, jsonl_steps=jsonl_steps, max_events=max_events, max_windows=max_windows
-        )
+            rank, window_steps, jsonl, jsonl_steps=jsonl_steps, max_events=max_events, max_windows=max_windows,
+            on_window=lambda window: self.on_window(window),
+        )  # fmt: skip
         self._lock = threading.Lock()  # for the ledger
         self._inbox: deque[Report] = deque()
         self._step: StepProfile | None = None

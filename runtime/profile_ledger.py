@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ class Ledger:
     """
 
     def __init__(
-        self, rank: int, window_steps: int, jsonl: Path | None, *, jsonl_steps: bool, max_events: int, max_windows: int
-    ) -> None:
+        self, rank: int, window_steps: int, jsonl: Path | None, *, jsonl_steps: bool, max_events: int,
+        max_windows: int, on_window: Callable[[WindowStats], object],
+    ) -> None:  # fmt: skip
         """An empty one; the arguments are those of ``Profile``."""
         if min(window_steps, max_events, max_windows) < 1:
             sizes = f"{window_steps}, {max_events}, {max_windows}"
@@ -44,6 +46,7 @@ class Ledger:
         self._window_steps = window_steps
         self._file = None if jsonl is None else LineFile(jsonl)
         self._jsonl_steps = jsonl_steps and jsonl is not None
+        self._on_window = on_window
         start = {"kind": "start", "format": FORMAT, "rank": rank, "unix_s": time.time(), "window_steps": window_steps}
         self._lines: list[dict[str, Any]] = [start]
         self._in_step: Amounts = {}
@@ -128,6 +131,7 @@ class Ledger:
         self._windows.append(window)
         self._lines.append({"kind": "window", "rank": self._rank, "unix_s": time.time(), **window.to_json()})
         self._write()
+        self._on_window(window)
 
     def _write(self) -> None:
         lines, self._lines = self._lines, []
