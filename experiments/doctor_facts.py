@@ -14,6 +14,7 @@ from gradbus.experiments.versions import versions
 from gradbus.runtime.settings import BusSettings
 
 WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
+MAX_PROCESSES = 120  # of a machine and domain
 _JUMBO_MTU = 9000
 _SIOCGIFADDR = 0x8915
 
@@ -93,9 +94,12 @@ def _ports(domain: int) -> Finding:
 
 
 def port_range(domain: int) -> str:
-    """The ports that DDS processes of this domain listen on: two each, for up to 121 processes of a machine."""
-    base = 7400 + 250 * domain
-    return f"{base + 10}-{base + 10 + 2 * 120 + 1}"
+    """The ports that DDS processes of this domain listen on: two each, for up to 120 processes of a machine.
+
+    That is RTPS's formula for participant indices 0 to MaxAutoParticipantIndex - 1; docs/operations.md tells more.
+    """
+    first = 7400 + 250 * domain + 10
+    return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
 
 
 def address_of(interface: str) -> str | None:

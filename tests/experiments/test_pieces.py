@@ -153,5 +153,6 @@ def test_the_second_ctrl_c_ends_what_does_not_heed_the_first() -> None:
 def test_the_doctor_names_the_ports_when_nobody_is_found() -> None:
     findings = judge(Measured(fast_path=True), BusSettings(domain=3))
     assert findings[-1].verdict is Verdict.BAD
-    assert "let UDP ports 8160-8401 through the firewall" in findings[-1].cure
-    assert port_range(0) == "7410-7651"
+    assert "let UDP ports 8160-8399 through the firewall" in findings[-1].cure
+    assert port_range(0) == "7410-7649"
+    assert port_range(232) == "65410-65535"

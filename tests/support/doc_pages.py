@@ -14,7 +14,7 @@ def section(page: str, title: str) -> str:
 
 def tables(text: str, first: str) -> list[list[list[str]]]:
     """Cells of all tables whose first column has this heading."""
-    found = re.findall(rf"^\| {re.escape(first)} \|.*\n\|[-|]+\|\n((?:\|.*\n?)+)", text, re.MULTILINE)
+    found = re.findall(rf"^\| *{re.escape(first)} *\|.*\n\|[-|]+\|\n((?:\|.*\n?)+)", text, re.MULTILINE)
     return [
         [[cell.strip() for cell in line.strip("|").split("|")] for line in body.strip().split("\n")] for body in found
     ]
@@ -25,6 +25,11 @@ def rows(text: str, first: str) -> list[list[str]]:
     found = tables(text, first)
     assert found, f"no table that starts with {first!r}"
     return found[0]
+
+
+def fenced_blocks(text: str, language: str) -> list[str]:
+    """The blocks of a language; ``""``: those that name none."""
+    return [block for found, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if found == language]
 
 
 def python_blocks(page: str) -> list[str]:

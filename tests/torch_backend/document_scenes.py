@@ -1,4 +1,4 @@
-"""Runs the examples of docs/torch.md as torchrun would."""
+"""Runs examples of the documentation as torchrun would."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import runpy
+import sys
 
 from torch_node import Place
 
@@ -18,6 +19,7 @@ def examples(place: Place) -> list[str]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(place.rank),
             "LOCAL_RANK": str(place.rank), "WORLD_SIZE": str(place.world),
         }  # fmt: skip
+        sys.path.insert(0, os.path.dirname(path))  # as Python itself does for a script
         with contextlib.redirect_stdout(io.StringIO()) as out:
             runpy.run_path(path, run_name="__main__")
         printed.append(out.getvalue())
