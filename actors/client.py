@@ -21,6 +21,7 @@ from gradbus.actors.delivery import REPEAT_AFTER_S, Delivery
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.local_training import LocalTraining
 from gradbus.actors.model_copy import ModelCopy
+from gradbus.actors.model_memory import ModelMemory
 from gradbus.actors.residuals import Residuals
 from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus, Subscription
@@ -32,6 +33,7 @@ from gradbus.runtime.control import (
     Grant,
     Hello,
     Leave,
+    ModelHere,
     NeedModel,
     NeedUpdate,
     Receipt,
@@ -115,9 +117,10 @@ class Client:
         """Off the loop: building a model and reading residuals take their time."""
         self._model = FlatModel(self._task.build_model())
         residuals = Residuals(self._config.state_dir, self.client_id)
-        self._training = LocalTraining(self._task, self._identity, self._model, residuals)
+        self._training = LocalTraining(self._task, self._identity, self._model, residuals, self._bus.memory)
         # The longest message is a sparse one with raw indices: 8 bytes an element, and a header.
         self._copy = ModelCopy(self._model.dim, max_bytes=8 * self._model.dim + 4096)
+        self._memory = ModelMemory(self._bus.memory, self._copy, self._decode, self.client_id)
 
     async def run(self) -> ClientSummary:
         """Take part until the controller says that all rounds are done.
@@ -200,6 +203,7 @@ class Client:
         self._command, self._counted_round, self._failure = None, 0, None
         self._delivery.interrupt()
         self._copy.start(welcome.run_id)
+        self._memory.start()
         self._compute.stop_current()
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
@@ -218,6 +222,8 @@ class Client:
                 group.create_task(self._hello(), name=f"client-{self.client_id}-hello")
             case Grant() | NeedUpdate() | Receipt() if (body.to, body.incarnation) == me:
                 self._delivery.on_answer(body, group)
+            case ModelHere() if session == self._session and (key := self._memory.expect(session, body)) is not None:
+                group.create_task(self._read_model(key, body), name=f"client-{self.client_id}-model")
             case Bye() if body.run_id == self._run_id and body.ok:
                 self._ended = body
                 self._compute.stop_current()
@@ -227,6 +233,14 @@ class Client:
 
     async def _take_model(self, key: FrameKey, payload: memoryview) -> None:
         if self._copy.adopt(key, await self._decode.run(self._copy.decode, key, payload)):
+            self._changed.set()
+
+    async def _read_model(self, key: FrameKey, said: ModelHere) -> None:
+        payload = await self._memory.read(key, said)
+        if payload is not None:
+            await self._take_model(key, payload)
+        elif not self._memory.here:
+            await self._hello()  # so that it is not counted on
             self._changed.set()
 
     # What it says
@@ -241,6 +255,7 @@ class Client:
             protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready, session=session,
             phase=phase, round_id=round_id, model_round=self._copy.round_id,
             host=f"{socket.gethostname()}:{os.getpid()}", next_round=-1 if self.from_round is None else self.from_round,
+            memory=self._memory.here,
         )  # fmt: skip
         with contextlib.suppress(BusError):  # said again with the next heartbeat
             await self._bus.publish(self._identity, hello)

@@ -53,14 +53,9 @@ class Controller:
     """
 
     def __init__(
-        self,
-        bus: Bus,
-        task: FederatedTask,
-        config: FederatedConfig,
-        *,
-        strategy: Strategy | None = None,
+        self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, strategy: Strategy | None = None,
         fail_at: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A controller that has not started.
 
         Args:
@@ -69,7 +64,6 @@ class Controller:
             config: the rules.
             strategy: in place of the one that ``config.strategy`` names.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
-
         """
         self._bus = bus
         self._task = task
@@ -98,7 +92,7 @@ class Controller:
         self._state.incarnation = self._identity.incarnation
         self._members = Members(
             dim=self._model.dim, layout=self._model.layout, session=self._identity.incarnation,
-            dead_after_s=config.dead_after_s, rival_after_s=2.4 * config.heartbeat_s,
+            dead_after_s=config.dead_after_s, rival_after_s=2.4 * config.heartbeat_s, memory=self._bus.memory.here,
         )  # fmt: skip
 
     def _connect(self) -> None:
@@ -107,8 +101,9 @@ class Controller:
         config, state, dim = self._config, self._state, self._model.dim
         down = codecs.get(config.downlink_codec, **codec_options(config.downlink_codec, config))
         self._downlink = Downlink(
-            self._bus, self._identity, self._compute, down, run_id=state.run_id, weights=state.weights, held=state.held
-        )
+            self._bus, self._identity, self._compute, down, self._members, run_id=state.run_id, weights=state.weights,
+            held=state.held,
+        )  # fmt: skip
         up = codecs.get(config.codec, **codec_options(config.codec, config))
         self._intake = Intake(
             self._bus, self._identity, self._strategy, self._compute, dim=dim, run_id=state.run_id,
@@ -219,6 +214,8 @@ class Controller:
         finally:
             self.progress.clients = ()
             self._compute.close()
+            if hasattr(self, "_downlink"):
+                self._downlink.close()
             if hasattr(self, "_state"):
                 self._state.close()
 
@@ -351,7 +348,8 @@ class Controller:
         report = RoundReport(
             round_id=round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
             expected=len(round_.expected), num_samples=tally.num_samples, loss=tally.loss(), bytes_up=tally.bytes_up,
-            train_s=tally.train_s, encode_s=tally.encode_s, dropped=self._intake.take_dropped(),
+            bytes_up_shared=tally.bytes_up_shared, train_s=tally.train_s, encode_s=tally.encode_s,
+            dropped=self._intake.take_dropped(),
             wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
             aggregate_s=tally.aggregate_s + aggregated_s - collected_s,
             weights_crc32=crc32,
@@ -369,17 +367,17 @@ class Controller:
         report = state.amend(
             report,
             bytes_down=size * max(1, len(self._members)),
-            checkpoint_s=committed_s - aggregated_s,
-            publish_s=published_s - committed_s,
-            eval_s=time.perf_counter() - published_s,
-            seconds=published_s - started_s,
+            bytes_down_shared=size * min(self._downlink.told, len(self._members)),
+            checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
+            eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,
             accuracy=None if evaluation is None else evaluation.accuracy,
             eval_loss=None if evaluation is None else evaluation.loss,
-        )
+        )  # fmt: skip
         self.progress.add(report)
         log.info(
             "round done", round=round_id, accuracy=report.accuracy, loss=report.loss, clients=list(report.clients),
             outcome=report.outcome, seconds=round(report.seconds, 3),
+            shared_bytes=report.bytes_up_shared + report.bytes_down_shared,
         )  # fmt: skip
         return report
 

@@ -1,4 +1,7 @@
-"""A client's update on its way to the controller: offered, sent when granted, repaired, until there is a receipt."""
+"""A client's update on its way to the controller: offered, sent when granted, repaired, until there is a receipt.
+
+A controller of this machine may read it where it lies, without a word; then there is nothing to be granted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Delivery:
 
     Attributes:
         phase: offering or uploading while there is an update, else idle.
-        bytes_up: bytes of updates sent so far, repairs included.
+        bytes_up: bytes of updates sent so far, repairs included, or read by the controller from this process's memory.
     """
 
     def __init__(self, bus: Bus, identity: Identity) -> None:
@@ -32,6 +35,7 @@ class Delivery:
         self._update: Update | None = None
         self._receipt: Receipt | None = None
         self._sending: asyncio.Task[None] | None = None
+        self._has_sent = False
         self._heard = asyncio.Event()
         self.phase = "idle"
         self.bytes_up = 0
@@ -51,6 +55,8 @@ class Delivery:
         try:
             while True:
                 if self._receipt is not None:
+                    if self._receipt.accepted and not self._has_sent:
+                        self.bytes_up += update.offer.total_bytes
                     return self._receipt
                 if not check():
                     return None
@@ -64,9 +70,11 @@ class Delivery:
             self._update, self.phase = None, "idle"
             if self._sending is not None:
                 self._sending.cancel()
+            if update.sealed is not None:
+                update.sealed.hide()
 
     def _begin(self, update: Update) -> None:
-        self._update, self._receipt, self.phase = update, None, "offering"
+        self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
 
     def on_answer(self, body: Grant | NeedUpdate | Receipt, group: asyncio.TaskGroup) -> None:
         """The controller has answered this client; tasks that send belong to ``group``."""
@@ -89,6 +97,7 @@ class Delivery:
     def _start(self, update: Update, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
         """Send, unless the last answer is still being obeyed: what is missing then will be asked for again."""
         if self._sending is None or self._sending.done():
+            self._has_sent = True
             name = f"client-{self._identity.sender}-send"
             self._sending = group.create_task(self._send(update, only), name=name)
 

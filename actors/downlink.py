@@ -1,29 +1,50 @@
-"""The global model on its way to the clients: in full or as a compressed difference, resent where it is missing."""
+"""The global model on its way to the clients: in full or as a compressed difference, resent where it is missing.
+
+Clients of this machine that say they read the controller's memory find it there, once for all of them, and are told
+where. Frames go out only if there are others, or nobody yet. Whoever does not get at it asks, and gets frames.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradbus.actors.members import Members
 from gradbus.codecs import Codec, CodecError, DenseBlock, parse, residual_step
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import NeedModel
+from gradbus.runtime.control import ModelHere, NeedModel
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Identity, ModelBlob
+from gradbus.runtime.sealed_memory import SHARED_BYTES, Sealed
 
 RETAIN_BYTES = 64 << 20  # a model of up to this size is also kept by DDS for clients that come later
 RESEND_PAUSE_S = 0.25  # requests for the whole model that come within this time are answered together
 
 log = get_logger("controller")
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A model as it is sent. ``sealed``: a copy in memory for the clients of this machine, once there is one."""
+
+    key: FrameKey
+    payload: Any
+    flags: int = int(Flags.NONE)
+    sealed: Sealed | None = None
+
+    @property
+    def size(self) -> int:
+        return self.payload.nbytes if isinstance(self.payload, np.ndarray) else len(self.payload)
 
 
 class Downlink:
@@ -33,13 +54,15 @@ class Downlink:
     Attributes:
         held: float32, shape (D,): the model that the clients hold; the base of their updates. With a lossless codec
             this *is* the weights.
+        told: how many clients were last told where the model lies in memory.
     """
 
     def __init__(
-        self, bus: Bus, identity: Identity, compute: ComputeThread, codec: Codec, *, run_id: int, weights: Tensor,
-        held: Tensor | None = None,
+        self, bus: Bus, identity: Identity, compute: ComputeThread, codec: Codec, members: Members, *, run_id: int,
+        weights: Tensor, held: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._bus = bus
+        self._members = members
         self._identity = identity
         self._compute = compute
         self._codec = codec
@@ -48,10 +71,13 @@ class Downlink:
         self.held = weights if held is None else held
         self._transfer = 0
         self._round_id = -1
-        self._current: tuple[FrameKey, Any, int] | None = None  # what was sent last, for repairs
-        self._full: tuple[FrameKey, Any, int] | None = None
+        self._current: _Message | None = None  # what was sent last, for repairs
+        self._full: _Message | None = None
+        self._earlier: list[Sealed] = []  # what some client may be about to read: until it is told of a newer one
+        self.told = 0
         self._full_sent_s = float("-inf")
         self._wanted: dict[int, set[int]] = {}  # transfer -> frames that somebody misses; empty: all of them
+        self._wanted_in_memory = False
         self._resending: asyncio.Task[None] | None = None
         frames = chunk_count(weights.numel() * 4)
         retained = frames if weights.numel() * 4 <= RETAIN_BYTES else 1
@@ -76,19 +102,45 @@ class Downlink:
             self._current = self._full = self._full_message()
         else:
             payload = await self._compute.run(self._next_difference)
-            self._current = (self._next_key(), payload, int(Flags.DELTA))
-        return _size(self._current[1])
+            self._current = _Message(self._next_key(), payload, int(Flags.DELTA))
+        return self._current.size
 
     async def publish(self) -> int:
         """Send the prepared message to all clients. Returns its bytes."""
-        assert self._current is not None, "prepare() comes first"
-        if self._current is self._full:
-            self._full_sent_s = time.monotonic()
-        return await self._send(self._current)
+        message = self._current
+        assert message is not None, "prepare() comes first"
+        self.told = self._members.sharing if await self._share(message) else 0
+        if not 0 < self.told == len(self._members):
+            if message is self._full:
+                self._full_sent_s = time.monotonic()
+            await self._send(message)
+        return message.size
 
-    def _full_message(self) -> tuple[FrameKey, Any, int]:
+    async def _share(self, message: _Message) -> bool:
+        """Whether the clients that can read it in memory have been told where it lies: there are some."""
+        if message.sealed is None and message.size >= SHARED_BYTES and self._members.sharing:
+            message.sealed = await self._compute.run(self._bus.memory.put, message.payload)
+        if message.sealed is not None:
+            await self._tell(message, message.sealed)
+            self._hide_earlier()
+        return message.sealed is not None
+
+    async def _tell(self, message: _Message, sealed: Sealed) -> None:
+        key = message.key
+        await self._bus.publish(
+            self._identity,
+            ModelHere(key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place),
+        )
+
+    async def welcome(self, client_id: int) -> None:
+        """A client has come: if it reads memory, tell it of the model that lies there."""
+        full = self._full
+        if full is not None and full.sealed is not None and self._members.shares_memory(client_id):
+            await self._tell(full, full.sealed)
+
+    def _full_message(self) -> _Message:
         # Headerless float32, as the original format has it: a view on the weights, without a copy.
-        return self._next_key(), np.asarray(self.held.numpy(), dtype="<f4"), int(Flags.NONE)
+        return _Message(self._next_key(), np.asarray(self.held.numpy(), dtype="<f4"))
 
     def _next_key(self) -> FrameKey:
         self._transfer += 1
@@ -102,16 +154,14 @@ class Downlink:
         add_into(self.held, payload)
         return payload
 
-    async def _send(self, message: tuple[FrameKey, Any, int], only: Sequence[int] | None = None) -> int:
-        key, payload, flags = message
-        await self._bus.send_model(key, payload, flags=flags, only=only)
-        return _size(payload)
+    async def _send(self, message: _Message, only: Sequence[int] | None = None) -> None:
+        await self._bus.send_model(message.key, message.payload, flags=message.flags, only=only)
 
-    def on_need(self, need: NeedModel, group: asyncio.TaskGroup) -> None:
+    def on_need(self, client_id: int, need: NeedModel, group: asyncio.TaskGroup) -> None:
         """A client misses the model or parts of it. Answers go to all: others may miss the same."""
         if need.run_id != self._run_id or need.round_id != self._round_id or self._current is None:
             return  # it will ask for the newer one
-        known = next((m for m in (self._current, self._full) if m is not None and m[0].transfer == need.transfer), None)
+        known = self._message(need.transfer)
         if need.seqs and known is not None:
             wanted = self._wanted.setdefault(need.transfer, set(need.seqs))
             if wanted:  # else all of it is wanted already
@@ -119,17 +169,26 @@ class Downlink:
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
                 self._full = self._full_message()
-            self._wanted[self._full[0].transfer] = set()
-        if self._wanted and (self._resending is None or self._resending.done()):
+            if self._members.shares_memory(client_id):
+                self._wanted_in_memory = True
+            else:
+                self._wanted[self._full.key.transfer] = set()
+        if (self._wanted or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
+
+    def _message(self, transfer: int) -> _Message | None:
+        messages = (self._current, self._full)
+        return next((message for message in messages if message is not None and message.key.transfer == transfer), None)
 
     async def _resend(self) -> None:
         """Send what is missed, one message at a time: requests that come meanwhile are answered together."""
-        while self._wanted:
+        while self._wanted or self._wanted_in_memory:
+            if self._wanted_in_memory:
+                self._wanted_in_memory = False
+                await self._share_full()
+                continue
             transfer, seqs = self._wanted.popitem()
-            message = next(
-                (m for m in (self._current, self._full) if m is not None and m[0].transfer == transfer), None
-            )
+            message = self._message(transfer)
             if message is None:
                 continue
             try:
@@ -144,20 +203,38 @@ class Downlink:
                 if not seqs:
                     self._full_sent_s = time.monotonic()
 
+    async def _share_full(self) -> None:
+        full = self._full
+        try:
+            if full is not None and not await self._share(full):
+                self._wanted[full.key.transfer] = set()
+        except BusError as error:
+            log.warning("model not told of", reason=str(error))
+
     async def quiesce(self) -> None:
         """Stop resending: the weights are about to change. Returns when nothing reads them any more.
 
         Until the next message is prepared, requests go unanswered: what was sent last is changing under it.
         """
+        self._hide_earlier()
+        self._earlier = [m.sealed for m in (self._current, self._full) if m is not None and m.sealed is not None]
         self._current = self._full = None
+        self._wanted_in_memory = False
         self._wanted.clear()
         if self._resending is not None:
             self._resending.cancel()
             await asyncio.wait([self._resending], timeout=5.0)
 
+    def _hide_earlier(self) -> None:
+        while self._earlier:
+            self._earlier.pop().hide()
 
-def _size(payload: Any) -> int:
-    return payload.nbytes if isinstance(payload, np.ndarray) else len(payload)
+    def close(self) -> None:
+        """The run is over: give back what lies in memory."""
+        for message in (self._current, self._full):
+            if message is not None and message.sealed is not None:
+                message.sealed.hide()
+        self._hide_earlier()
 
 
 @torch.no_grad()

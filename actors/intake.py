@@ -3,6 +3,10 @@
 A client offers its update and sends it when it is told to. So the controller holds a bounded number of bytes however
 many clients there are, and a client that dies in the middle leaves nothing but a buffer that is dropped. An update is
 added to the sum only when all its bytes are there and checked: it counts in full or not at all.
+
+The update of a client of this machine may lie in memory that nobody can write to any more. It needs no grant and no
+copy: it is added from where it lies, one after the other, and waits in its client's memory until then. So it takes
+nothing from the budget either. Where it cannot be read, it is granted and sent like all others.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Identity
+from gradbus.runtime.sealed_memory import read
+from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
+from gradbus.runtime.topics import TOPICS
 
 REPAIR_AFTER_S = 0.3  # without a new frame, ask for those that are missing
 STALL_AFTER_S = 10.0  # without a new frame, give the place to somebody else
@@ -34,15 +41,16 @@ STALL_AFTER_S = 10.0  # without a new frame, give the place to somebody else
 log = get_logger("controller")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Transfer:
-    """An update that was granted."""
+    """An update that was granted, or that is to be read where its client has it."""
 
     client_id: int
     incarnation: int
     offer: Offer
     key: FrameKey
     progressed_s: float
+    in_memory: bool = False
     frames: int = 0
     asked_s: float = 0.0
     payload: memoryview | None = None  # complete
@@ -53,6 +61,7 @@ class Tally:
     """What the updates of a round say, together."""
 
     bytes_up: int = 0
+    bytes_up_shared: int = 0
     num_samples: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
     train_s: float = 0.0
@@ -98,6 +107,7 @@ class Intake:
         self._transfers: dict[FrameKey, _Transfer] = {}
         self._complete: deque[_Transfer] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
+        self._unreadable: dict[int, int] = {}  # client -> which start of it has memory that cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
         self.tally = Tally()
@@ -157,11 +167,25 @@ class Intake:
             if granted is not None and (granted.incarnation, granted.offer) != (incarnation, offer):
                 self._drop(granted.key)  # it started again, or trained again: only its newest update counts
                 granted = None
-            if granted is None:
+            if granted is None and self._may_read(client_id, incarnation, offer):
+                self._offers.pop(client_id, None)
+                transfer = self._transfer(client_id, incarnation, offer, in_memory=True)
+                self._complete.append(transfer)
+                self._work.set()
+            elif granted is None:
                 self._offers[client_id] = (incarnation, offer)
-            elif granted.frames == 0:
+            elif granted.frames == 0 and not granted.in_memory:
                 await self._send_grant(granted)  # it may not have got it
             await self._grant_more()
+
+    def _may_read(self, client_id: int, incarnation: int, offer: Offer) -> bool:
+        known = self._unreadable.get(client_id) == incarnation
+        return bool(self._bus.memory.here) and is_here(offer.memory) and not known
+
+    def _transfer(self, client_id: int, incarnation: int, offer: Offer, *, in_memory: bool = False) -> _Transfer:
+        key = FrameKey(Kind.UPDATE, self._run_id, offer.round_id, client_id, incarnation, offer.transfer)
+        transfer = self._transfers[key] = _Transfer(client_id, incarnation, offer, key, time.monotonic(), in_memory)
+        return transfer
 
     async def on_frame(self, message: ClientUpdate) -> None:
         """A frame of an update."""
@@ -212,7 +236,24 @@ class Intake:
                     await self._fold(self._complete.popleft())
                 await self._grant_more()
 
+    async def _read(self, transfer: _Transfer) -> None:
+        """Find the update in its client's memory; where that fails, have it sent."""
+        client_id, offer = transfer.client_id, transfer.offer
+        try:
+            payload = await self._compute.run(read, offer.memory, offer.total_bytes)
+        except SharedMemoryFault as error:
+            if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
+                log.warning("no shared memory", client=client_id, reason=str(error), effect="its updates go over DDS")
+                self._unreadable[client_id] = transfer.incarnation
+                self._drop(transfer.key)
+                self._offers[client_id] = (transfer.incarnation, offer)
+        else:
+            self._bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(payload)
+            transfer.payload = payload
+
     async def _fold(self, transfer: _Transfer) -> None:
+        if transfer.in_memory and self._transfers.get(transfer.key) is transfer:
+            await self._read(transfer)
         payload, offer, round_ = transfer.payload, transfer.offer, self._round
         if round_ is None or self._transfers.get(transfer.key) is not transfer or payload is None:
             return  # the round ended meanwhile
@@ -232,6 +273,7 @@ class Intake:
             tally = self.tally
             tally.aggregate_s += time.perf_counter() - started_s
             tally.bytes_up += offer.total_bytes
+            tally.bytes_up_shared += offer.total_bytes * transfer.in_memory
             tally.num_samples += offer.num_samples
             tally.losses.append((offer.num_samples, offer.loss))
             tally.train_s = max(tally.train_s, offer.train_s)
@@ -250,14 +292,12 @@ class Intake:
         """Grant offers in order of arrival while the budget lasts."""
         while self._offers:  # looked at anew after each grant: while it is said, offers come, go and are granted
             client_id, (incarnation, offer) = next(iter(self._offers.items()))
-            in_flight = sum(transfer.offer.total_bytes for transfer in self._transfers.values())
-            if self._transfers and in_flight + offer.total_bytes > self._budget_bytes:
+            in_flight = sum(other.offer.total_bytes for other in self._transfers.values() if not other.in_memory)
+            if in_flight and in_flight + offer.total_bytes > self._budget_bytes:
                 return
             del self._offers[client_id]
-            key = FrameKey(Kind.UPDATE, self._run_id, offer.round_id, client_id, incarnation, offer.transfer)
-            transfer = _Transfer(client_id, incarnation, offer, key, time.monotonic())
-            self._transfers[key] = transfer
-            self._assembler.expect(key, max_bytes=offer.total_bytes)
+            transfer = self._transfer(client_id, incarnation, offer)
+            self._assembler.expect(transfer.key, max_bytes=offer.total_bytes)
             await self._send_grant(transfer)
 
     async def _send_grant(self, transfer: _Transfer) -> None:
@@ -268,7 +308,7 @@ class Intake:
         now_s = time.monotonic()
         for transfer in list(self._transfers.values()):
             silent_s = now_s - max(transfer.progressed_s, transfer.asked_s)
-            if transfer.payload is not None or silent_s < REPAIR_AFTER_S:
+            if transfer.payload is not None or transfer.in_memory or silent_s < REPAIR_AFTER_S:
                 continue
             if now_s - transfer.progressed_s > STALL_AFTER_S:
                 self.dropped["stalled"] += 1
@@ -288,7 +328,9 @@ class Intake:
                 )  # fmt: skip
 
     def _drop(self, key: FrameKey) -> None:
-        self._transfers.pop(key, None)
+        transfer = self._transfers.pop(key, None)
+        if transfer is not None and transfer in self._complete:  # one whose bytes are still in its client's memory
+            self._complete.remove(transfer)
         self._assembler.forget(key)
 
     async def _reject(self, client_id: int, incarnation: int, offer: Offer, reason: str, text: str) -> None:

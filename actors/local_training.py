@@ -18,6 +18,7 @@ from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.control import Offer, Welcome
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.messages import Identity, TrainCmd
+from gradbus.runtime.sealed_memory import PayloadMemory, Sealed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,22 +28,27 @@ class Update:
     Attributes:
         key: of its frames. offer: what the controller is told first. payload: its bytes.
         residual: float32, shape (D,): owed after it, if it is accepted; None with a lossless codec.
+        sealed: the memory in which the payload lies, for a controller of this machine; None: in that of this process.
     """
 
     key: FrameKey
     offer: Offer
-    payload: bytes
+    payload: bytes | memoryview
     residual: Tensor | None
+    sealed: Sealed | None = None
 
 
 class LocalTraining:
     """One client's model, task and residuals. All methods are for the compute thread."""
 
-    def __init__(self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals) -> None:
+    def __init__(
+        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals, memory: PayloadMemory
+    ) -> None:
         self._task = task
         self._identity = identity
         self._model = model
         self._residuals = residuals
+        self._memory = memory
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
@@ -72,12 +78,15 @@ class LocalTraining:
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
+        encoded_s = time.perf_counter()
+        sealed = self._memory.put(payload)
         offer = Offer(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=int(outcome.num_samples), loss=float(outcome.loss), train_s=trained_s - started_s,
-            encode_s=time.perf_counter() - trained_s,
+            encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
         )  # fmt: skip
-        return Update(key, offer, payload, residual)
+        # From here on it lies in one place only, also for frames.
+        return Update(key, offer, payload if sealed is None else sealed.payload, residual, sealed)
 
     @torch.no_grad()
     def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:

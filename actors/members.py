@@ -52,7 +52,9 @@ class Members:
     under one id.
     """
 
-    def __init__(self, *, dim: int, layout: int, session: int, dead_after_s: float, rival_after_s: float) -> None:
+    def __init__(
+        self, *, dim: int, layout: int, session: int, dead_after_s: float, rival_after_s: float, memory: str = ""
+    ) -> None:
         """An empty table.
 
         Args:
@@ -62,12 +64,14 @@ class Members:
             dead_after_s: a client that is silent for so long is dead.
             rival_after_s: when an id is used twice, how long after the newcomer's first word the older one must still
                 talk to keep it.
+            memory: the controller's machine, where it shares memory; else empty.
         """
         self._dim = dim
         self._layout = layout
         self._session = session
         self._dead_after_s = dead_after_s
         self._rival_after_s = rival_after_s
+        self._memory = memory
         self._members: dict[int, Member] = {}
         self._rivals: dict[int, _Rival] = {}
 
@@ -86,6 +90,16 @@ class Members:
         """Which start of this client is a member, if any."""
         member = self._members.get(client_id)
         return None if member is None else member.incarnation
+
+    def shares_memory(self, client_id: int) -> bool:
+        """Whether this client says that it reads the controller's memory."""
+        member = self._members.get(client_id)
+        return member is not None and bool(self._memory) and member.hello.memory == self._memory
+
+    @property
+    def sharing(self) -> int:
+        """How many clients do."""
+        return sum(map(self.shares_memory, self._members))
 
     def heard(self, client_id: int, incarnation: int, now_s: float) -> Member | None:
         """Something came from it: it lives."""

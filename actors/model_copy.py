@@ -33,6 +33,7 @@ class ModelCopy:
         self._max_bytes = max_bytes
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
+        self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
         self._run_id = 0
         self.round_id = -1
         self.vector: Tensor | None = None
@@ -49,17 +50,9 @@ class ModelCopy:
         """Take a frame. Returns the transfer and its payload when all of it is there, for
         :meth:`decode` and :meth:`adopt`."""
         frame, key = message.frame, message.frame.key
-        if key not in self._keys:
-            if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(frame.flags, key.round_id):
-                return None
-            newest = max((known.round_id for known in self._keys), default=-1)
-            if key.round_id < newest:
-                return None
-            self._forget(lambda known: known.round_id < key.round_id)  # at most the newest model is being collected,
-            if len(self._keys) >= 2:  # in full and as a difference
-                self._forget(lambda known: known.transfer == min(k.transfer for k in self._keys))
-            self._keys[key] = frame.flags
-            self._assembler.expect(key, max_bytes=self._max_bytes)
+        if key in self._in_memory or not self._follow(key, frame.flags):
+            return None
+        self._assembler.expect(key, max_bytes=self._max_bytes)
         try:
             verdict = self._assembler.feed(frame)
         except FrameError as error:
@@ -70,6 +63,39 @@ class ModelCopy:
             return None
         self.progressed_s = time.monotonic()
         return (key, self._assembler.take(key)) if verdict is Verdict.COMPLETE else None
+
+    def expect(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
+        """The controller has this model in its memory. Whether it is to be read there, for :meth:`decode` and
+        :meth:`adopt`; frames of it, which may come as well, are not looked at then."""
+        if total_bytes > self._max_bytes or key in self._in_memory or not self._follow(key, flags):
+            return False
+        self._assembler.forget(key)
+        self._in_memory.add(key)
+        self.progressed_s = time.monotonic()
+        return True
+
+    def give_up(self, key: FrameKey) -> bool:
+        """It cannot be read there. Whether it was still wanted: then it has to be asked for."""
+        wanted = key in self._keys
+        self._forget(lambda known: known == key)
+        if wanted:
+            self.progressed_s = float("-inf")
+        return wanted
+
+    def _follow(self, key: FrameKey, flags: int) -> bool:
+        """Whether this transfer is being taken in; if not, that begins, where it is of use."""
+        if key in self._keys:
+            return True
+        if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
+            return False
+        newest = max((known.round_id for known in self._keys), default=-1)
+        if key.round_id < newest:
+            return False
+        self._forget(lambda known: known.round_id < key.round_id)  # at most the newest model is being collected,
+        if len(self._keys) >= 2:  # in full and as a difference
+            self._forget(lambda known: known.transfer == min(k.transfer for k in self._keys))
+        self._keys[key] = flags
+        return True
 
     def _useful(self, flags: int, round_id: int) -> bool:
         return not flags & Flags.DELTA or round_id == self.round_id + 1
@@ -92,6 +118,7 @@ class ModelCopy:
     def adopt(self, key: FrameKey, vector: Tensor | None) -> bool:
         """Take what was decoded. False: it is no use, or no longer: a newer model or another run came meanwhile."""
         flags = self._keys.pop(key, None)
+        self._in_memory.discard(key)
         if flags is None or vector is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
         self.vector, self.round_id = vector, key.round_id
@@ -110,6 +137,7 @@ class ModelCopy:
     def _forget(self, which: object) -> None:
         for key in [key for key in self._keys if which(key)]:  # type: ignore[operator]
             self._assembler.forget(key)
+            self._in_memory.discard(key)
             del self._keys[key]
 
 

@@ -74,7 +74,7 @@ class Reception:
                 elif isinstance(body, Offer):
                     await self._intake.on_offer(sender, incarnation, body)
                 elif isinstance(body, NeedModel):
-                    self._downlink.on_need(body, group)
+                    self._downlink.on_need(sender, body, group)
                 elif isinstance(body, Failed) and body.run_id == self._run_id:
                     self._failed(sender, body.round_id, body.text)
                 elif isinstance(body, Leave):
@@ -118,6 +118,7 @@ class Reception:
             codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
         )  # fmt: skip
         await self._bus.publish(self._identity, welcome)
+        await self._downlink.welcome(member.client_id)
 
     def _gone(self, client_id: int, incarnation: int) -> None:
         self._intake.forget(client_id, incarnation)

@@ -18,6 +18,8 @@ class RoundReport:
         loss: mean training loss, weighted by samples; None without one.
         accuracy, eval_loss: of the global model on the test set; None if not evaluated.
         bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
+        bytes_up_shared, bytes_down_shared: how many of these were read from the memory of a process on the same
+            machine, and did not go over DDS.
         train_s: the slowest client's training. encode_s: the slowest client's encoding.
         wire_s: what is left of the time from the command to the last update: transfers and waiting.
         aggregate_s: adding up and the server's step. checkpoint_s: until it is on the disk. publish_s: sending the
@@ -38,6 +40,8 @@ class RoundReport:
     eval_loss: float | None = None
     bytes_up: int = 0
     bytes_down: int = 0
+    bytes_up_shared: int = 0
+    bytes_down_shared: int = 0
     train_s: float = 0.0
     encode_s: float = 0.0
     wire_s: float = 0.0

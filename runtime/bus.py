@@ -30,6 +30,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig, Profile
 from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.sealed_memory import PayloadMemory
 from gradbus.runtime.sender import Job, Sample, Sender
 from gradbus.runtime.subscription import Item, Subscription
 from gradbus.runtime.switch_interval import short_switch_interval
@@ -42,11 +43,12 @@ log = get_logger("bus")
 
 
 class Bus:
-    """One participant of one job. Made by :func:`connect`."""
+    """One participant of one job. Made by :func:`connect`. ``memory``: what passes by DDS, between its processes."""
 
     def __init__(self, job: str, node: Node, loop: asyncio.AbstractEventLoop, stall_timeout_s: float) -> None:
         self.job = job
         self.stall_timeout_s = stall_timeout_s
+        self.memory = PayloadMemory(switched_on=node.shared_memory)
         self._node = node
         self._loop = loop
         self._waiter = Waiter(node)
@@ -225,8 +227,7 @@ class Bus:
     async def matched(self, condition: Callable[[], bool], *, timeout_s: float, what: str = "matching") -> None:
         """Wait until ``condition``, a function of the matched counts, holds.
 
-        Raises:
-            BarrierTimeout: it does not within ``timeout_s``.
+        Raises BarrierTimeout: it does not within ``timeout_s``.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -265,6 +266,11 @@ class Bus:
         """Bytes of frames given to DDS, by topic."""
         inline = [self._port_bytes, *(port.inline_bytes for port in self._ports)]
         return sum(inline, Counter(self._sender.sent_bytes))
+
+    @property
+    def shared_bytes(self) -> Counter[str]:
+        """Bytes of payloads that were read from the memory of other processes instead, by topic."""
+        return Counter(self.memory.read_bytes)
 
     @property
     def received_bytes(self) -> Counter[str]:

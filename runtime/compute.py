@@ -75,6 +75,10 @@ class ComputeThread:
             if future.done() and not future.cancelled():
                 future.exception()  # nobody is left to hear it
             raise
+        finally:
+            # An error's traceback holds this frame, and these the error: what the function worked on, which may be
+            # large, would stay until the garbage collector comes.
+            del running, future
 
     def close(self) -> None:
         """Ask what runs to stop, and take nothing new. Does not wait."""

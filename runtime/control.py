@@ -46,6 +46,7 @@ class Hello:
         model_round: the round of the model that it holds, -1 for none.
         host: host name and process id, for people.
         next_round: the first round it was told that it takes part in, -1 for none: if that is not so, it is told again.
+        memory: the machine whose shared memory it reads, empty: none. The controller's own: models may lie there.
     """
 
     protocol: U32
@@ -58,6 +59,7 @@ class Hello:
     model_round: Round
     host: Name
     next_round: Round
+    memory: Name = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -123,6 +125,7 @@ class Offer:
         num_samples: samples it was trained on.
         loss: mean training loss.
         train_s: seconds of local training; ``encode_s``: of encoding.
+        memory: where on its machine the update lies, for who can read it there; empty: it has to be sent.
     """
 
     run_id: U64
@@ -133,6 +136,7 @@ class Offer:
     loss: float
     train_s: Seconds
     encode_s: Seconds
+    memory: Name = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -167,6 +171,25 @@ class NeedUpdate:
     round_id: Round
     transfer: U32
     seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class ModelHere:
+    """Controller to all: the model of that round lies in my memory, for who can read it there.
+
+    Attributes:
+        transfer: number that its frames carry where they are sent as well.
+        delta: it is the difference to the model of the round before.
+        total_bytes: size of the payload.
+        memory: where on its machine it lies.
+    """
+
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    delta: bool
+    total_bytes: U64
+    memory: Name
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -264,6 +287,7 @@ Body = (
     | Grant
     | Receipt
     | NeedUpdate
+    | ModelHere
     | NeedModel
     | Failed
     | Leave
@@ -283,6 +307,7 @@ _KINDS: dict[str, type[Any]] = {
         Grant,
         Receipt,
         NeedUpdate,
+        ModelHere,
         NeedModel,
         Failed,
         Leave,

@@ -42,8 +42,8 @@ class NetworkConfig:
         lease_s: a process that is silent for so long is gone. The lease that counts is the silent one's own. DDS's own
             threads renew it, so a busy process does not lose it. By default 1 s with ``loopback``, and 3 s with
             ``network``, where a second of lost packets is no death.
-        shared_memory: large data between processes of one machine goes through memory they share, DDS says where it
-            lies. False: everything goes over DDS.
+        shared_memory: large data between processes of one machine (of a group; updates and models of a federated run)
+            goes through memory they share, DDS says where it lies. False: everything goes over DDS.
         loss_per_mille: drop so many of 1,000 outgoing packets (tests of loss).
     """
 

@@ -68,7 +68,8 @@ class FederatedConfig(Settings):
         resume: continue from the newest checkpoint in ``state_dir``, if there is one.
         init_path: safetensors file with the initial weights: one of our checkpoints, or the named tensors of the model.
         eval_every: evaluate after every so many rounds, and after the last; 0: never.
-        receive_budget_bytes: updates on their way in at one time, together; one is always let in.
+        receive_budget_bytes: updates on their way in at one time, together; one is always let in. Updates that lie in
+            the memory of clients on the same machine are not on their way: they are read there, one at a time.
         max_samples: a client that says it has more than that is refused.
     """
 

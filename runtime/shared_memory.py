@@ -19,6 +19,7 @@ import re
 import secrets
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ except ImportError:  # Windows
 Bytes = NDArray[np.uint8]  # shape (bytes,)
 
 MAX_BYTES = 1 << 30  # of one segment
+_NAME = "gradbus"
 _MAGIC = b"gradbus\x01"
-_TOKEN_BYTES = 16
-_HEAD_BYTES = len(_MAGIC) + _TOKEN_BYTES
+TOKEN_BYTES = 16
+_HEAD_BYTES = len(_MAGIC) + TOKEN_BYTES
 _PLACE = re.compile(r"([^ ]{1,160}) (\d{1,10}) (\d{1,7}) ([0-9a-f]{32})")
 
 
@@ -69,11 +71,18 @@ def _library() -> tuple[Any, Any]:
     return library.mmap, library.munmap
 
 
-def _map(file: int, size: int, *, writable: bool) -> Bytes:
-    """Raises OSError."""
+def map_file(file: int, size: int, *, writable: bool, private: bool = False) -> Bytes:
+    """All of an open file, for as long as somebody holds the array or a view.
+
+    Args:
+        private: what is written stays in this process: its pages are copied then.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
     map_, unmap = _library()
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = map_(None, size, access, mmap.MAP_SHARED, file, 0)
+    address = map_(None, size, access, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, file, 0)
     if address is None or address == ct.c_void_p(-1).value:
         number = ct.get_errno()
         raise OSError(number, os.strerror(number))
@@ -98,23 +107,18 @@ class Segment:
         self._file: int | None = None
         if not 0 < size <= MAX_BYTES:
             raise SharedMemoryFault(f"a segment of {size} bytes, at most {MAX_BYTES}")
-        if fcntl is None or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
-            raise SharedMemoryFault("this system has no memfd")
-        try:
-            self._file = os.memfd_create("gradbus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise SharedMemoryFault(f"no memfd: {error}") from None
+        self._file = make_file()
         try:
             os.ftruncate(self._file, size)
             # Whoever maps it may rely on its size: reading past the end of a file that was cut short ends the process.
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.memory = _map(self._file, size, writable=True)
+            self.memory = map_file(self._file, size, writable=True)
         except OSError as error:
             self.hide()
             raise SharedMemoryFault(f"no shared memory of {size} bytes: {error}") from None
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = secrets.token_bytes(TOKEN_BYTES)
         self.memory[:_HEAD_BYTES] = np.frombuffer(_MAGIC + token, np.uint8)
-        self.place = f"{machine()} {os.getpid()} {self._file} {token.hex()}"
+        self.place = place_of(self._file, token)
 
     def hide(self) -> None:
         """Nobody else can attach any more; who has, keeps it."""
@@ -127,6 +131,21 @@ class Segment:
 
 
 FREE_FROM = 4096
+
+
+def make_file() -> int:
+    """A new memfd, empty and not sealed yet. Raises SharedMemoryFault: this system has none, or has no more."""
+    if fcntl is None or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+        raise SharedMemoryFault("this system has no memfd")
+    try:
+        return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise SharedMemoryFault(f"no memfd: {error}") from None
+
+
+def place_of(file: int, token: bytes) -> str:
+    """Where others find an open file of this process that has this token in it."""
+    return f"{machine()} {os.getpid()} {file} {token.hex()}"
 
 
 def is_here(place: str) -> bool:
@@ -146,6 +165,25 @@ def attach(place: str, size: int) -> Bytes:
     Raises:
         SharedMemoryFault: it is not on this machine, or cannot be opened from here.
     """
+    with opened(place, size, seals=0) as (file, token):
+        memory = map_file(file, size, writable=False)
+    check_token(memory, _MAGIC, token)
+    return memory
+
+
+@contextlib.contextmanager
+def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
+    """Another process's segment as an open file, with the token that it must begin with (:func:`check_token`).
+
+    Nothing of the place is trusted: it names any file of any process. What is found there must be a memfd of just this
+    size that cannot shrink, and nothing else is even opened.
+
+    Args:
+        seals: that it must have besides.
+
+    Raises:
+        SharedMemoryFault: there is no such thing, or it cannot be opened or mapped from here.
+    """
     found = _PLACE.fullmatch(place)
     if found is None or fcntl is None:
         raise SharedMemoryFault("the other process has none")
@@ -153,25 +191,34 @@ def attach(place: str, size: int) -> Bytes:
     if host != machine():
         raise SharedMemoryFault("it is on another machine, or in another container")
     path = f"/proc/{process}/fd/{number}"
+    unlike = f"file {number} of process {process} is not what it is said to be"
     try:
-        status = os.stat(path)  # first: to open a pipe or a device might do something to it
+        # First: to open a pipe or a device might do something to it, and to look at a file may take for ever where its
+        # file system does not answer. Its name is the kernel's own.
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
+            raise SharedMemoryFault(unlike)
+        status = os.stat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise SharedMemoryFault(f"file {number} of process {process} is not what it is said to be")
+            raise SharedMemoryFault(unlike)
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SharedMemoryFault(f"the memory of process {process} cannot be opened: {error.strerror}") from None
     try:
         # The seals fail for all but a memfd. With them its size stays as it is: so they come first.
-        if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(file).st_size != size:
-            raise SharedMemoryFault(f"file {number} of process {process} is not what it is said to be")
-        memory = _map(file, size, writable=False)
+        needed = seals | fcntl.F_SEAL_SHRINK
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & needed != needed or os.fstat(file).st_size != size:
+            raise SharedMemoryFault(unlike)
+        yield file, bytes.fromhex(token)
     except OSError as error:
         raise SharedMemoryFault(f"the memory of process {process} cannot be mapped: {error.strerror}") from None
     finally:
         os.close(file)
-    if memory[:_HEAD_BYTES].tobytes() != _MAGIC + bytes.fromhex(token):
-        raise SharedMemoryFault(f"file {number} of process {process} is another one than meant")
-    return memory
+
+
+def check_token(memory: Bytes, magic: bytes, token: bytes) -> None:
+    """Raises SharedMemoryFault: it is another segment than meant."""
+    if memory[: len(magic) + TOKEN_BYTES].tobytes() != magic + token:
+        raise SharedMemoryFault("it is another one than meant: its owner has closed that")
 
 
 @functools.cache

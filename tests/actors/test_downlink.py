@@ -17,6 +17,7 @@ from downlink_scene import (
     codec_of,
     hear,
     new_copy,
+    new_members,
     random_vector,
     run_with,
 )
@@ -152,8 +153,8 @@ def test_a_model_that_is_not_too_large_is_kept_whole_for_late_readers(dim: int) 
         bus = FakeBus()
         with ComputeThread("downlink-test") as compute:
             Downlink(
-                bus, Identity(CONTROLLER, 1), compute, codec_of("fp32"), run_id=RUN,  # type: ignore[arg-type]
-                weights=torch.empty(dim),
+                bus, Identity(CONTROLLER, 1), compute, codec_of("fp32"), new_members(),  # type: ignore[arg-type]
+                run_id=RUN, weights=torch.empty(dim),
             )  # fmt: skip
         whole = frames.chunk_count(4 * dim)
         assert bus.writers == [(ModelBlob, whole if 4 * dim <= RETAIN_BYTES else 1)]

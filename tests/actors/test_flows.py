@@ -74,7 +74,9 @@ def test_a_client_killed_in_mid_upload_leaves_no_trace_and_may_come_back(tmp_pat
     with Federation(domain=next(_domains), dim=25_000_000) as federation:
         controller = federation.controller(rounds=3, num_clients=2)
         client = federation.client(0, hold={"2": str(gate)})
-        victim = federation.client(1, die_after_bytes=20 << 20)
+        victim = federation.client(
+            1, die_after_bytes=20 << 20, network={"lease_s": 1.0, "shared_memory": False}
+        )  # else it would not be sent
         assert victim.wait(60.0) == -signal.SIGKILL
         client.wait_for("training", round=2)
         again = federation.client(1)

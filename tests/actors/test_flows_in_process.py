@@ -64,14 +64,18 @@ def run(
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("codec", ["fp32", "q8", "s4", "sq8"])
-def test_the_weights_do_not_depend_on_the_order_of_arrival(codec: str, version: int) -> None:
+def test_the_weights_do_not_depend_on_the_order_of_arrival_nor_on_the_way(codec: str, version: int) -> None:
     config = gradbus.FederatedConfig(
         rounds=3, num_clients=3, codec=codec, downlink_codec=codec, codec_version=version, eval_every=0
     )
     weights = []
-    for order in ([1, 2], [], []), ([], [1, 3], [2]):
-        reports = run(config, [SlowTask(slow) for slow in order])
+    for share, order in (True, ([1, 2], [], [])), (False, ([], [1, 3], [2])):
+        network = gradbus.NetworkConfig(shared_memory=share)
+        reports = run(config, [SlowTask(slow) for slow in order], network=network)
         assert [report.clients for report in reports] == [(0, 1, 2)] * 3
+        for report in reports:
+            assert report.bytes_up_shared == share * report.bytes_up
+            assert report.bytes_down_shared == share * report.bytes_down
         weights.append([report.weights_crc32 for report in reports])
     assert weights[0] == weights[1]
     assert len(set(weights[0])) == 3
@@ -111,7 +115,7 @@ def test_the_mean_of_the_clients_differences_is_added_to_the_model() -> None:
 
 
 def test_a_run_survives_ten_percent_packet_loss() -> None:
-    network = gradbus.NetworkConfig(profile="network", loss_per_mille=100)
+    network = gradbus.NetworkConfig(profile="network", loss_per_mille=100, shared_memory=False)
     config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0)
     reports = run(config, [SlowTask([]), SlowTask([])], network=network)
     assert [report.clients for report in reports] == [(0, 1)] * 3

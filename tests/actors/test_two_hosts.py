@@ -27,6 +27,7 @@ def network(here: Host, other: Host) -> dict[str, Any]:
         "interface": here.interface,
         "peers": [here.address, other.address],
         "lease_s": 1.0,
+        "shared_memory": False,  # the two are one machine, as far as memory is concerned
     }
 
 

@@ -13,16 +13,18 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.downlink import Downlink
+from gradbus.actors.members import Members
 from gradbus.actors.model_copy import ModelCopy
 from gradbus.codecs import Codec
 from gradbus.runtime import frames
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import NeedModel
+from gradbus.runtime.control import PROTOCOL, Hello, ModelHere, NeedModel
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.frames import CONTROLLER, FrameKey
 from gradbus.runtime.messages import Identity, ModelBlob
+from gradbus.runtime.sealed_memory import PayloadMemory
 
-RUN, DIM, CHUNK_BYTES = 0xABC, 3000, 1024
+RUN, SESSION, DIM, CHUNK_BYTES = 0xABC, 1, 3000, 1024
 LOSSY = ["q8", "s4", "sq8"]
 
 
@@ -41,6 +43,8 @@ class FakeBus:
     """Keeps what was sent; sending may be held up or fail."""
 
     def __init__(self) -> None:
+        self.memory = PayloadMemory(switched_on=True)
+        self.said: list[ModelHere] = []
         self.sent: list[Sent] = []
         self.writers: list[tuple[type, int]] = []
         self.started = 0
@@ -51,6 +55,10 @@ class FakeBus:
 
     def open_writer(self, kind: type, *, retained_samples: int = 1) -> None:
         self.writers.append((kind, retained_samples))
+
+    async def publish(self, sender: Identity, body: ModelHere) -> None:
+        self.said.append(body)
+        self.news.set()
 
     async def send_model(
         self, key: FrameKey, payload: Any, *, flags: int = 0, only: Sequence[int] | None = None
@@ -78,18 +86,30 @@ class FakeBus:
 class Scene:
     bus: FakeBus
     downlink: Downlink
+    members: Members
     weights: Tensor
     group: asyncio.TaskGroup
 
     def train(self, seed: int) -> None:
         self.weights += 0.01 * random_vector(seed)
 
-    def need(self, round_id: int, transfer: int = 0, seqs: Sequence[int] = (), run_id: int = RUN) -> None:
-        self.downlink.on_need(NeedModel(run_id, round_id, transfer, list(seqs)), self.group)
+    def need(
+        self, round_id: int, transfer: int = 0, seqs: Sequence[int] = (), run_id: int = RUN, client_id: int = 0
+    ) -> None:
+        self.downlink.on_need(client_id, NeedModel(run_id, round_id, transfer, list(seqs)), self.group)
+
+    def join(self, client_id: int, memory: str) -> None:
+        """A client is there, and says that it reads this memory."""
+        hello = Hello(PROTOCOL, DIM, 0, True, SESSION, "idle", -1, -1, "", -1, memory)
+        self.members.hello(client_id, 1, hello, now_s=0.0, next_round=1)
 
 
 def random_vector(seed: int) -> Tensor:
     return torch.randn(DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def new_members(memory: str = "") -> Members:
+    return Members(dim=DIM, layout=0, session=SESSION, dead_after_s=1e9, rival_after_s=1.0, memory=memory)
 
 
 def codec_of(name: str) -> Codec:
@@ -101,11 +121,12 @@ async def scene_of(name: str = "fp32") -> AsyncIterator[Scene]:
     bus, weights, codec = FakeBus(), random_vector(0), codec_of(name)
     with ComputeThread("downlink-test") as compute:
         async with asyncio.TaskGroup() as group:
+            members = new_members(bus.memory.here)
             downlink = Downlink(
-                bus, Identity(CONTROLLER, 1), compute, codec, run_id=RUN, weights=weights,  # type: ignore[arg-type]
-                held=None if codec.lossless else weights.clone(),
+                bus, Identity(CONTROLLER, SESSION), compute, codec, members, run_id=RUN,  # type: ignore[arg-type]
+                weights=weights, held=None if codec.lossless else weights.clone(),
             )  # fmt: skip
-            yield Scene(bus, downlink, weights, group)
+            yield Scene(bus, downlink, members, weights, group)
 
 
 def run_with(test: Callable[[Scene], Coroutine[Any, Any, None]], name: str = "fp32") -> None:

@@ -108,17 +108,18 @@ class Federation(AbstractContextManager["Federation"]):
         return node
 
     def controller(self, *, prefix: tuple[str, ...] = (), **federated: Any) -> Node:
-        """A controller; the settings are those of FederatedConfig, and ``fail_at``."""
+        """A controller; the settings are those of FederatedConfig, and ``fail_at``, ``network``, ``refuse_memory``: it
+        cannot open that of others."""
         fail_at = federated.pop("fail_at", None)
-        elsewhere = {"network": federated.pop("network")} if "network" in federated else {}
-        if "clock_offset_s" in federated:
-            elsewhere["clock_offset_s"] = federated.pop("clock_offset_s")
+        own = ("network", "clock_offset_s", "refuse_memory")
+        elsewhere = {name: federated.pop(name) for name in own if name in federated}
         rules = {"eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": 1.0, "round_timeout_s": 30.0, **federated}
         return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at, **elsewhere})
 
     def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
         """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains
-        until the path exists, or until it is called off."""
+        until the path exists, or until it is called off. ``die_after_offer``: when it has offered an update.
+        ``refuse_memory``: as of the controller."""
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 
     def __exit__(self, *_: object) -> None:

@@ -6,6 +6,7 @@ Started as ``python federation_node.py JSON``, with JSON lines on stdout, or for
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -17,18 +18,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memory_maps import mapped, open_files
+
 if __name__ == "__main__":  # this folder is for the import of helpers only
     sys.path.remove(str(Path(__file__).parent))
 
 import torch
 
 import gradbus
-from gradbus.actors import Client, Controller
+from gradbus.actors import Client, Controller, intake, model_memory
 from gradbus.models import NullTask
-from gradbus.runtime import logs
-from gradbus.runtime.control import Hello
+from gradbus.runtime import logs, sealed_memory
+from gradbus.runtime.control import Hello, Offer
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.messages import Identity, TrainCmd
+from gradbus.runtime.shared_memory import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
 
 Say = Callable[[dict[str, Any]], None]
@@ -46,7 +50,9 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
         async for report in controller.rounds():
             say({"event": "round", "run_id": controller.run_id, **report.to_json()})
         reports = [report.to_json() for report in controller.progress.reports]
-        say({"event": "done", "reports": reports, "rejected": dict(bus.rejected)})
+        say({"event": "done", "reports": reports, "rejected": dict(bus.rejected), **_traffic(bus)})
+    del controller
+    _tell_what_is_left(say)
 
 
 async def _client(spec: dict[str, Any], say: Say) -> None:
@@ -79,11 +85,53 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
         client = Client(bus, Task(spec["dim"], delta="seeded"), client_id=spec["client_id"], config=config)
         say({"event": "started"})
         summary = await client.run()
-        say({"event": "done", "rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up})
+        counts = {"rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up}
+        say({"event": "done", **counts, **_traffic(bus)})
+    del client
+    _tell_what_is_left(say)
 
 
-def _tell_what_is_said(say: Say) -> None:
-    """Tell of a command, and the how manieth it is for its round; and of a client that says it is ready."""
+def _traffic(bus: gradbus.Bus) -> dict[str, dict[str, int]]:
+    """Bytes of payload by topic: read in memory of others, sent and received in frames."""
+    small = ("train/control", "train/train_cmd")
+    sent, received = ({k: v for k, v in way.items() if k not in small} for way in (bus.sent_bytes, bus.received_bytes))
+    return {"shared": dict(bus.shared_bytes), "sent": sent, "received": received}
+
+
+def _tell_what_is_left(say: Say) -> None:
+    """Of shared memory, when all is over. Errors hold what they are about until they are collected."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("gradbus"):
+            thread.join(10.0)
+    say({"event": "left", "mapped": mapped(), "open_files": open_files()})
+
+
+def _tell_warnings(say: Say) -> None:
+    class Log:
+        def __init__(self, log: Any) -> None:
+            self._log = log
+
+        def warning(self, event: str, **facts: Any) -> None:
+            say({"event": "warning", "text": event, **facts})
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._log, name)
+
+    for module in (intake, model_memory, sealed_memory):
+        module.log = Log(module.log)  # type: ignore[attr-defined]
+
+
+def _refuse_memory() -> None:
+    def read(place: str, size: int) -> memoryview:
+        raise SharedMemoryFault("permission denied, says the test")
+
+    intake.read = model_memory.read = read  # type: ignore[attr-defined]
+
+
+def _tell_what_is_said(say: Say, *, dies: bool) -> None:
+    """Tell of a command, and the how manieth it is for its round; and of a client that says it is ready. ``dies``: when
+    it has offered an update, before it hears an answer."""
     publish, commands, told = gradbus.Bus.publish, Counter[int](), set[int]()
 
     async def watched(self: gradbus.Bus, sender: Identity, message: Any) -> None:
@@ -94,6 +142,8 @@ def _tell_what_is_said(say: Say) -> None:
         if isinstance(message, Hello) and message.ready and message.session and message.next_round not in told:
             told.add(message.next_round)
             say({"event": "ready", "from_round": message.next_round})
+        if dies and isinstance(message, Offer):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     gradbus.Bus.publish = watched  # type: ignore[method-assign]
 
@@ -108,7 +158,10 @@ def run(spec: dict[str, Any], say: Say) -> int:
     """Play the role; returns the exit code."""
     logs.configure(level=os.environ.get("TEST_LOG", "warning"))
     torch.set_num_threads(1)
-    _tell_what_is_said(say)
+    _tell_what_is_said(say, dies=spec.get("die_after_offer", False))
+    _tell_warnings(say)
+    if spec.get("refuse_memory"):
+        _refuse_memory()
     code = 0
     try:
         asyncio.run(_controller(spec, say) if spec["role"] == "controller" else _client(spec, say))

@@ -23,6 +23,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import Grant, Offer, Receipt
 from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.messages import ClientUpdate, Identity
+from gradbus.runtime.sealed_memory import PayloadMemory
 
 RUN, DIM, CHUNK_BYTES = 0xABC, 100, 64
 MAX_SAMPLES = 1 << 30
@@ -33,6 +34,7 @@ class FakeBus:
     """Keeps what was published; somebody may wait for it."""
 
     def __init__(self) -> None:
+        self.memory = PayloadMemory(switched_on=True)
         self.said: list[Any] = []
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
@@ -151,6 +153,7 @@ class Sender:
     num_samples: int = 10
     seed: int = 0
     payload: bytes = b""
+    memory: str = ""
 
     @property
     def delta(self) -> Tensor:
@@ -162,7 +165,9 @@ class Sender:
 
     @property
     def offer(self) -> Offer:
-        return Offer(self.run_id, self.round_id, self.transfer, len(self.data), self.num_samples, 0.5, 1.0, 0.1)
+        return Offer(
+            self.run_id, self.round_id, self.transfer, len(self.data), self.num_samples, 0.5, 1.0, 0.1, self.memory
+        )
 
     @property
     def frames(self) -> list[ClientUpdate]:
