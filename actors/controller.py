@@ -377,7 +377,7 @@ class Controller:
         log.info(
             "round done", round=round_id, accuracy=report.accuracy, loss=report.loss, clients=list(report.clients),
             outcome=report.outcome, seconds=round(report.seconds, 3),
-            shared_bytes=report.bytes_up_shared + report.bytes_down_shared,
+            bytes_shared=report.bytes_shared,
         )  # fmt: skip
         return report
 

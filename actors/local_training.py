@@ -79,7 +79,8 @@ class LocalTraining:
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
         encoded_s = time.perf_counter()
-        sealed = self._memory.put(payload)
+        here = self._memory.here
+        sealed = self._memory.put(payload) if here and here == welcome.memory else None
         offer = Offer(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=int(outcome.num_samples), loss=float(outcome.loss), train_s=trained_s - started_s,

@@ -116,6 +116,7 @@ class Reception:
             to=member.client_id, incarnation=member.incarnation, run_id=self._run_id, next_round=member.from_round,
             codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
             codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
+            memory=self._bus.memory.here,
         )  # fmt: skip
         await self._bus.publish(self._identity, welcome)
         await self._downlink.welcome(member.client_id)

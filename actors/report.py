@@ -53,6 +53,11 @@ class RoundReport:
     weights_crc32: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def bytes_shared(self) -> int:
+        """What did not go over DDS, up and down together."""
+        return self.bytes_up_shared + self.bytes_down_shared
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return {**asdict(self), "clients": list(self.clients), "dropped": dict(self.dropped)}

@@ -24,6 +24,7 @@ def _codecs() -> tuple[list[Row], dict[str, Any]]:
 PARTS = {
     "codecs": _codecs,
     "overhead": bench_overhead.overhead_rows,
+    "overhead-dds": bench_overhead.overhead_rows_over_dds,
     "durable": bench_overhead.durable_rows,
     "memory": bench_overhead.memory_rows,
     "determinism": bench_overhead.determinism_rows,

@@ -24,7 +24,7 @@ def federated(
     """One run: a controller process and some client processes. Returns what each of them reported."""
     common = {"job": f"bench-{os.getpid()}", "domain": _DOMAIN, "dim": dim}
     extra: dict[str, Any] = {
-        key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "uvloop") if key in settings
+        key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "uvloop", "shared_memory") if key in settings
     }
     rules = {"rounds": rounds, "num_clients": clients, "eval_every": 0, "start_timeout_s": 120.0, **settings}
     controller = bench_process.start({**common, **extra, "role": "controller", "federated": rules})
@@ -56,37 +56,54 @@ def cpu_per_round_s(controller: dict[str, Any], clients: list[dict[str, Any]], r
     return float(total)
 
 
-def overhead_rows(repeats: int = 3) -> tuple[list[Row], dict[str, Any]]:
-    """Round overhead with 4.8 MB and 100 MB, and the loop's gaps with 100 MB."""
+def overhead_rows(repeats: int = 3, *, shared_memory: bool = True) -> tuple[list[Row], dict[str, Any]]:
+    """Round overhead with 4.8 MB and 100 MB, and the loop's gaps with 100 MB.
+
+    Args:
+        shared_memory: as it is by itself on one machine; False: everything goes over DDS, as between machines.
+    """
+    way = "" if shared_memory else ", DDS only"
     small, cpu, start, samples = [], [], [], {}
     for _ in range(repeats):
-        controller, clients = federated(MODEL_4_8_MB, clients=2, processes=2, rounds=40)
+        controller, clients = federated(
+            MODEL_4_8_MB, clients=2, processes=2, rounds=40, shared_memory=shared_memory
+        )  # fmt: skip
         small += periods_s(controller)
         cpu.append(cpu_per_round_s(controller, clients, 40))
         opened = max(controller["opened_s"], *(client["opened_s"] for client in clients))
         start.append(max(client["first_command_s"] for client in clients) - opened)
     large, gaps = [], []
     for _ in range(repeats):
-        controller, clients = federated(MODEL_100_MB, clients=2, processes=2, rounds=6, gaps=True)
+        controller, clients = federated(
+            MODEL_100_MB, clients=2, processes=2, rounds=6, gaps=True, shared_memory=shared_memory
+        )  # fmt: skip
         large += periods_s(controller)
         gaps.append(max(controller["gap_p99_s"], *(client["gap_p99_s"] for client in clients)))
     samples = {
-        "overhead_4_8_mb_s": small,
-        "cpu_s": cpu,
-        "overhead_100_mb_s": large,
-        "gap_p99_s": gaps,
-        "start_s": start,
+        f"overhead_4_8_mb_s{way}": small,
+        f"cpu_s{way}": cpu,
+        f"overhead_100_mb_s{way}": large,
+        f"gap_p99_s{way}": gaps,
+        f"start_s{way}": start,
     }
     rows = [
         at_most(
-            "round overhead, 4.8 MB fp32, 2 client processes", 1e3 * statistics.median(small), 60, "ms", _spread(small)
+            f"round overhead, 4.8 MB fp32, 2 client processes{way}", 1e3 * statistics.median(small), 60, "ms",
+            _spread(small),
         ),
-        at_most("processor time of a round, all processes", 1e3 * statistics.median(cpu), 90, "ms", _spread(cpu)),
-        at_most("round overhead, 100 MB", statistics.median(large), 1.5, "s", _spread(large)),
-        at_most("event loop late, p99, worst process, 100 MB", 1e3 * statistics.median(gaps), 20, "ms", _spread(gaps)),
-        at_most("start to the first command", statistics.median(start), 1.5, "s", _spread(start)),
-    ]
+        at_most(f"processor time of a round, all processes{way}", 1e3 * statistics.median(cpu), 90, "ms", _spread(cpu)),
+        at_most(f"round overhead, 100 MB{way}", statistics.median(large), 1.5, "s", _spread(large)),
+        at_most(
+            f"event loop late, p99, worst process, 100 MB{way}", 1e3 * statistics.median(gaps), 20, "ms", _spread(gaps)
+        ),
+        at_most(f"start to the first command{way}", statistics.median(start), 1.5, "s", _spread(start)),
+    ]  # fmt: skip
     return rows, samples
+
+
+def overhead_rows_over_dds(repeats: int = 3) -> tuple[list[Row], dict[str, Any]]:
+    """The same with shared memory switched off."""
+    return overhead_rows(repeats, shared_memory=False)
 
 
 def durable_rows() -> tuple[list[Row], dict[str, Any]]:

@@ -80,7 +80,8 @@ async def run_controller(spec: dict[str, Any]) -> dict[str, Any]:
     import gradbus
     from gradbus.models import NullTask
 
-    async with gradbus.connect(job=spec["job"], domain=spec["domain"]) as bus:
+    share = spec.get("shared_memory", True)
+    async with gradbus.connect(job=spec["job"], domain=spec["domain"], shared_memory=share) as bus:
         empty = memory_bytes("VmRSS")
         opened_s = time.time()
         config = gradbus.FederatedConfig(**spec["federated"])
@@ -132,7 +133,8 @@ async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
             time.sleep(delay_s.get(str(arguments["client_id"]), 0.0))  # for another order of arrival
             return super().train(model, **arguments)
 
-    async with gradbus.connect(job=spec["job"], domain=spec["domain"]) as bus:
+    share = spec.get("shared_memory", True)
+    async with gradbus.connect(job=spec["job"], domain=spec["domain"], shared_memory=share) as bus:
         opened_s = time.time()
         async with loop_gaps(spec.get("gaps", False)) as gaps, asyncio.TaskGroup() as group:
             for client_id in spec["clients"]:

@@ -52,10 +52,11 @@ class PlainLines:
         pass
 
     def round_done(self, report: RoundReport) -> None:
+        shared = f" ({size(report.bytes_shared)} of it in memory)" if report.bytes_shared else ""
         text = (
             f"round {report.round_id}/{self._progress.rounds}: clients {len(report.clients)}/{report.expected}, "
             f"loss {number(report.loss, 4)}, accuracy {percent(report.accuracy)}, "
-            f"up {size(report.bytes_up)}, down {size(report.bytes_down)}, train {report.train_s:.2f} s, "
+            f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
             f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
         )
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -141,7 +142,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if run[-1] > run[0] + 1 else ", ".join(map(str, run)) for run in runs)
 
 
-def rounds_table(reports: Iterable[RoundReport], width: int | None = None) -> Table:
+def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Table:
     """The rounds as a table, one row each. ``width``: characters there are; columns that do not fit are left out."""
     columns: dict[str, Callable[[RoundReport], str]] = {
         "round": lambda report: str(report.round_id),
@@ -150,12 +151,16 @@ def rounds_table(reports: Iterable[RoundReport], width: int | None = None) -> Ta
         "accuracy": lambda report: percent(report.accuracy),
         "up": lambda report: size(report.bytes_up),
         "down": lambda report: size(report.bytes_down),
+        "in memory": lambda report: size(report.bytes_shared),
         "train s": lambda report: f"{report.train_s:.2f}",
         "wire s": lambda report: f"{report.wire_s:.2f}",
         "aggregate s": lambda report: f"{report.aggregate_s:.3f}",
         "total s": lambda report: f"{report.seconds:.2f}",
     }
-    return fitted_table(columns, list(reports), width, spare=("aggregate s", "wire s", "down", "train s", "loss"))
+    spare = ["in memory", "aggregate s", "wire s", "down", "train s", "loss"]
+    if not any(report.bytes_shared for report in reports):
+        del columns["in memory"], spare[0]
+    return fitted_table(columns, reports, width, spare=spare)
 
 
 def fitted_table(

@@ -23,13 +23,16 @@ class Totals:
     """Sums over the reports of one run. Each report is looked at once, however many there are.
 
     Attributes:
-        rounds: reports so far. bytes_up, bytes_down, seconds, phase_seconds, dropped: their sums.
+        rounds: reports so far. bytes_up, bytes_down, bytes_up_shared, bytes_down_shared, seconds, phase_seconds,
+            dropped: their sums.
         loss: of the newest report. accuracy, eval_loss: of the newest one that was evaluated.
     """
 
     rounds: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
+    bytes_up_shared: int = 0
+    bytes_down_shared: int = 0
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     dropped: Counter[str] = field(default_factory=Counter)
@@ -43,6 +46,8 @@ class Totals:
             self.rounds += 1
             self.bytes_up += report.bytes_up
             self.bytes_down += report.bytes_down
+            self.bytes_up_shared += report.bytes_up_shared
+            self.bytes_down_shared += report.bytes_down_shared
             self.seconds += report.seconds
             for phase in PHASES:
                 self.phase_seconds[phase] += getattr(report, f"{phase}_s")
@@ -119,6 +124,7 @@ class JobCollector(Collector):
                 "phase_seconds", "Seconds of the rounds by phase; of clients, the slowest one's", "phase"
             ),
             "bytes": counter("bytes", "Encoded updates (up), and encoded models times clients (down)", "direction"),
+            "shared": counter("bytes_shared", "Those of them that passed through memory, not over DDS", "direction"),
             "dropped": counter("updates_dropped", "Updates and frames of rounds that were not counted", "reason"),
             "rejected": counter("samples_rejected", "Samples that were dropped before they became messages", "reason"),
         }
@@ -141,6 +147,8 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
     put("seconds", totals.seconds)
     put("bytes", totals.bytes_up, "up")
     put("bytes", totals.bytes_down, "down")
+    put("shared", totals.bytes_up_shared, "up")
+    put("shared", totals.bytes_down_shared, "down")
     for phase, seconds in totals.phase_seconds.items():
         put("phases", seconds, phase)
     for reason, count in totals.dropped.items():

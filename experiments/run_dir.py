@@ -111,6 +111,8 @@ def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
         "loss": reports[-1].loss if reports else None,
         "bytes_up": sum(report.bytes_up for report in reports),
         "bytes_down": sum(report.bytes_down for report in reports),
+        "bytes_up_shared": sum(report.bytes_up_shared for report in reports),
+        "bytes_down_shared": sum(report.bytes_down_shared for report in reports),
         "train_s": round(sum(report.train_s for report in reports), 3),
         "wire_s": round(sum(report.wire_s for report in reports), 3),
         "aggregate_s": round(sum(report.aggregate_s for report in reports), 3),

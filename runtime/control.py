@@ -72,6 +72,7 @@ class Welcome:
         codec: name of the uplink codec, with its options.
         num_clients: clients the run expects, 0 if it does not know.
         heartbeat_s: how often to say Hello.
+        memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
     """
 
     to: U32
@@ -84,6 +85,7 @@ class Welcome:
     codec_version: Literal[1, 2]
     num_clients: U32
     heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
+    memory: Name = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

@@ -16,9 +16,10 @@ from gradbus import codecs
 from gradbus.actors.local_training import LocalTraining
 from gradbus.models import NullTask
 from gradbus.runtime import control, frames
-from gradbus.runtime.control import Failed, Hello, Leave, NeedModel, Offer, Receipt, Status
+from gradbus.runtime.control import Failed, Hello, Leave, ModelHere, NeedModel, Offer, Receipt, Status
 from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.messages import ClientUpdate, Identity, ModelBlob, TrainCmd
+from gradbus.runtime.shared_memory import machine
 
 DIM = 20_000
 _domains = itertools.count(205)
@@ -56,11 +57,19 @@ class Attacker:
             for body in self._lies(run_id):
                 await self._bus.publish(liar, body)
 
+    def _place(self) -> str:
+        """Of memory that is not there, is somebody else's, or is no memory."""
+        rng = self._random
+        process = rng.choice([1, os.getpid(), os.getppid(), 4_194_304])
+        return rng.choice(["", "x", f"{machine()} {process} {rng.randrange(60)} {rng.getrandbits(128):032x}"])
+
     def _lies(self, run_id: int) -> list[control.Body]:
         rng = self._random
         return [
             Hello(2, rng.getrandbits(40), rng.getrandbits(64), True, 0, "x" * 50, 5, 5, "nobody:0", -1),
             Offer(run_id, 1, rng.getrandbits(32), rng.getrandbits(60), rng.getrandbits(40), float("nan"), 1.0, 1.0),
+            Offer(run_id, rng.randrange(1, 4), rng.getrandbits(32), 8 * DIM // 10, 5, 0.5, 1.0, 1.0, self._place()),
+            ModelHere(run_id, rng.randrange(4), rng.getrandbits(8), rng.random() < 0.5, 4 * DIM, self._place()),
             NeedModel(run_id, rng.randrange(4), rng.getrandbits(32), [rng.randrange(1 << 20) for _ in range(256)]),
             Failed(run_id, 1, "not true"),
             Leave("nor this"),

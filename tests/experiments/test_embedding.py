@@ -172,11 +172,11 @@ def test_status_answers_at_once_and_shows_progress_while_rounds_run(job: str, do
 def test_metrics_agree_with_the_reports(job: str, domain: int) -> None:
     async def scenario() -> tuple[FederatedService, dict[tuple[str, ...], float]]:
         service = FederatedService()
-        service.add_job(job, NullTask(1000), rules(3, 2), domain=domain)
+        service.add_job(job, NullTask(5000), rules(3, 2), domain=domain)
         async with asyncio.timeout(30), serving(service) as web:
             await web.until(job, "waiting")
             assert (await web.metrics())["gradbus_controller_up", job] == 1
-            async with clients(job, domain, [NullTask(1000)] * 2):
+            async with clients(job, domain, [NullTask(5000)] * 2):
                 await web.until(job, "done")
             return service, await web.metrics()
 
@@ -184,7 +184,9 @@ def test_metrics_agree_with_the_reports(job: str, domain: int) -> None:
     reports = service.jobs[job].progress.reports
     assert metrics["gradbus_rounds_total", job] == len(reports) == 3
     assert metrics["gradbus_bytes_total", job, "up"] == sum(report.bytes_up for report in reports) > 0
-    assert metrics["gradbus_bytes_total", job, "down"] == sum(report.bytes_down for report in reports) == 3 * 2 * 4000
+    assert metrics["gradbus_bytes_total", job, "down"] == sum(report.bytes_down for report in reports) == 3 * 2 * 20_000
+    for way in ("up", "down"):
+        assert metrics["gradbus_bytes_shared_total", job, way] == metrics["gradbus_bytes_total", job, way]
     for phase in ("train", "encode", "wire", "aggregate", "checkpoint", "publish", "eval"):
         seconds = sum(getattr(report, f"{phase}_s") for report in reports)
         assert metrics["gradbus_phase_seconds_total", job, phase] == pytest.approx(seconds)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from gradbus.experiments.doctor import judge
 from gradbus.experiments.doctor_facts import Verdict, port_range
 from gradbus.experiments.doctor_probe import Measured
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
-from gradbus.experiments.live import LiveTable, PlainLines, size
+from gradbus.experiments.live import LiveTable, PlainLines, rounds_table, size
 from gradbus.experiments.logfile import LogFile
 from gradbus.experiments.run_dir import RunDirectory
 from gradbus.runtime import errors
@@ -28,6 +29,8 @@ from gradbus.runtime.settings import BusSettings
 REPORT = RoundReport(
     round_id=2, clients=(0, 1), expected=2, loss=0.5, accuracy=0.9, bytes_up=9_599_056, bytes_down=1000, train_s=1.5
 )
+
+SHARED = replace(REPORT, bytes_up_shared=9_599_056, bytes_down_shared=1000)
 
 
 def test_every_error_of_a_run_has_its_own_exit_code() -> None:
@@ -86,7 +89,16 @@ def test_a_plain_line_holds_what_a_row_holds() -> None:
     console = Console(file=io.StringIO(), width=40)
     PlainLines(console, Progress(rounds=10)).round_done(REPORT)
     (line,) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert line.startswith("round 2/10: clients 2/2, loss 0.5000, accuracy 90.00 %, up 9.60 MB, down 1.00 kB")
+    assert line.startswith("round 2/10: clients 2/2, loss 0.5000, accuracy 90.00 %, up 9.60 MB, down 1.00 kB, train")
+
+
+def test_what_passed_through_memory_is_shown_where_something_did() -> None:
+    for report, shown in ((SHARED, True), (REPORT, False)):
+        plain, table = (Console(file=io.StringIO(), width=120) for _ in range(2))
+        PlainLines(plain, Progress(rounds=10)).round_done(report)
+        table.print(rounds_table([report]))
+        assert ("down 1.00 kB (9.60 MB of it in memory), train" in plain.file.getvalue()) is shown  # type: ignore[attr-defined]
+        assert ("in memory" in table.file.getvalue()) is shown  # type: ignore[attr-defined]
 
 
 def test_sizes_are_decimal() -> None:
