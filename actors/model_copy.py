@@ -50,9 +50,11 @@ class ModelCopy:
         """Take a frame. Returns the transfer and its payload when all of it is there, for
         :meth:`decode` and :meth:`adopt`."""
         frame, key = message.frame, message.frame.key
+        known = key in self._keys
         if key in self._in_memory or not self._follow(key, frame.flags):
             return None
-        self._assembler.expect(key, max_bytes=self._max_bytes)
+        if not known:  # one that is complete, and is being decoded, does not begin anew
+            self._assembler.expect(key, max_bytes=self._max_bytes)
         try:
             verdict = self._assembler.feed(frame)
         except FrameError as error:

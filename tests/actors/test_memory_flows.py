@@ -135,17 +135,21 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model
     assert sorted(os.listdir("/dev/shm")) == before
 
 
-def test_a_client_that_comes_late_reads_the_model_of_the_open_round_in_memory(
-    federation: Federation, tmp_path: Path
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_client_that_comes_late_reads_the_model_of_the_open_round_in_memory_or_gets_its_frames(
+    shares: bool, federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     controller = federation.controller(rounds=3, min_clients=1, start_grace_s=0.0)
     client = federation.client(0, hold={"2": str(gate)})
     client.wait_for("training", round=2)
-    late = federation.client(1)
+    late = federation.client(1, **({} if shares else {"network": OFF}))
     late.wait_for("ready")
     gate.touch()
     done, _, other = finish(controller, client, late)
     assert [report["clients"] for report in done["reports"]] == [[0], [0], [0, 1]]
-    assert (done["sent"], other["received"]) == ({}, {})
-    assert other["shared"] == {DOWN: 3 * MODEL}
+    if shares:
+        assert (done["sent"], other["received"], other["shared"]) == ({}, {}, {DOWN: 3 * MODEL})
+    else:
+        assert other["shared"] == {}
+        assert 2 * MODEL < other["received"][DOWN] == done["sent"][DOWN]

@@ -256,6 +256,15 @@ def test_nothing_is_collected_once_the_newest_model_is_there() -> None:
     assert len(copy._assembler) == len(copy._keys) == 0
 
 
+def test_a_frame_that_is_repeated_while_its_model_is_decoded_begins_nothing() -> None:
+    copy = new_copy()
+    blobs = full(1, 1, vector(1))
+    complete = [found for blob in blobs if (found := copy.feed(blob)) is not None]
+    assert copy.feed(blobs[0]) is None
+    assert len(copy._assembler) == 0
+    assert take(copy, complete[0])
+
+
 def test_another_run_starts_from_nothing() -> None:
     copy = new_copy()
     give(copy, full(4, 1, vector(4)))
