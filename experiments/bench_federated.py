@@ -2,13 +2,15 @@
 
 ``make bench-federated`` or ``python -m gradbus.experiments.bench_federated``; the exit code is 1 if a figure falls
 short. ``--part`` runs some of it: bytes and codecs take seconds, overhead, memory and determinism some minutes,
-accuracy (24 runs of 10 rounds on MNIST) about 20 minutes on 2 cores.
+accuracy (24 runs of 10 rounds on MNIST) about 20 minutes on 2 cores. ``--dds-only`` measures overhead, durable and
+memory with no memory shared between the processes, as between machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,15 @@ def _codecs() -> tuple[list[Row], dict[str, Any]]:
 PARTS = {
     "codecs": _codecs,
     "overhead": bench_overhead.overhead_rows,
-    "overhead-dds": bench_overhead.overhead_rows_over_dds,
     "durable": bench_overhead.durable_rows,
     "memory": bench_overhead.memory_rows,
     "determinism": bench_overhead.determinism_rows,
     "accuracy": bench_accuracy.accuracy_rows,
+}
+_OVER_DDS = {
+    "overhead": partial(bench_overhead.overhead_rows, shared_memory=False),
+    "durable": partial(bench_overhead.durable_rows, shared_memory=False),
+    "memory": partial(bench_overhead.memory_rows, shared_memory=False),
 }
 
 
@@ -37,12 +43,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this; may be given several times")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-federated.json"), help="file of results")
+    parser.add_argument("--dds-only", action="store_true", help="everything over DDS, as between machines")
     arguments = parser.parse_args()
     rows: list[Row] = []
     samples: dict[str, Any] = {}
     for name in arguments.part or PARTS:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        more, taken = PARTS[name]()
+        more, taken = _OVER_DDS[name]() if arguments.dds_only and name in _OVER_DDS else PARTS[name]()
         rows += more
         samples |= taken
     return finish("Federated runs: asked and measured", rows, arguments.out, samples)

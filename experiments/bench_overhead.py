@@ -62,7 +62,7 @@ def overhead_rows(repeats: int = 3, *, shared_memory: bool = True) -> tuple[list
     Args:
         shared_memory: as it is by itself on one machine; False: everything goes over DDS, as between machines.
     """
-    way = "" if shared_memory else ", DDS only"
+    way = _way(shared_memory)
     small, cpu, start, samples = [], [], [], {}
     for _ in range(repeats):
         controller, clients = federated(
@@ -101,27 +101,31 @@ def overhead_rows(repeats: int = 3, *, shared_memory: bool = True) -> tuple[list
     return rows, samples
 
 
-def overhead_rows_over_dds(repeats: int = 3) -> tuple[list[Row], dict[str, Any]]:
-    """The same with shared memory switched off."""
-    return overhead_rows(repeats, shared_memory=False)
-
-
-def durable_rows() -> tuple[list[Row], dict[str, Any]]:
+def durable_rows(*, shared_memory: bool = True) -> tuple[list[Row], dict[str, Any]]:
     """The same with a durable checkpoint in every round."""
     import tempfile
 
     rows, samples = [], {}
     for name, dim, rounds in (("4.8 MB", MODEL_4_8_MB, 30), ("100 MB", MODEL_100_MB, 6)):
         with tempfile.TemporaryDirectory() as directory:
-            controller, _ = federated(dim, clients=2, processes=2, rounds=rounds, state_dir=directory)
+            controller, _ = federated(
+                dim, clients=2, processes=2, rounds=rounds, state_dir=directory, shared_memory=shared_memory
+            )
         taken = periods_s(controller)
+        name += _way(shared_memory)
         samples[f"durable_{name}"] = taken
         rows.append(shown(f"round overhead with a checkpoint (fsync), {name}", 1e3 * statistics.median(taken), "ms"))
     return rows, samples
 
 
-def memory_rows(counts: tuple[int, ...] = (2, 8, 32)) -> tuple[list[Row], dict[str, Any]]:
-    """Peak memory of the controller above its idle memory, in models of 100 MB."""
+def memory_rows(
+    counts: tuple[int, ...] = (2, 8, 32), *, shared_memory: bool = True
+) -> tuple[list[Row], dict[str, Any]]:
+    """Peak memory of the controller above its idle memory, in models of 100 MB.
+
+    Of what lies in shared memory, the update that it reads is part of that. Its model, which the clients read, is not:
+    the controller does not look at it. There is one of it on the machine, in place of one in each client.
+    """
     rows, samples = [], {}
     for count in counts:
         controller, _ = federated(
@@ -132,13 +136,15 @@ def memory_rows(counts: tuple[int, ...] = (2, 8, 32)) -> tuple[list[Row], dict[s
             timeout_s=580.0,
             round_timeout_s=300.0,
             dead_after_s=20.0,
+            shared_memory=shared_memory,
         )
         size = 4.0 * MODEL_100_MB
         above_idle = (controller["peak_bytes"] - controller["idle_bytes"]) / size
         above_empty = (controller["peak_bytes"] - controller["empty_bytes"]) / size
         samples[f"memory_{count}"] = {key: controller[key] for key in ("empty_bytes", "idle_bytes", "peak_bytes")}
         note = f"{above_empty:.2f} above the process before it had a model"
-        rows.append(at_most(f"controller's peak above idle, 100 MB, {count} clients", above_idle, 4, "models", note))
+        what = f"controller's peak above idle, 100 MB, {count} clients{_way(shared_memory)}"
+        rows.append(at_most(what, above_idle, 4, "models", note))
     return rows, samples
 
 
@@ -159,6 +165,10 @@ def determinism_rows() -> tuple[list[Row], dict[str, Any]]:
         weights.append([report["weights_crc32"] for report in controller["reports"]])
     same = weights[0] == weights[1] and len(set(weights[0])) > 1
     return [Row("weights after each round, other order of arrival", "equal", float(same), "", same)], {"crc32": weights}
+
+
+def _way(shared_memory: bool) -> str:
+    return "" if shared_memory else ", DDS only"
 
 
 def _spread(values: list[float]) -> str:

@@ -191,8 +191,9 @@ def test_a_client_that_dies_and_is_back_at_once_does_not_hold_up_the_open_round(
 
 
 def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
-    # 100 MB fill every queue on the way to a client that does not read.
-    with Federation(domain=next(_domains), dim=25_000_000) as federation:
+    # 100 MB fill every queue on the way to a client that does not read. In memory they would fill none.
+    network = {"lease_s": 1.0, "shared_memory": False}
+    with Federation(domain=next(_domains), dim=25_000_000, network=network) as federation:
         controller = federation.controller(rounds=3, num_clients=2, round_timeout_s=60.0)
         clients = [federation.client(0), federation.client(1, block_loop_in=1)]
         reports = finish(controller, clients[0])
