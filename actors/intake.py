@@ -110,6 +110,7 @@ class Intake:
         self._unreadable: dict[int, int] = {}  # client -> which start of it has memory that cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
+        self._repaired_s = 0.0
         self.tally = Tally()
         self.dropped: Counter[str] = Counter()
         self._rejected_before: Counter[str] = Counter()
@@ -164,7 +165,7 @@ class Intake:
             granted = next((t for t in self._transfers.values() if t.client_id == client_id), None)
             if granted is not None and granted.payload is not None:
                 return  # all of it is here and will count or be refused in a moment: only then another one may come
-            if granted is not None and (granted.incarnation, granted.offer) != (incarnation, offer):
+            if granted is not None and (granted.incarnation, _said(granted.offer)) != (incarnation, _said(offer)):
                 self._drop(granted.key)  # it started again, or trained again: only its newest update counts
                 granted = None
             if granted is None and self._may_read(client_id, incarnation, offer):
@@ -235,6 +236,8 @@ class Intake:
                 async with self._folding:
                     await self._fold(self._complete.popleft())
                 await self._grant_more()
+                if self._complete and time.monotonic() - self._repaired_s > REPAIR_AFTER_S:
+                    await self._repair()  # what lies in memory may keep this busy for as long as it likes
 
     async def _read(self, transfer: _Transfer) -> None:
         """Find the update in its client's memory; where that fails, have it sent."""
@@ -305,12 +308,12 @@ class Intake:
         await self._say(Grant(transfer.client_id, transfer.incarnation, offer.round_id, offer.transfer))
 
     async def _repair(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._repaired_s = time.monotonic()
         for transfer in list(self._transfers.values()):
             silent_s = now_s - max(transfer.progressed_s, transfer.asked_s)
             if transfer.payload is not None or transfer.in_memory or silent_s < REPAIR_AFTER_S:
                 continue
-            if now_s - transfer.progressed_s > STALL_AFTER_S:
+            if now_s - transfer.progressed_s > STALL_AFTER_S and transfer.asked_s:
                 self.dropped["stalled"] += 1
                 self._drop(transfer.key)  # its client repeats the offer when it can
                 await self._grant_more()
@@ -357,3 +360,9 @@ class Intake:
             await self._bus.publish(self._identity, body)
         except WriteTimeout as error:  # it will be said again when asked again
             log.warning("not sent", message=type(body).__name__, reason=str(error))
+
+
+def _said(offer: Offer) -> tuple[Any, ...]:
+    """What makes it the same offer, said again. Without the figures of training, which may be no numbers: such are not
+    even equal to themselves."""
+    return (offer.run_id, offer.round_id, offer.transfer, offer.total_bytes, offer.num_samples, offer.memory)

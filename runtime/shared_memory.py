@@ -166,9 +166,8 @@ def attach(place: str, size: int) -> Bytes:
         SharedMemoryFault: it is not on this machine, or cannot be opened from here.
     """
     with opened(place, size, seals=0) as (file, token):
-        memory = map_file(file, size, writable=False)
-    check_token(memory, _MAGIC, token)
-    return memory
+        check_token(file, _MAGIC, token)
+        return map_file(file, size, writable=False)
 
 
 @contextlib.contextmanager
@@ -200,7 +199,8 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise SharedMemoryFault(unlike)
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # It may have become another one since. Then this neither waits, nor makes a terminal that of this process.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise SharedMemoryFault(f"the memory of process {process} cannot be opened: {error.strerror}") from None
     try:
@@ -215,9 +215,9 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
         os.close(file)
 
 
-def check_token(memory: Bytes, magic: bytes, token: bytes) -> None:
+def check_token(file: int, magic: bytes, token: bytes) -> None:
     """Raises SharedMemoryFault: it is another segment than meant."""
-    if memory[: len(magic) + TOKEN_BYTES].tobytes() != magic + token:
+    if os.pread(file, len(magic) + TOKEN_BYTES, 0) != magic + token:
         raise SharedMemoryFault("it is another one than meant: its owner has closed that")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from memory_maps import mapped, open_files
 from gradbus import codecs
 from gradbus.actors import intake
 from gradbus.actors.rounds import Round
+from gradbus.runtime.control import NeedUpdate
 from gradbus.runtime.sealed_memory import PayloadMemory, Sealed
 from gradbus.runtime.shared_memory import SharedMemoryFault, machine
 from gradbus.runtime.topics import TOPICS, ClientUpdate
@@ -291,10 +293,10 @@ def test_a_file_of_the_controllers_own_is_not_read(tmp_path: Path, logged: list[
         parts = secret.place.split(" ")
         parts[3] = "0" * 32
         with (tmp_path / "weights").open("wb") as file:
-            for number in (parts[2], str(file.fileno())):
+            for client_id, number in enumerate((parts[2], str(file.fileno()))):
                 parts[2] = number
-                await replace(Sender(0, transfer=int(number) + 1), memory=" ".join(parts)).offer_to(hall)
-                await hall.until(lambda: hall.bus.granted)
+                await replace(Sender(client_id), memory=" ".join(parts)).offer_to(hall)
+                await hall.until(lambda count=client_id + 1: len(hall.bus.granted) == count)
         assert hall.round.accepted == set()
 
     run_with(test)
@@ -325,5 +327,45 @@ def test_another_attempt_at_a_round_reads_no_second_time() -> None:
         await sender.offer_to(hall)
         assert hall.bus.receipts == [(0, True)] * 2
         assert hall.strategy.added == [0]
+
+    run_with(test)
+
+
+def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "REPAIR_AFTER_S", 0.02)
+    monkeypatch.setattr(intake, "STALL_AFTER_S", 0.04)
+
+    async def test(hall: Hall) -> None:
+        add = hall.strategy.add
+
+        def slowly(*arguments: Any) -> None:
+            time.sleep(0.03)
+            add(*arguments)
+
+        monkeypatch.setattr(hall.strategy, "add", slowly)
+        far = Sender(0)
+        await far.offer_to(hall)
+        for frame in far.frames[:-1]:
+            await hall.intake.on_frame(frame)
+        near = [sealed(Sender(client_id)) for client_id in range(1, 6)]
+        for sender, _ in near:
+            await sender.offer_to(hall)
+        await hall.until(lambda: hall.bus.all(NeedUpdate))
+        assert len(hall.bus.receipts) < len(near)
+        assert hall.intake.dropped["stalled"] == 0
+
+    run_with(test, clients=6)
+
+
+def test_an_offer_without_a_loss_is_the_same_when_it_is_repeated() -> None:
+    async def test(hall: Hall) -> None:
+        sender = replace(Sender(0), memory="")
+        offer = replace(sender.offer, loss=float("nan"))
+        await hall.intake.on_offer(0, sender.incarnation, offer)
+        for frame in sender.frames[:-1]:
+            await hall.intake.on_frame(frame)
+        await hall.intake.on_offer(0, sender.incarnation, replace(offer, loss=float("nan")))
+        await hall.intake.on_frame(sender.frames[-1])
+        await receipts(hall, 1)
 
     run_with(test)

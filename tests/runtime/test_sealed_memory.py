@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as ct
 import fcntl
 import gc
 import mmap
@@ -165,6 +166,22 @@ def test_what_was_never_written_is_refused(forged: Any) -> None:
     size = 64 << 20
     with pytest.raises(SharedMemoryFault, match="never written"):
         read(forged(HEAD, size=FREE_FROM + size), size)
+
+
+def test_memory_behind_the_end_does_not_make_up_for_what_was_never_written() -> None:
+    size = 1 << 20
+    file = os.memfd_create("gradbus", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(file, HEAD)
+        os.ftruncate(file, FREE_FROM + size)
+        keep_size = 1  # FALLOC_FL_KEEP_SIZE
+        fallocate = ct.CDLL(None, use_errno=True).fallocate
+        assert fallocate(file, keep_size, ct.c_long(FREE_FROM + size), ct.c_long(2 * size)) == 0
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        with pytest.raises(SharedMemoryFault, match="never written"):
+            read(f"{machine()} {os.getpid()} {file} {b't'.hex() * 16}", size)
+    finally:
+        os.close(file)
 
 
 @pytest.mark.parametrize("head", [b"gradbus\x02" + b"u" * 16, b"gradbus\x01" + b"t" * 16, bytes(24)])
