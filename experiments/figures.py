@@ -1,4 +1,4 @@
-"""Figures of a run. matplotlib is an extra: without it there are none."""
+"""The figure that a run leaves in its directory. matplotlib is an extra: without it there is none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from gradbus.experiments import style
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport
@@ -32,25 +34,17 @@ def draw_epochs(path: Path, reports: Sequence[EpochReport], *, title: str) -> bo
 
 def _draw(path: Path, points: Sequence[tuple[int, float, float]], *, title: str, labels: tuple[str, str]) -> bool:
     """The third of each point over the first and over the second."""
-    if not points:
-        return False
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
+    if not points or not style.have_matplotlib():
         return False
     counts, amounts, accuracy = zip(*points, strict=True)
-    figure = Figure(figsize=(9, 3.6), layout="constrained")  # no pyplot: it keeps global state, and looks for a screen
-    FigureCanvasAgg(figure)
-    over_counts, over_amounts = figure.subplots(1, 2, sharey=True)
-    over_counts.plot(counts, accuracy, marker="o")
-    over_counts.set(xlabel=labels[0], ylabel="test accuracy / %")
-    over_counts.xaxis.set_major_locator(MaxNLocator(integer=True))
-    over_amounts.plot(amounts, accuracy, marker="o")
-    over_amounts.set(xlabel=labels[1])
-    for axes in (over_counts, over_amounts):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    with style.drawing():
+        figure, (over_counts, over_amounts) = style.new_figure(1, 2, sharey=True)
+        look = style.nth_look(0, title)
+        over_counts.plot(counts, accuracy, color=look.color, marker=look.marker)
+        over_amounts.plot(amounts, accuracy, color=look.color, marker=look.marker)
+        style.label(over_counts, x=labels[0], y="test accuracy", y_unit="%")
+        over_amounts.set_xlabel(labels[1])
+        style.whole_numbers(over_counts.xaxis)
+        figure.suptitle(title)
+        style.save(figure, path)
     return True

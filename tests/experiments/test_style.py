@@ -1,0 +1,96 @@
+"""The look of figures: one for all of them."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import matplotlib
+import pytest
+from PIL import Image
+
+from gradbus import codecs
+from gradbus.actors import RoundReport
+from gradbus.experiments import style
+from gradbus.experiments.figures import draw_accuracy
+from gradbus.runtime.errors import ConfigError
+
+
+def luminance(color: str) -> float:
+    """Relative luminance, as WCAG 2.1 defines it: 0 for black, 1 for white."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_every_codec_has_a_colour_and_a_marker_of_its_own() -> None:
+    assert set(style.CODECS) >= {*codecs.ALL, "dgc", "int8"}
+    for field in ("color", "marker", "label"):
+        assert len({getattr(look, field) for look in style.CODECS.values()}) == len(style.CODECS)
+    assert len(set(style.PHASES.values())) == len(style.PHASES)
+    assert style.look_of("dense").color == style.look_of("fp32").color
+    for look in style.CODECS.values():
+        assert luminance(look.color) < 0.46, f"{look.label} is too light for white paper"
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        (style.byte_unit(0), "B"), (style.byte_unit(999), "B"), (style.byte_unit(4.8e6), "MB"),
+        (style.byte_unit(3e9), "GB"), (style.time_unit(0), "s"), (style.time_unit(90), "s"),
+        (style.time_unit(0.02), "ms"), (style.time_unit(3e-6), "µs"), (style.time_unit(3e-9), "µs"),
+    ],
+)  # fmt: skip
+def test_units_fit_the_largest_amount(unit: style.Unit, expected: str) -> None:
+    assert unit.name == expected
+
+
+def test_a_figure_has_text_and_colours_that_a_page_can_change_and_ids_of_its_own() -> None:
+    with style.drawing():
+        figure, (axes,) = style.new_figure()
+        axes.plot([1, 2], [3, 4], **style.look_of("q8").line)
+        axes.bar(1, 2, color=style.BLUE, **style.OLD_VERSION)
+        style.label(axes, x="round", y="sent", y_unit="MB")
+        style.legend_above(axes)
+        first, again, other = style.to_svg(figure, "a"), style.to_svg(figure, "a"), style.to_svg(figure, "b")
+    assert first == again
+    text = "".join(ElementTree.fromstring(first).itertext())
+    assert "round" in text
+    assert "sent / MB" in text
+    assert "q8" in text
+    assert not re.search(r"(?<!, )#[0-9a-f]{6}", first), "a colour without a variable"
+    ids = re.findall(r' id="([^"]*)"', first)
+    assert len(ids) == len(set(ids))
+    assert not set(ids) & set(re.findall(r' id="([^"]*)"', other))
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', first)) <= set(ids)
+    assert not re.search(r"https?://(?!www\.w3\.org)", first)
+
+
+def test_the_look_is_the_houses_and_that_of_others_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matplotlib.rcParams, "font.size", 3.0)
+    with style.drawing():
+        assert matplotlib.rcParams["font.size"] == 11
+    assert matplotlib.rcParams["font.size"] == 3.0
+
+
+def test_the_picture_of_a_run_is_the_same_for_the_same_run(tmp_path: Path) -> None:
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    reports = [RoundReport(round_id=i, accuracy=0.5 + i / 10, bytes_up=10**6) for i in range(1, 4)]
+    assert draw_accuracy(tmp_path / "a.png", reports, title="a job")
+    assert draw_accuracy(tmp_path / "b.png", reports, title="a job")
+    first = (tmp_path / "a.png").read_bytes()
+    assert first == (tmp_path / "b.png").read_bytes()
+    assert Image.open(io.BytesIO(first)).size == (1080, 540)
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+    assert not draw_accuracy(tmp_path / "c.png", [RoundReport(round_id=1)], title="never evaluated")
+    assert not (tmp_path / "c.png").exists()
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'gradbus\[figures\]'"), style.drawing():
+        pass
+    assert not draw_accuracy(tmp_path / "a.png", [RoundReport(round_id=1, accuracy=0.5)], title="a job")
