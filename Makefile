@@ -11,7 +11,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp doctor test check lint format typecheck wheel smoke \
-	bench-federated bench-ddp bench-collectives bench-codecs conformance lock clean distclean
+	bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs conformance lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -133,6 +133,16 @@ smoke: wheel  ## install the wheel into a fresh environment and use it from an e
 
 # With pip alone the wheel's dependencies are borrowed from .venv (a .pth line adds the folder, not the editable install in it).
 UV_NOW = $(if $(NO_UV),,$(or $(UV),$(wildcard $(BIN)/uv)))
+
+# Ratios against a reference in the same run. The ones below, bench-federated and so on, hold figures to limits.
+bench: $(STAMP)  ## every benchmark as one suite, and ratios against a stored baseline: ARGS="--compare"
+	@$(PY) -m gradbus.experiments.bench $(ARGS)
+
+bench-quick: $(STAMP)  ## the same with fewer sizes, in less than 3 minutes
+	@$(PY) -m gradbus.experiments.bench --quick $(ARGS)
+
+bench-scale: $(STAMP)  ## cost as work grows: clients, ranks, payloads, with the exponent and a plot of each
+	@$(PY) -m gradbus.experiments.bench.scale $(ARGS)
 
 bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
 	@$(PY) -m gradbus.experiments.bench_federated $(ARGS)

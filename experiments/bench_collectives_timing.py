@@ -228,15 +228,20 @@ def ratios_of(ranks: Sequence[dict[str, Any]], base: str = "gloo") -> tuple[dict
     Returns:
         What each repeat took by the time of ``base`` in it, and the median of the repeats in ms; both by name.
     """
-    slowest = {
-        name: [max(repeat) for repeat in zip(*(rank["median_s"][name] for rank in ranks), strict=True)]
-        for name in ranks[0]["median_s"]
-    }
+    slowest = slowest_of(ranks)
     ratios = {
         name: [mine / theirs for mine, theirs in zip(values, slowest[base], strict=True)]
         for name, values in slowest.items()
     }
     return ratios, {name: 1e3 * statistics.median(values) for name, values in slowest.items()}
+
+
+def slowest_of(ranks: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """From ``median_s`` of all ranks: seconds of the slowest in each repeat, by name."""
+    return {
+        name: [max(repeat) for repeat in zip(*(rank["median_s"][name] for rank in ranks), strict=True)]
+        for name in ranks[0]["median_s"]
+    }
 
 
 def spread(ratios: Sequence[float]) -> str:

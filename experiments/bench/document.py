@@ -1,0 +1,89 @@
+"""The tables in docs/benchmarks.md, made from a file of results and from nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradbus.experiments.bench.results import Figure, Results, Run, Summary, summary
+from gradbus.experiments.bench.suite import PARTS
+from gradbus.runtime.errors import ConfigError
+
+BEGIN = '<!-- Made by: make bench ARGS="--write-docs". What is changed here by hand will be lost. -->'
+END = "<!-- The end of what is made. -->"
+
+
+def tables(results: Results) -> str:
+    """A section for each part, in the order of the suite."""
+    lines = []
+    for name, part in PARTS.items():
+        run = results.run(name)
+        if run is not None:
+            lines += [f"### {part.title}", "", *_heading(run), "", *_table(run), ""]
+    return "\n".join(lines)
+
+
+def _heading(run: Run) -> Iterator[str]:
+    machine, versions = run.machine, run.versions
+    yield (
+        f"{run.date[:10]}, commit {run.commit or 'unknown'}, {machine['cores']} cores of {machine['cpu']}, load "
+        f"{machine['load_1min']} before; Python {versions['python']}, torch {versions['torch']}, "
+        f"cyclonedds {versions['cyclonedds']}; {run.configuration.get('effort', 'unknown')} run of {run.seconds:.0f} s."
+    )
+    if run.fault:
+        yield f"It ended early: {run.fault}"
+
+
+def _table(run: Run) -> Iterator[str]:
+    yield "| figure | median | quartiles | ratio | quartiles | blocks | |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in run.figures:
+        yield f"| {' | '.join(_cells(one))} |"
+
+
+def _cells(one: Figure) -> list[str]:
+    taken = one.summary
+    cells = [one.name, f"{number(taken.median)} {one.unit}".strip(), quartiles(taken)]
+    if one.against is None:
+        cells += ["", ""]
+    else:
+        ratio = summary(one.ratios)
+        cells += [f"{number(ratio.median)} x {one.against.name}", quartiles(ratio)]
+    return [*cells, str(len(one.samples)), one.note]
+
+
+def number(value: float) -> str:
+    """Three digits that count, and no exponent for what people can read without."""
+    if value == 0 or not 1e-3 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def quartiles(one: Summary) -> str:
+    """The middle half of the samples; nothing where all are equal."""
+    return "" if one.low == one.high else f"{number(one.low)} .. {number(one.high)}"
+
+
+def generated(page: str) -> str:
+    """What stands between the marks now.
+
+    Raises:
+        ConfigError: the page has no such marks.
+    """
+    _, found, rest = page.partition(BEGIN)
+    inside, ended, _ = rest.partition(END)
+    if not found or not ended or BEGIN in rest:
+        raise ConfigError(f"the page needs the lines {BEGIN!r} and {END!r}, once and in this order")
+    return inside
+
+
+def rewritten(page: str, results: Results) -> str:
+    """The page with new tables between the marks. Raises ConfigError: it has no marks."""
+    return page.replace(BEGIN + generated(page) + END, f"{BEGIN}\n\n{tables(results)}{END}")
+
+
+def write(page: Path, results: Results) -> None:
+    """Put the tables into the page."""
+    page.write_text(rewritten(page.read_text(encoding="utf-8"), results), encoding="utf-8")

@@ -1,0 +1,202 @@
+"""What a benchmark leaves behind: raw samples, and who took them, when, where and how. All else is made from it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gradbus.experiments.bench_rows import machine
+from gradbus.runtime.errors import ConfigError
+
+Effort = Literal["tiny", "quick", "full"]
+Sample = Annotated[float, Field(allow_inf_nan=False)]
+_VERSIONS = ("gradbus", "python", "torch", "cyclonedds", "numpy", "uvloop")
+_DIGITS = 5  # of a sample in the file: no clock here is better than that
+
+
+class Summary(NamedTuple):
+    """Median and quartiles. ``spread``: the interquartile range, the middle half of the samples."""
+
+    low: float
+    median: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        return self.high - self.low
+
+
+def summary(samples: Sequence[float]) -> Summary:
+    """Quartiles by linear interpolation, with the least and the greatest sample at 0 and 100 %."""
+    if len(samples) == 1:
+        return Summary(samples[0], samples[0], samples[0])
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return Summary(low, median(samples), high)
+
+
+class Record(BaseModel):
+    """Base: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Against(Record):
+    """What a figure is measured against, in the same run and block by block. ``samples``: in the figure's unit."""
+
+    name: str
+    samples: tuple[Sample, ...]
+
+
+class Figure(Record):
+    """One thing that was measured. Less is better.
+
+    Attributes:
+        name: says what and at which size, and is unique in a run: it is how runs are compared.
+        unit: of the samples. samples: one for each block, as a rule the median of the block's calls.
+        against: with it the figure has a ratio, which counts across machines; without, it is only shown.
+        note: how it was measured, where the name does not say it.
+    """
+
+    name: str
+    unit: str
+    samples: Annotated[tuple[Sample, ...], Field(min_length=1)]
+    against: Against | None = None
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if self.against is not None:
+            if len(self.against.samples) != len(self.samples):
+                raise ValueError(
+                    f"{self.name!r}: {len(self.samples)} samples, {len(self.against.samples)} of {self.against.name!r}"
+                )
+            if min(self.against.samples) <= 0:
+                raise ValueError(f"{self.name!r}: a sample of {self.against.name!r} is not above 0")
+        return self
+
+    @property
+    def summary(self) -> Summary:
+        """Of the samples."""
+        return summary(self.samples)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """By what it was measured against, block by block; nothing if there is no such thing."""
+        if self.against is None:
+            return ()
+        return tuple(mine / other for mine, other in zip(self.samples, self.against.samples, strict=True))
+
+
+def figure(
+    name: str, unit: str, samples: Iterable[float], *, against: tuple[str, Iterable[float]] | None = None,
+    note: str = "",
+) -> Figure:  # fmt: skip
+    """A figure with its samples rounded for the file; counts stay as they are."""
+    other = None if against is None else Against(name=against[0], samples=_rounded(against[1]))
+    return Figure(name=name, unit=unit, samples=_rounded(samples), against=other, note=note)
+
+
+def _rounded(samples: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sample if isinstance(sample, int) else float(f"{sample:.{_DIGITS}g}") for sample in samples)
+
+
+class Run(Record):
+    """One part of the suite, measured once.
+
+    Attributes:
+        commit: of the code, with a "+" if files were changed; "" outside of a checkout.
+        date: when it began. seconds: how long it took. fault: why it ended early, with the figures until then.
+        versions, machine: what decides the numbers. configuration: what was chosen for this run.
+    """
+
+    part: str
+    commit: str
+    date: str
+    seconds: Sample
+    versions: dict[str, str]
+    machine: dict[str, str | int | float]
+    configuration: dict[str, Any]
+    figures: tuple[Figure, ...]
+    fault: str = ""
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        names = [one.name for one in self.figures]
+        if len(set(names)) < len(names):
+            raise ValueError(f"part {self.part!r} has figures of the same name: {sorted(names)}")
+        return self
+
+
+class Results(Record):
+    """The file: at most one run of each part."""
+
+    format: Literal["gradbus-bench-1"] = "gradbus-bench-1"
+    runs: tuple[Run, ...] = ()
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        parts = [run.part for run in self.runs]
+        if len(set(parts)) < len(parts):
+            raise ValueError(f"more than one run of a part: {parts}")
+        return self
+
+    def with_run(self, new: Run) -> Results:
+        """The same with this run, in the place of an older one of its part."""
+        kept = {run.part: run for run in self.runs} | {new.part: new}
+        return Results(runs=tuple(kept.values()))
+
+    def run(self, part: str) -> Run | None:
+        """That of a part."""
+        return next((run for run in self.runs if run.part == part), None)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Read a file. Raises ConfigError: it is none of ours."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"results {path}: {error.strerror or error}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"results {path} cannot be used: {where}: {first['msg']}") from None
+
+    def save(self, path: Path) -> None:
+        """Write a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def commit() -> str:
+    """Of the code that runs, with a "+" if files were changed since; "" outside of a checkout."""
+    folder = Path(__file__).parent
+    try:
+        commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+        found, changes = (
+            subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found[:12] + ("+" if changes else "")
+
+
+def make_run(
+    part: str, figures: Sequence[Figure], *, facts: Mapping[str, Any], seconds: float, configuration: dict[str, Any],
+    fault: str = "",
+) -> Run:  # fmt: skip
+    """A run with everything around it. ``facts``: :func:`machine` from before it began."""
+    return Run(
+        part=part, commit=commit(), date=facts["date"], seconds=round(seconds, 1),
+        versions={name: facts[name] for name in _VERSIONS},
+        machine={name: fact for name, fact in facts.items() if name not in (*_VERSIONS, "date")},
+        configuration=configuration, figures=tuple(figures), fault=fault,
+    )  # fmt: skip
+
+
+__all__ = ["Effort", "Figure", "Results", "Run", "Summary", "commit", "figure", "machine", "make_run", "summary"]

@@ -1,0 +1,51 @@
+"""The parts of the suite, how long they take, and running them one after the other."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from gradbus.experiments.bench import part_bus, part_codecs, part_collectives, part_federated, part_parallel
+from gradbus.experiments.bench.results import Effort, Figure, Run, machine, make_run
+
+
+class Part(NamedTuple):
+    """``measure`` takes seconds as told by ``seconds``, on 2 cores with nothing else to do."""
+
+    measure: Callable[[Effort], list[Figure]]
+    title: str
+    seconds: Mapping[Effort, int]
+
+
+PARTS: dict[str, Part] = {
+    "bus": Part(part_bus.measure, "Bus", {"quick": 20, "full": 70}),
+    "codecs": Part(part_codecs.measure, "Codecs", {"quick": 5, "full": 180}),
+    "collectives": Part(part_collectives.measure, "Collectives", {"quick": 60, "full": 600}),
+    "federated": Part(part_federated.measure, "Federated rounds", {"quick": 30, "full": 500}),
+    "parallel": Part(part_parallel.measure, "Data-parallel steps", {"quick": 30, "full": 200}),
+}
+
+
+def expected_s(names: Sequence[str], effort: Effort) -> int:
+    """How long these parts take."""
+    return sum(PARTS[name].seconds.get(effort, 10) for name in names)
+
+
+def measure(names: Sequence[str], effort: Effort) -> Iterator[Run]:
+    """Run them in turn. One that fails says so in its run, and the others go on."""
+    for name in names:
+        print(f"measuring: {name}, about {expected_s([name], effort)} s", file=sys.stderr, flush=True)
+        facts, began_s, fault = machine(), time.perf_counter(), ""
+        figures: list[Figure] = []
+        try:
+            figures = PARTS[name].measure(effort)
+        except Exception as error:
+            traceback.print_exc()
+            fault = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else 'no reason given'}"
+            )
+        seconds = time.perf_counter() - began_s
+        yield make_run(name, figures, facts=facts, seconds=seconds, configuration={"effort": effort}, fault=fault)
