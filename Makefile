@@ -142,7 +142,7 @@ bench-quick: $(STAMP)  ## the same with fewer sizes, in less than 3 minutes
 	@$(PY) -m gradbus.experiments.bench --quick $(ARGS)
 
 bench-scale: $(STAMP)  ## cost as work grows: clients, ranks, payloads, with the exponent and a plot of each
-	@$(PY) -m gradbus.experiments.bench.scale $(ARGS)
+	@$(PY) -m gradbus.experiments.bench --scale $(ARGS)
 
 bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
 	@$(PY) -m gradbus.experiments.bench_federated $(ARGS)

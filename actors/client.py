@@ -44,7 +44,16 @@ from gradbus.runtime.control import (
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, GradbusError, JoinRefused
 from gradbus.runtime.frames import CONTROLLER, FrameKey
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd, new_incarnation
+from gradbus.runtime.messages import (
+    ClientUpdate,
+    Control,
+    Identity,
+    Message,
+    ModelBlob,
+    PeerGone,
+    TrainCmd,
+    new_incarnation,
+)
 from gradbus.runtime.settings import ClientConfig
 from gradbus.runtime.tasks import single_error
 
@@ -132,7 +141,7 @@ class Client:
         try:
             await self._compute.run(self._open)
             self._heard_s = time.monotonic()
-            with self._bus.subscribe(TrainCmd, ModelBlob, Control) as inbox:
+            with self._bus.subscribe(TrainCmd, ModelBlob, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
                 async with asyncio.TaskGroup() as group:
                     helpers = [
@@ -169,6 +178,12 @@ class Client:
                 raise
             except GradbusError as error:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))
+
+    def _concerns(self, message: Message) -> bool:
+        """Not what the others say, nor what the controller says to one of them."""
+        if isinstance(message, Control):
+            return message.sender == CONTROLLER and getattr(message.body, "to", self.client_id) == self.client_id
+        return not isinstance(message, PeerGone)
 
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         match message:

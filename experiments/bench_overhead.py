@@ -9,8 +9,7 @@ import os
 import statistics
 from typing import Any
 
-from gradbus.experiments import bench_process
-from gradbus.experiments.bench_process import WARM_UP_ROUNDS
+from gradbus.experiments.bench_process import WARM_UP_ROUNDS, Process
 from gradbus.experiments.bench_rows import Row, at_most, shown
 
 _DOMAIN = 20
@@ -27,16 +26,19 @@ def federated(
         key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "uvloop", "shared_memory") if key in settings
     }
     rules = {"rounds": rounds, "num_clients": clients, "eval_every": 0, "start_timeout_s": 120.0, **settings}
-    controller = bench_process.start({**common, **extra, "role": "controller", "federated": rules})
     shares = [list(range(index, clients, processes)) for index in range(processes)]
-    others = [bench_process.start({**common, **extra, "role": "clients", "clients": share}) for share in shares]
+    specs: list[dict[str, Any]] = [
+        {"role": "controller", "federated": rules},
+        *({"role": "clients", "clients": share} for share in shares),
+    ]
+    started: list[Process] = []
     try:
-        return bench_process.collect(controller, timeout_s), [bench_process.collect(other, 30.0) for other in others]
+        started.extend(Process({**common, **extra, **spec}) for spec in specs)
+        controller, *others = started
+        return controller.result(timeout_s), [other.result(30.0) for other in others]
     finally:
-        for process in (controller, *others):
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        for process in started:
+            process.end()
 
 
 def periods_s(controller: dict[str, Any]) -> list[float]:

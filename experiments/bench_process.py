@@ -1,22 +1,25 @@
 """One process of a federated benchmark: a controller, or some clients, that report what they used.
 
-Started by the benchmarks as ``python -m gradbus.experiments.bench_process JSON``; prints one line of JSON at the end.
-Memory and processor time are those of this process alone, which is why each role has a process of its own.
+Memory and processor time are those of this process alone, which is why each role has a process of its own. It is forked
+from a server that has imported everything, as imports are no part of any figure and take seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import multiprocessing
 import os
 import resource
-import subprocess
-import sys
 import time
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus", "torch._dynamo"])
 
 TICK_S = 0.001
 WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
@@ -147,51 +150,56 @@ async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(spec: dict[str, Any]) -> subprocess.Popen[str]:
-    """Start such a process."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "gradbus.experiments.bench_process", json.dumps(spec)], stdout=subprocess.PIPE, text=True
-    )
+class Process:
+    """One of these processes, from outside."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._pipe, theirs = _context.Pipe(duplex=False)
+        self._process = _context.Process(target=_process, args=(spec, theirs), name=spec["role"])
+        self._process.start()
+        theirs.close()
+
+    def result(self, timeout_s: float) -> dict[str, Any]:
+        """What it reported. Raises RuntimeError: it failed or took too long."""
+        name = self._process.name
+        if not self._pipe.poll(timeout_s):
+            raise RuntimeError(f"benchmark process {name!r} took longer than {timeout_s:g} s")
+        try:
+            found: dict[str, Any] = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"benchmark process {name!r} died") from None
+        if "error" in found:
+            raise RuntimeError(f"benchmark process {name!r} failed: {found['error']}")
+        return found
+
+    def end(self) -> None:
+        """End it, if it has not by itself."""
+        self._pipe.close()
+        self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
 
-def collect(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
-    """What it reported. Raises RuntimeError: it failed or took too long."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise RuntimeError(f"benchmark process {process.args!r} took longer than {timeout_s:g} s") from None
-    if process.returncode:
-        raise RuntimeError(f"benchmark process ended with {process.returncode}; its errors stand above")
-    result: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return result
-
-
-def main() -> None:
-    """Run the role that the argument asks for."""
-    import structlog
+def _process(spec: dict[str, Any], pipe: Connection) -> None:
+    """The whole life of such a process."""
     import torch
 
     from gradbus.runtime import logs
 
     logs.configure(level="error")
     torch.set_num_threads(1)
-    spec = json.loads(sys.argv[1])
-    for module in ("gradbus.actors", "gradbus.models"):  # imports are not part of any figure
-        __import__(module)
     role = run_controller if spec["role"] == "controller" else run_clients
-    if spec.get("uvloop"):
-        import uvloop
+    try:
+        if spec.get("uvloop"):
+            import uvloop
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result = runner.run(role(spec))
-    else:
-        result = asyncio.run(role(spec))
-    structlog.reset_defaults()
-    print(json.dumps(result), flush=True)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                found = runner.run(role(spec))
+        else:
+            found = asyncio.run(role(spec))
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    with pipe:
+        pipe.send(found)
     os._exit(0)  # torch's teardown takes its time and is nobody's figure
-
-
-if __name__ == "__main__":
-    main()

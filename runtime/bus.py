@@ -175,10 +175,14 @@ class Bus:
 
     # Receiving
 
-    def subscribe(self, *kinds: type[Any]) -> Subscription:
-        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone)."""
+    def subscribe(self, *kinds: type[Any], only: Callable[[Message], bool] | None = None) -> Subscription:
+        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone).
+
+        ``only``: says whether a message is wanted at all; what is not wakes nobody up. Where many actors share a bus,
+        each would else be woken by every word to any of them.
+        """
         self._check_open()
-        subscription = Subscription(self._consumed, self._drop_subscription)
+        subscription = Subscription(self._consumed, self._drop_subscription, only)
         for kind in kinds:
             self._subscriptions.setdefault(kind, []).append(subscription)
             if kind not in self._channels:
@@ -191,11 +195,12 @@ class Bus:
     def _deliverer(self, kind: type[Any]) -> Callable[[list[Message]], None]:
         def deliver(messages: list[Message]) -> None:
             channel = self._channels[kind]
-            targets = self._subscriptions.get(kind, ())
-            if not targets:
-                self._receiver.consumed(channel, len(messages))
-                return
+            subscriptions = self._subscriptions.get(kind, ())
             for message in messages:
+                targets = [one for one in subscriptions if one.only is None or one.only(message)]
+                if not targets:
+                    self._receiver.consumed(channel, 1)
+                    continue
                 item = Item(channel, message, len(targets))
                 for target in targets:
                     target.put(item)

@@ -30,8 +30,13 @@ class Subscription:
     writers wait. Nothing is dropped.
     """
 
-    def __init__(self, consumed: Callable[[Item], None], closed: Callable[[Subscription], None]) -> None:
-        """``consumed``: a message was taken. ``closed``: nothing more is wanted. Both are the bus's."""
+    def __init__(
+        self, consumed: Callable[[Item], None], closed: Callable[[Subscription], None],
+        only: Callable[[Message], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """``consumed``: a message was taken. ``closed``: nothing more is wanted. Both are the bus's. ``only``: what is
+        put here; None: all."""
+        self.only = only
         self._consumed = consumed
         self._on_close = closed
         self._queue: deque[Item] = deque()

@@ -17,15 +17,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments.bench import document
+from gradbus.experiments import style
+from gradbus.experiments.bench import document, growth, growth_plot
 from gradbus.experiments.bench.compare import Change, compare, known_figures, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Results, Run, summary
-from gradbus.experiments.bench.suite import PARTS, expected_s, measure
+from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, expected_s, measure
 from gradbus.runtime.errors import ConfigError
 
 BASELINE = Path(__file__).with_name("baseline.json")
 DOCS = Path("docs/benchmarks.md")
 DOCS_RESULTS = Path("docs/benchmarks.json")
+DOCS_PLOT = Path("docs/images/growth.png")
 OUT = Path("runs/bench.json")
 _QUIET_LOAD = 0.5
 
@@ -44,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and blocks: under 3 minutes on 2 cores")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this; may be given several times")
+    parser.add_argument("--scale", action="store_true", help="cost as work grows, with the exponent and a plot of each")
+    parser.add_argument("--part", action="append", choices=list(ALL), help="only this; may be given several times")
     parser.add_argument("--out", type=Path, default=OUT, help="file of results; parts that were not run are kept in it")
     parser.add_argument("--results", type=Path, metavar="FILE", help="take these figures and measure nothing")
     parser.add_argument(
@@ -71,6 +74,10 @@ def _run(chosen: argparse.Namespace) -> int:
             known = known.with_run(run)
         document.write(DOCS, known)
         known.save(DOCS_RESULTS)
+        if style.have_matplotlib():
+            growth_plot.draw(DOCS_PLOT, known)
+    elif style.have_matplotlib() and growth_plot.draw(plot := chosen.out.with_suffix(".png"), measured):
+        print(f"drawn: {plot}", file=sys.stderr)
     if chosen.write_baseline:
         measured.save(BASELINE)
     faults = [f"{run.part} failed: {run.fault}" for run in measured.runs if run.fault]
@@ -99,7 +106,7 @@ def _confirm(baseline: Results, measured: Results, worse: Sequence[Change]) -> l
 def _measure(chosen: argparse.Namespace, baseline: Results | None) -> tuple[Results, Results]:
     """The file with what is new in it, and what is new alone."""
     effort: Effort = "tiny" if chosen.tiny else "quick" if chosen.quick else "full"
-    names = chosen.part or list(PARTS)
+    names = chosen.part or list(SCALE if chosen.scale else PARTS)
     if baseline is not None:
         names = [name for name in names if baseline.run(name) is not None]
         if effort == "full" and {run.configuration.get("effort") for run in baseline.runs} == {"quick"}:
@@ -122,10 +129,13 @@ def _show(results: Results) -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     for run in results.runs:
         console.print(_table(run))
+        for line in growth.lines(run):
+            whole, end = growth.text_of(line.whole), growth.text_of(line.end)
+            console.print(f"  {line.name}: grows with exponent {whole}; of the last three points {end}")
 
 
 def _table(run: Run) -> Table:
-    title = f"{PARTS[run.part].title}: medians and quartiles" if run.part in PARTS else run.part
+    title = f"{ALL[run.part].title}: medians and quartiles" if run.part in ALL else run.part
     table = Table(title=title, title_justify="left", caption=f"{run.seconds:.0f} s, {run.date}, commit {run.commit}")
     for column in ("figure", "median", "quartiles", "ratio", "quartiles", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from gradbus.experiments.bench.growth import Line, lines, text_of
 from gradbus.experiments.bench.results import Figure, Results, Run, Summary, summary
-from gradbus.experiments.bench.suite import PARTS
+from gradbus.experiments.bench.suite import ALL
 from gradbus.runtime.errors import ConfigError
 
 BEGIN = '<!-- Made by: make bench ARGS="--write-docs". What is changed here by hand will be lost. -->'
@@ -16,12 +17,13 @@ END = "<!-- The end of what is made. -->"
 
 def tables(results: Results) -> str:
     """A section for each part, in the order of the suite."""
-    lines = []
-    for name, part in PARTS.items():
+    made = []
+    for name, part in ALL.items():
         run = results.run(name)
         if run is not None:
-            lines += [f"### {part.title}", "", *_heading(run), "", *_table(run), ""]
-    return "\n".join(lines)
+            grown = lines(run)
+            made += [f"### {part.title}", "", *_heading(run), "", *(_growth(grown) if grown else _table(run)), ""]
+    return "\n".join(made)
 
 
 def _heading(run: Run) -> Iterator[str]:
@@ -33,6 +35,16 @@ def _heading(run: Run) -> Iterator[str]:
     )
     if run.fault:
         yield f"It ended early: {run.fault}"
+
+
+def _growth(grown: list[Line]) -> Iterator[str]:
+    places = sorted({at for line in grown for at in line.at})
+    yield f"| cost | {' | '.join(f'{at:g}' for at in places)} | exponent | of the last three |"
+    yield "|---" * (len(places) + 3) + "|"
+    for line in grown:
+        costs = dict(zip(line.at, line.costs, strict=True))
+        cells = [number(costs[at]) if at in costs else "" for at in places]
+        yield f"| {line.name}, {line.unit} | {' | '.join(cells)} | {text_of(line.whole)} | {text_of(line.end)} |"
 
 
 def _table(run: Run) -> Iterator[str]:

@@ -87,7 +87,7 @@ def _gloo_step_s(plan: Plan) -> float:
 
 
 def _of_slower_rank(steps_s: Sequence[Sequence[float]]) -> float:
-    return statistics.median(max(of_step) for of_step in zip(*steps_s, strict=True))
+    return float(statistics.median(max(of_step) for of_step in zip(*steps_s, strict=True)))
 
 
 def gloo_steps(place: Place) -> dict[str, Any]:

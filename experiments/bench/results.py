@@ -60,6 +60,7 @@ class Figure(Record):
         unit: of the samples. samples: one for each block, as a rule the median of the block's calls.
         against: with it the figure has a ratio, which counts across machines; without, it is only shown.
         note: how it was measured, where the name does not say it.
+        series: the line of which it is a point, and ``at``: its place on that line. Of them growth is made.
     """
 
     name: str
@@ -67,6 +68,8 @@ class Figure(Record):
     samples: Annotated[tuple[Sample, ...], Field(min_length=1)]
     against: Against | None = None
     note: str = ""
+    series: str = ""
+    at: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _paired(self) -> Self:
@@ -94,11 +97,11 @@ class Figure(Record):
 
 def figure(
     name: str, unit: str, samples: Iterable[float], *, against: tuple[str, Iterable[float]] | None = None,
-    note: str = "",
+    note: str = "", series: str = "", at: float | None = None,
 ) -> Figure:  # fmt: skip
     """A figure with its samples rounded for the file; counts stay as they are."""
     other = None if against is None else Against(name=against[0], samples=_rounded(against[1]))
-    return Figure(name=name, unit=unit, samples=_rounded(samples), against=other, note=note)
+    return Figure(name=name, unit=unit, samples=_rounded(samples), against=other, note=note, series=series, at=at)
 
 
 def _rounded(samples: Iterable[float]) -> tuple[float, ...]:

@@ -8,7 +8,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gradbus.experiments.bench import part_bus, part_codecs, part_collectives, part_federated, part_parallel
+from gradbus.experiments.bench import (
+    part_bus,
+    part_codecs,
+    part_collectives,
+    part_federated,
+    part_parallel,
+    scale_clients,
+    scale_payload,
+    scale_ranks,
+)
 from gradbus.experiments.bench.results import Effort, Figure, Run, machine, make_run
 
 
@@ -29,9 +38,17 @@ PARTS: dict[str, Part] = {
 }
 
 
+SCALE: dict[str, Part] = {
+    "clients": Part(scale_clients.measure, "Growth with the clients", {"quick": 40, "full": 90}),
+    "ranks": Part(scale_ranks.measure, "Growth with the ranks", {"quick": 20, "full": 60}),
+    "payload": Part(scale_payload.measure, "Growth with the payload", {"quick": 20, "full": 120}),
+}
+ALL = PARTS | SCALE
+
+
 def expected_s(names: Sequence[str], effort: Effort) -> int:
     """How long these parts take."""
-    return sum(PARTS[name].seconds.get(effort, 10) for name in names)
+    return sum(ALL[name].seconds.get(effort, 10) for name in names)
 
 
 def measure(names: Sequence[str], effort: Effort) -> Iterator[Run]:
@@ -41,7 +58,7 @@ def measure(names: Sequence[str], effort: Effort) -> Iterator[Run]:
         facts, began_s, fault = machine(), time.perf_counter(), ""
         figures: list[Figure] = []
         try:
-            figures = PARTS[name].measure(effort)
+            figures = ALL[name].measure(effort)
         except Exception as error:
             traceback.print_exc()
             fault = (

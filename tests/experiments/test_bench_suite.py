@@ -15,7 +15,7 @@ from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import document, suite
 from gradbus.experiments.bench.compare import compare, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Figure, Results, Run, figure, machine, make_run, summary
-from gradbus.experiments.bench.suite import PARTS, Part
+from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, Part
 from gradbus.runtime.errors import ConfigError
 
 
@@ -158,8 +158,8 @@ def test_the_tables_in_the_documentation_come_from_the_file_beside_it(root: Path
     page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     results = Results.load(root / "docs" / "benchmarks.json")
     assert document.rewritten(page, results) == page, 'make bench ARGS="--results docs/benchmarks.json --write-docs"'
-    assert {run.part for run in results.runs} == set(PARTS)
-    assert [run.fault for run in results.runs] == [""] * len(PARTS)
+    assert {run.part for run in results.runs} == set(ALL)
+    assert [run.fault for run in results.runs] == [""] * len(ALL)
 
 
 def test_a_page_without_marks_is_refused_and_all_outside_of_them_is_kept() -> None:
@@ -194,6 +194,7 @@ def test_the_stored_baseline_is_a_quick_run_of_all_parts_with_ratios() -> None:
 
 def test_a_quick_run_is_meant_to_take_less_than_three_minutes() -> None:
     assert suite.expected_s(list(PARTS), "quick") < 180
+    assert suite.expected_s(list(SCALE), "quick") < 180
 
 
 def test_a_tiny_run_of_bus_and_codecs_goes_into_a_file_and_the_page(
@@ -232,7 +233,7 @@ def test_a_ratio_counts_as_worse_only_if_it_is_so_again(
     measured: tuple[float, float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = itertools.chain(measured)
-    monkeypatch.setitem(PARTS, "bus", Part(lambda effort: [ratio(next(values))], "Bus", {}))
+    monkeypatch.setitem(ALL, "bus", Part(lambda effort: [ratio(next(values))], "Bus", {}))
     results_of(ratio(1.0)).save(tmp_path / "old.json")
     assert bench.main(["--tiny", "--compare", "old.json"]) == code
     assert len(list(values)) == (1 if measured[0] == 1.0 else 0)
@@ -244,8 +245,8 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     def fails(effort: Effort) -> list[Figure]:
         raise RuntimeError("first line\nrank 1 died")
 
-    monkeypatch.setitem(PARTS, "bus", Part(fails, "Bus", {}))
-    monkeypatch.setitem(PARTS, "codecs", Part(lambda effort: [ratio(1.0)], "Codecs", {}))
+    monkeypatch.setitem(ALL, "bus", Part(fails, "Bus", {}))
+    monkeypatch.setitem(ALL, "codecs", Part(lambda effort: [ratio(1.0)], "Codecs", {}))
     assert bench.main(["--tiny", "--part", "bus", "--part", "codecs", "--out", "out.json"]) == 1
     assert "bus failed: RuntimeError: rank 1 died" in capsys.readouterr().err
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))

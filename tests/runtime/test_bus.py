@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -24,6 +25,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.topics import TOPICS
 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "binding"])
@@ -158,6 +160,30 @@ def test_every_subscription_gets_every_message_and_none_that_it_did_not_ask_for(
             assert (await second.get()).body == Leave("later")  # type: ignore[union-attr]
             with pytest.raises(BusClosed):
                 await first.get()
+
+    run(main)
+
+
+def test_what_a_subscription_does_not_want_neither_reaches_it_nor_fills_its_inbox(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
+            everything = other.subscribe(Control)
+            picky = other.subscribe(Control, only=lambda message: getattr(message, "body", None) == Leave("now"))
+            await reads(one, Control)
+            for number in range(3):
+                await one.publish(CLIENT, Leave(f"{number}"))
+            assert [(await everything.get()).body for _ in range(3)] == [Leave(f"{n}") for n in range(3)]  # type: ignore[union-attr]
+            assert len(picky) == 0
+            everything.close()
+            for _ in range(12):  # three times as many as the inbox holds, if anybody had to take them
+                for _ in range(TOPICS[Control].inbox // 4):
+                    await one.publish(CLIENT, Leave("later"))
+                await one.publish(CLIENT, Leave("now"))
+                async with asyncio.timeout(20):
+                    assert (await picky.get()).body == Leave("now")  # type: ignore[union-attr]
+            assert not other.rejected
 
     run(main)
 
