@@ -79,6 +79,7 @@ def test_growth_becomes_a_table_with_exponents_and_a_picture(tmp_path: Path) -> 
     assert not growth_plot.draw(tmp_path / "none.png", Results())
 
 
+@pytest.mark.slow
 def test_clients_and_ranks_are_measured_as_they_grow(tmp_path: Path) -> None:
     assert bench.main(["--scale", "--tiny", "--part", "clients", "--part", "ranks", "--out", "growth.json"]) == 0
     results = Results.load(tmp_path / "growth.json")

@@ -197,6 +197,7 @@ def test_a_quick_run_is_meant_to_take_less_than_three_minutes() -> None:
     assert suite.expected_s(list(SCALE), "quick") < 180
 
 
+@pytest.mark.slow
 def test_a_tiny_run_of_bus_and_codecs_goes_into_a_file_and_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
