@@ -138,7 +138,7 @@ async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
 
     share = spec.get("shared_memory", True)
     async with gradbus.connect(job=spec["job"], domain=spec["domain"], shared_memory=share) as bus:
-        opened_s = time.time()
+        empty, opened_s = memory_bytes("VmRSS"), time.time()
         async with loop_gaps(spec.get("gaps", False)) as gaps, asyncio.TaskGroup() as group:
             for client_id in spec["clients"]:
                 task = Task(spec["dim"], delta=spec.get("delta", "constant"))
@@ -146,7 +146,7 @@ async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "role": "clients", "opened_s": opened_s, "first_command_s": first_command_s,
         "cpu_s": {str(round_id): used for round_id, used in cpu_at.items()}, "gap_p99_s": percentile(gaps, 0.99),
-        "gap_max_s": max(gaps, default=0.0), "peak_bytes": memory_bytes("VmHWM"),
+        "gap_max_s": max(gaps, default=0.0), "empty_bytes": empty, "peak_bytes": memory_bytes("VmHWM"),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Growth as a figure: every series of a run over its size, on logarithmic axes, with the fitted line."""
+"""Growth as a figure: every series over its size, on logarithmic axes, with the fitted line and its exponent."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def draw(path: Path, results: Results) -> bool:
 
 
 def _panel(axes: Axes, part: str, unit: str, found: list[Line]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     for number, line in enumerate(found):
-        look = style.nth_look(number, f"{line.name}: exponent {text_of(line.whole)}")
+        look = style.nth_look(number, f"{line.name}: {text_of(line.whole)}")
         low, high = (
             [abs(q[side] - cost) for q, cost in zip(line.quartiles, line.costs, strict=True)] for side in (0, 1)
         )
@@ -57,5 +59,10 @@ def _panel(axes: Axes, part: str, unit: str, found: list[Line]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     name, at_unit = _AT[part]
+    axes.set_xticks(sorted({at for line in found for at in line.at}), minor=False)
+    axes.set_xticks([], minor=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     style.label(axes, x=name, x_unit=at_unit, y="cost", y_unit=unit)
     style.legend_above(axes, columns=1)

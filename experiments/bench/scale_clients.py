@@ -38,10 +38,10 @@ def measure(effort: Effort) -> list[Figure]:
                 ("controller, processor time of a round/ms", 1e3 * own_s),
                 ("all clients, processor time of a round/ms", 1e3 * (all_s - own_s)),
                 ("time of a round/ms", 1e3 * statistics.median(periods_s(controller))),
-                ("controller, peak memory/MB", controller["peak_bytes"] / 1e6),
-                ("controller, peak memory above the empty process/MB",
+                ("controller, peak memory above empty/MB",
                  (controller["peak_bytes"] - controller["empty_bytes"]) / 1e6),
-                ("process of the clients, peak memory/MB", clients[0]["peak_bytes"] / 1e6),
+                ("all clients, peak memory above empty/MB",
+                 (clients[0]["peak_bytes"] - clients[0]["empty_bytes"]) / 1e6),
             ):  # fmt: skip
                 taken.setdefault(name, []).append(value)
         for name, values in taken.items():
