@@ -103,6 +103,7 @@ class Client:
         self._changed = asyncio.Event()
         self._welcome: Welcome | None = None
         self._command: TrainCmd | None = None
+        self._commanded_s = 0.0  # when it was heard, by perf_counter
         self._prepared = False  # the task has loaded its data
         self._handled = False  # the command has been answered, without success
         self._ended: Bye | None = None
@@ -190,6 +191,8 @@ class Client:
             case TrainCmd():
                 if message != self._command:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
+                if message != self._command or self._handled:
+                    self._commanded_s = time.perf_counter()
                 self._command, self._handled, self._failure = message, False, None
                 self._delivery.interrupt()
             case ModelBlob():
@@ -355,8 +358,9 @@ class Client:
         try:
             self._transfers += 1
             update = await self._compute.run(
-                self._training.train, welcome, command, base, self._transfers, self._compute.should_stop
-            )
+                self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,
+                self._commanded_s,
+            )  # fmt: skip
         except Exception as error:
             failure = error
         finally:

@@ -28,7 +28,7 @@ from gradbus.actors.members import Members
 from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport
-from gradbus.actors.rounds import TRAINING_FAILED, Outcome, Round
+from gradbus.actors.rounds import CLIENT_LOST, TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
 from gradbus.actors.strategy import Strategy, make_strategy
 from gradbus.actors.task import EvalOutcome, FederatedTask
@@ -256,6 +256,7 @@ class Controller:
             taking_part = {member.client_id for member in self._members if member.from_round <= round_id}
             for client_id in self._round.open - taking_part:
                 self._round.lose(client_id)
+                self._intake.dropped[CLIENT_LOST] += 1
                 log.warning("client lost", client=client_id, round=round_id)
         self.progress.clients = tuple(sorted(member.client_id for member in self._members))
         self._presence.on_left()
@@ -319,6 +320,7 @@ class Controller:
         self.progress.phase, self.progress.round_id = "training", round_id
         self._changed()
         command = TrainCmd(round_id, config.subset_size, config.epochs, config.lr, config.seed)
+        self._intake.timing.commanded()
         with unless_taken("command", round_id):
             await self._bus.publish(self._identity, command)
         self._fail.reached("after_command", round_id)
@@ -351,7 +353,8 @@ class Controller:
             bytes_up_shared=tally.bytes_up_shared, train_s=tally.train_s, encode_s=tally.encode_s,
             dropped=self._intake.take_dropped(),
             wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
-            aggregate_s=tally.aggregate_s + aggregated_s - collected_s,
+            aggregate_s=tally.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
+            command_s=self._intake.timing.first_command_s - started_s, timeline=self._intake.timing.timelines(),
             weights_crc32=crc32,
         )  # fmt: skip
         # The message is made before the commit: what the clients will hold is part of the state.
@@ -368,6 +371,7 @@ class Controller:
             report,
             bytes_down=size * max(1, len(self._members)),
             bytes_down_shared=size * min(self._downlink.told, len(self._members)),
+            downlink_residual_norm=self._downlink.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,
             accuracy=None if evaluation is None else evaluation.accuracy,

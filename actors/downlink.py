@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradbus.actors.members import Members
+from gradbus.actors.norms import l2_norm
 from gradbus.codecs import Codec, CodecError, DenseBlock, parse, residual_step
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
@@ -55,6 +56,7 @@ class Downlink:
         held: float32, shape (D,): the model that the clients hold; the base of their updates. With a lossless codec
             this *is* the weights.
         told: how many clients were last told where the model lies in memory.
+        residual_norm: L2 norm of what the newest message did not say; 0 with a lossless codec.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Downlink:
         self._run_id = run_id
         self._weights = weights
         self.held = weights if held is None else held
+        self.residual_norm = 0.0
         self._transfer = 0
         self._round_id = -1
         self._current: _Message | None = None  # what was sent last, for repairs
@@ -150,7 +153,8 @@ class Downlink:
 
     @torch.no_grad()
     def _next_difference(self) -> bytes:
-        payload, _ = residual_step(self._weights - self.held, None, self._codec)
+        payload, owed = residual_step(self._weights - self.held, None, self._codec)
+        self.residual_norm = l2_norm(owed)
         add_into(self.held, payload)
         return payload
 

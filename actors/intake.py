@@ -22,6 +22,7 @@ from typing import Any
 from gradbus import codecs
 from gradbus.actors.rounds import Round
 from gradbus.actors.strategy import Strategy
+from gradbus.actors.timeline import RoundTiming
 from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.assembler import Assembler, Verdict
 from gradbus.runtime.bus import Bus
@@ -112,6 +113,7 @@ class Intake:
         self._work = asyncio.Event()
         self._repaired_s = 0.0
         self.tally = Tally()
+        self.timing = RoundTiming()
         self.dropped: Counter[str] = Counter()
         self._rejected_before: Counter[str] = Counter()
 
@@ -119,6 +121,7 @@ class Intake:
         """Take updates for this round. Another attempt at it goes on with what has counted in those before."""
         if not round_.accepted:
             self.tally = Tally()
+            self.timing.begin()
         self._round = round_
         self._offers.clear()
 
@@ -165,6 +168,7 @@ class Intake:
             granted = next((t for t in self._transfers.values() if t.client_id == client_id), None)
             if granted is not None and granted.payload is not None:
                 return  # all of it is here and will count or be refused in a moment: only then another one may come
+            self.timing.offered(client_id, incarnation, offer)
             if granted is not None and (granted.incarnation, _said(granted.offer)) != (incarnation, _said(offer)):
                 self._drop(granted.key)  # it started again, or trained again: only its newest update counts
                 granted = None
@@ -209,6 +213,7 @@ class Intake:
         transfer.frames += 1
         if verdict is Verdict.COMPLETE:
             transfer.payload = self._assembler.take(transfer.key)
+            self.timing.received(transfer.client_id)
             self._complete.append(transfer)
             self._work.set()
 
@@ -264,6 +269,7 @@ class Intake:
             self._drop(transfer.key)  # whatever led here: nobody counts twice
             return
         started_s = time.perf_counter()
+        self.timing.adding(transfer.client_id)
         try:
             await self._compute.run(self._add, transfer.client_id, payload, offer.num_samples)
         except NonFiniteError as error:
@@ -281,6 +287,7 @@ class Intake:
             tally.losses.append((offer.num_samples, offer.loss))
             tally.train_s = max(tally.train_s, offer.train_s)
             tally.encode_s = max(tally.encode_s, offer.encode_s)
+            self.timing.counted(transfer.client_id, offer)
             self._counted[transfer.client_id] = transfer.key
             round_.accept(transfer.client_id, time.monotonic())
             self._on_change()
@@ -305,6 +312,7 @@ class Intake:
 
     async def _send_grant(self, transfer: _Transfer) -> None:
         offer = transfer.offer
+        self.timing.granted(transfer.client_id)
         await self._say(Grant(transfer.client_id, transfer.incarnation, offer.round_id, offer.transfer))
 
     async def _repair(self) -> None:

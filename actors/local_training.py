@@ -12,6 +12,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.codec_options import codec_options
 from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.norms import l2_distance, l2_norm
 from gradbus.actors.residuals import Residuals
 from gradbus.actors.task import FederatedTask
 from gradbus.codecs import Codec, NonFiniteError
@@ -56,9 +57,11 @@ class LocalTraining:
         self._task.prepare(self._identity.sender, num_clients)
 
     def train(
-        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool]
-    ) -> Update:
-        """Train from ``base``, float32, shape (D,), and encode the result.
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
+        heard_s: float,
+    ) -> Update:  # fmt: skip
+        """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command was heard, by
+        ``time.perf_counter``.
 
         Raises:
             ValueError: training made the model non-finite. And whatever the task raises.
@@ -85,6 +88,8 @@ class LocalTraining:
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=int(outcome.num_samples), loss=float(outcome.loss), train_s=trained_s - started_s,
             encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
+            wait_s=max(0.0, started_s - heard_s), update_norm=l2_distance(self._model.read(), base),
+            residual_norm=0.0 if residual is None else l2_norm(residual),
         )  # fmt: skip
         # From here on it lies in one place only, also for frames.
         return Update(key, offer, payload if sealed is None else sealed.payload, residual, sealed)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from gradbus.actors.timeline import ClientTimeline
+
+TIMELINES_IN_MEMORY = 16  # newest rounds whose timelines stay in a list of reports; run directories keep all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +26,14 @@ class RoundReport:
             machine, and did not go over DDS.
         train_s: the slowest client's training. encode_s: the slowest client's encoding.
         wire_s: what is left of the time from the command to the last update: transfers and waiting.
-        aggregate_s: adding up and the server's step. checkpoint_s: until it is on the disk. publish_s: sending the
-            model. eval_s: evaluation.
-        seconds: from the command to the published model.
+        aggregate_s: adding up and the server's step. step_s: of these, from the last update to the new model.
+        checkpoint_s: until it is on the disk. publish_s: sending the model. eval_s: evaluation.
+        seconds: from the start of the round to the published model. command_s: of these, until the command.
         weights_crc32: CRC-32 over the float32 weights, little-endian: equal numbers, equal models.
-        dropped: updates and frames that were not counted, by reason, in this round.
+        dropped: updates and frames that were not counted, by reason, in this round; with the clients that were lost.
+        downlink_residual_norm: L2 norm of what the model's message to the clients did not say; 0 with a lossless codec.
+        timeline: where the time went, by client; of the clients that counted last, where there are very many. Empty for
+            rounds before a resume, and in :attr:`Progress.reports` for all but the newest rounds.
     """
 
     round_id: int
@@ -52,6 +59,10 @@ class RoundReport:
     seconds: float = 0.0
     weights_crc32: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+    command_s: float = 0.0
+    downlink_residual_norm: float | None = None
+    timeline: tuple[ClientTimeline, ...] = ()
 
     @property
     def bytes_shared(self) -> int:
@@ -60,7 +71,13 @@ class RoundReport:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return {**asdict(self), "clients": list(self.clients), "dropped": dict(self.dropped)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        timeline = [client.to_json() for client in self.timeline]
+        return {**values, "clients": list(self.clients), "dropped": dict(self.dropped), "timeline": timeline}
+
+    def without_timeline(self) -> RoundReport:
+        """The same, for what must not grow with the number of clients."""
+        return replace(self, timeline=()) if self.timeline else self
 
 
 @dataclass(slots=True)
@@ -72,7 +89,8 @@ class Progress:
         round_id: the open round, or the last one. rounds: how many there will be.
         ready: updates that are in. expected: of so many. minimum: that suffice.
         clients: ids of the clients that are there.
-        reports: the rounds that are done, oldest first. dropped: what was not counted in them, by reason.
+        reports: the rounds that are done, oldest first, all but the newest without their timelines.
+        dropped: what was not counted in them, by reason.
     """
 
     phase: str = "starting"
@@ -88,5 +106,7 @@ class Progress:
     def add(self, report: RoundReport) -> None:
         """A round is done."""
         self.reports.append(report)
+        if len(self.reports) > TIMELINES_IN_MEMORY:
+            self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()
         for reason, count in report.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from enum import Enum
 
+CLIENT_LOST = "client lost"
 TRAINING_FAILED = "training failed"
 
 

@@ -28,7 +28,8 @@ class RunState:
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
         held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
-        history: reports of the committed rounds.
+        history: reports of the committed rounds, without timelines: a checkpoint holds the history of the whole run
+            and is written in every round, so what it keeps of a round must not grow with the clients.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
 
@@ -110,13 +111,14 @@ class RunState:
         """The round is done: from here on it is not lost. Raises CheckpointError: it could not be written."""
         self.round_id = report.round_id
         self.held = held
-        self.history.append(report)
+        self.history.append(report.without_timeline())
         self._save(held)
 
     def amend(self, report: RoundReport, **values: Any) -> RoundReport:
         """Complete the newest report with what is known only after the commit."""
-        self.history[-1] = replace(report, **values)
-        return self.history[-1]
+        report = replace(report, **values)
+        self.history[-1] = report.without_timeline()
+        return report
 
     def _save(self, held: Tensor | None) -> None:
         if self._store is None:
@@ -128,7 +130,7 @@ class RunState:
             "run_id": f"{self.run_id:016x}",
             "incarnation": self.incarnation, "layout": self._layout, "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": type(self._strategy).__name__,
-            "history": [report.to_json() for report in self.history],
+            "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip
         self._store.save(Checkpoint(self.round_id, tensors, meta))
 

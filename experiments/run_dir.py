@@ -6,6 +6,7 @@ written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
@@ -53,14 +54,21 @@ class RunDirectory:
         """Append what is new in the history of the run.
 
         The first call writes the file anew: the controller's history is the truth after a resume, also for a round that
-        was committed just before the process died.
+        was committed just before the process died. It lacks the timelines, which are taken from the file as it was.
         """
+        path = self.path / "rounds.jsonl"
         if self._written and self._written <= len(reports):
-            mode, new = "a", reports[self._written :]
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json_text(report.to_json()) + "\n" for report in reports[self._written :])
         else:
-            mode, new = "w", reports
-        with (self.path / "rounds.jsonl").open(mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(report.to_json()) + "\n" for report in new)
+            known = _timelines(path) if any(not report.timeline for report in reports) else {}
+            lines = []
+            for report in reports:
+                values = report.to_json()
+                if not report.timeline:
+                    values["timeline"] = known.get((report.round_id, report.weights_crc32), [])
+                lines.append(json_text(values) + "\n")
+            write_text(path, "".join(lines))
         self._written = len(reports)
 
     def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -121,10 +129,26 @@ def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """For programs and for people. Whoever reads meanwhile, or after a crash, finds the old file or the new one."""
+    """For programs and for people, whole or not at all."""
+    write_text(path, json_text(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whoever reads meanwhile, or after a crash, finds the old file or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def _timelines(path: Path) -> dict[tuple[int, int], list[Any]]:
+    """By round and checksum of its model, as far as they can be read: a round that was done again is another one."""
+    found: dict[tuple[int, int], list[Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                found[int(entry["round_id"]), int(entry["weights_crc32"])] = list(entry["timeline"])
+    return found
 
 
 def json_text(values: Any, *, indent: int | None = None) -> str:

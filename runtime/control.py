@@ -128,6 +128,9 @@ class Offer:
         loss: mean training loss.
         train_s: seconds of local training; ``encode_s``: of encoding.
         memory: where on its machine the update lies, for who can read it there; empty: it has to be sent.
+        wait_s: from hearing the command to the start of training.
+        update_norm: L2 norm of the difference that training made; ``residual_norm``: of what the codec owes after this
+            update; -1 if not said.
     """
 
     run_id: U64
@@ -139,6 +142,9 @@ class Offer:
     train_s: Seconds
     encode_s: Seconds
     memory: Name = ""
+    wait_s: Seconds = 0.0
+    update_norm: float = -1.0
+    residual_norm: float = -1.0
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

@@ -96,6 +96,28 @@ def test_bytes_are_counted_as_they_are_encoded() -> None:
     assert first.bytes_down == 2 * 4 * DIM
 
 
+def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_owe() -> None:
+    config = gradbus.FederatedConfig(rounds=2, num_clients=2, codec="sq8", downlink_codec="q8", eval_every=0)
+    reports = run(config, [SlowTask([]), SlowTask([1, 2])])
+    for report in reports:
+        fast, slow = report.timeline
+        assert (fast.client_id, slow.client_id) == (0, 1)
+        assert slow.train_s >= 0.1
+        assert slow.offered_s >= slow.train_s + slow.encode_s
+        assert fast.counted_s < slow.counted_s <= report.seconds - report.command_s
+        assert 0 < report.step_s <= report.aggregate_s
+        assert report.downlink_residual_norm
+        for client in report.timeline:
+            pieces = client.pieces()
+            assert {"train", "encode", "decode"} <= {piece.phase for piece in pieces}
+            assert (pieces[0].start_s, pieces[-1].end_s) == (0.0, client.counted_s)
+            assert client.num_bytes * 2 == pytest.approx(report.bytes_up, rel=0.1)
+            assert client.update_norm
+            assert client.residual_norm
+    lossless = run(gradbus.FederatedConfig(rounds=1, num_clients=1, eval_every=0), [SlowTask([])])
+    assert (lossless[0].timeline[0].residual_norm, lossless[0].downlink_residual_norm) == (0.0, 0.0)
+
+
 def test_the_mean_of_the_clients_differences_is_added_to_the_model() -> None:
     captured: dict[str, torch.Tensor] = {}
 

@@ -15,6 +15,8 @@ from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.report import RoundReport
 from gradbus.actors.run_state import RunState
 from gradbus.actors.strategy import Strategy, make_strategy
+from gradbus.actors.timeline import ClientTimeline
+from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.settings import FederatedConfig
 
@@ -241,6 +243,30 @@ def test_what_is_known_after_the_commit_completes_the_report(tmp_path: Path) -> 
     state.close()
     again, _ = open_state(config_of(tmp_path))
     assert again.history[0] == amended
+    again.close()
+
+
+def test_a_checkpoint_keeps_reports_without_their_timelines_and_takes_those_of_an_older_program(tmp_path: Path) -> None:
+    """A checkpoint holds the history of the whole run: what it keeps of a round must not grow with the clients."""
+    state, strategy = open_state(config_of(tmp_path))
+    timeline = tuple(ClientTimeline(client_id=client_id) for client_id in range(64))
+    report = RoundReport(round_id=1, clients=(0,), timeline=timeline)
+    strategy.begin(1, state.weights)
+    state.commit(report, None)
+    assert state.amend(report, accuracy=0.5).timeline == timeline
+    assert state.history == [RoundReport(round_id=1, clients=(0,), accuracy=0.5)]
+    one_round(state, strategy, 2)
+    state.close()
+    with CheckpointStore(tmp_path, keep=3) as store:
+        checkpoint = store.load(2)
+        assert all("timeline" not in entry for entry in checkpoint.meta["history"])
+        for entry in checkpoint.meta["history"]:  # as they were before there were timelines
+            for key in ("step_s", "command_s", "downlink_residual_norm"):
+                del entry[key]
+        store.save(checkpoint)
+    again, _ = open_state(config_of(tmp_path))
+    assert [report.round_id for report in again.history] == [1, 2]
+    assert again.history[0].timeline == ()
     again.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import Progress, RoundReport
+from gradbus.actors.timeline import ClientTimeline
 from gradbus.experiments import lookup
 from gradbus.experiments.doctor import judge
 from gradbus.experiments.doctor_facts import Verdict, port_range
@@ -115,6 +117,21 @@ def test_a_run_directory_is_written_anew_after_a_resume_and_then_appended_to(tmp
         run.add(reports)
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round_id"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_resume_keeps_the_timelines_of_rounds_that_stand(tmp_path: Path) -> None:
+    """The controller that goes on does not know them: they are in no checkpoint."""
+    timeline = (ClientTimeline(client_id=3, counted_s=1.5),)
+    reports = [RoundReport(round_id=i, weights_crc32=10 + i, timeline=timeline) for i in (1, 2, 3)]
+    with RunDirectory(tmp_path) as run:
+        run.add(reports)
+    again = [reports[0].without_timeline(), replace(reports[1], weights_crc32=99, timeline=())]
+    with RunDirectory(tmp_path) as run:
+        run.add(again)  # round 2 was done again, and round 3 is still to come
+        run.add([*again, replace(reports[2], loss=math.nan)])
+    entries = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [[client["counted_s"] for client in entry["timeline"]] for entry in entries] == [[1.5], [], [1.5]]
+    assert entries[2]["loss"] is None
 
 
 def test_the_current_directory_is_imported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ EXAMPLES: list[Body] = [
     Welcome(7, 1 << 60, 5, 4, "sq8", 0.1, 8192, 2, 10, 0.5, "host/boot/1"),
     Refused(7, 1 << 60, "its model is not the same \u2260"),
     Status(5, -1, "waiting", 0, 0),
-    Offer(5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab"),
+    Offer(5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab", 0.5, 3.25, 0.75),
     Grant(7, 1 << 60, 3, 1),
     Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
     NeedUpdate(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
@@ -56,7 +56,10 @@ EXAMPLES: list[Body] = [
 ]
 
 
-LATER: dict[type[Any], dict[str, Any]] = {kind: {"memory": ""} for kind in (Hello, Welcome, Offer)}
+LATER: dict[type[Any], dict[str, Any]] = {
+    **{kind: {"memory": ""} for kind in (Hello, Welcome)},
+    Offer: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
+}
 
 
 def packed(kind: Any, fields: Any) -> bytes:
@@ -180,6 +183,12 @@ def test_what_a_receiver_would_refuse_cannot_be_made(body: Body) -> None:
 def test_the_loss_of_an_offer_may_be_any_float() -> None:
     offer = dataclasses.replace(EXAMPLES[4], loss=math.nan)
     assert math.isnan(control.decode(control.encode(offer)).loss)  # type: ignore[union-attr]
+
+
+def test_the_norms_of_an_offer_may_be_any_float() -> None:
+    """They are only shown; and a model may have become so large that its norm is infinite."""
+    offer = dataclasses.replace(EXAMPLES[4], update_norm=math.inf, residual_norm=-5.0)
+    assert control.decode(control.encode(offer)) == offer
 
 
 SHAPES: list[Any] = [
