@@ -10,7 +10,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp doctor test check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp report doctor test check lint format typecheck wheel smoke \
 	bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs conformance lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -81,6 +81,10 @@ run-ddp: CONFIG ?= $(DDP)
 run-ddp: WORLD ?= $(or $(WORLD_SIZE),$(if $(filter $(DDP),$(CONFIG)),2))
 run-ddp: $(STAMP)  ## data-parallel training: all ranks with WORLD=2, or one process per rank: make run-ddp WORLD=2 RANK=0
 	@$(BIN)/gradbus $(if $(RANK),worker --rank $(RANK) $(WORLD:%=--world %),run $(WORLD:%=-n %) --) $(CONFIG) $(ARGS)
+
+report: $(STAMP)  ## one HTML file of what a run has left: make report RUN=runs/...
+	@test -n "$(RUN)$(ARGS)" || { echo "make report: which run? make report RUN=runs/<job>-<time>" >&2; exit 2; }
+	@$(BIN)/gradbus report $(RUN) $(ARGS)
 
 doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)

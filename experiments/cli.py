@@ -1,4 +1,4 @@
-"""The command line: ``gradbus demo | controller | client | worker | run | doctor``.
+"""The command line: ``gradbus demo | controller | client | worker | run | report | doctor``.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import gradbus
-from gradbus.experiments import cli_parallel
+from gradbus.experiments import cli_parallel, cli_report
 from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopName, NetworkChoice
 from gradbus.experiments.cli_options import (
     Config,
@@ -151,6 +151,7 @@ def client(
 
 
 cli_parallel.add_to(app)
+cli_report.add_to(app)
 
 
 @app.command()

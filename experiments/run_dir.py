@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from gradbus.experiments.versions import versions
+from gradbus.experiments.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def open_log(path: Path, name: str) -> TextIO:
 def about_this_program() -> dict[str, Any]:
     """What a summary says beside the run itself."""
     return {
-        "versions": versions(), "platform": platform.platform(), "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(), "machine": machine(), "platform": platform.platform(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#e69f00", "#56b4e9", "#009e73"
+BLACK, ORANGE, SKY, GREEN = "#0a0a0a", "#e69f00", "#56b4e9", "#009e73"  # of true black an SVG has no word: no dark page
 YELLOW, BLUE, VERMILLION, PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 GREY = "#7f7f7f"  # waiting, and what is there for comparison only
 
 INK, FAINT, PAPER = "#1b1f24", "#d8dbe0", "#ffffff"  # text and axes, grid lines, background
 
 WIDTH_IN, HEIGHT_IN = 7.2, 3.6
+PAGE_WIDTH_IN = 9.0  # of figures in a page, which shows them a little larger
 DPI = 150  # of PNG files: 1080 pixels wide
 
 
@@ -68,12 +70,14 @@ REFERENCE = Look(BLACK, "*", "published")  # numbers that others have published:
 
 PHASES: dict[str, str] = {
     "send": SKY,
+    "wait": BLACK,
     "train": GREEN,
     "encode": ORANGE,
     "queue": GREY,
     "upload": BLUE,
     "decode": PURPLE,
     "aggregate": VERMILLION,
+    "checkpoint": YELLOW,
 }
 """Parts of a round, in their order, and their colours."""
 
@@ -83,6 +87,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 OLD_VERSION = {"hatch": "////", "edgecolor": PAPER}  # bars of wire format 1, beside those of 2 in the same colour
 
 
+def plain(text: str) -> str:
+    """A name from outside as text for matplotlib, which takes ``$`` for mathematics and hides labels with ``_``."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def look_of(codec: str) -> Look:
     """Of a codec or an exchange by its name; ``dense`` looks like fp32. Raises KeyError: it has none."""
     return CODECS["fp32"]._replace(label="dense fp32") if codec == "dense" else CODECS[codec]
@@ -90,7 +100,7 @@ def look_of(codec: str) -> Look:
 
 def nth_look(index: int, label: str) -> Look:
     """Of the n-th series of a figure whose series are no codecs. They repeat after seven."""
-    return Look(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)], label)
+    return Look(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)], plain(label))
 
 
 class Unit(NamedTuple):
@@ -174,11 +184,21 @@ def label(axes: Axes, *, x: str, y: str, x_unit: str = "", y_unit: str = "") -> 
     axes.set_ylabel(f"{y} / {y_unit}" if y_unit else y)
 
 
-def whole_numbers(axis: Axis) -> None:
-    """Ticks at whole numbers only: rounds, epochs, clients."""
+def whole_numbers(axis: Axis, *, most: int = 8) -> None:
+    """Ticks at whole numbers only, not many: rounds, epochs, clients."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=most, min_n_ticks=1))
+
+
+def from_zero(axes: Axes) -> None:
+    """Let the y axis begin at 0, with room above the largest value."""
+    axes.set_ylim(0.0, 1.05 * axes.get_ylim()[1])
+
+
+def bar_width(count: int) -> float:
+    """Of so many bars side by side, so that few of them are no walls."""
+    return 0.75 * min(1.0, max(2, count) / 8)
 
 
 def legend_above(axes: Axes, *, columns: int = 7) -> None:
@@ -189,6 +209,19 @@ def legend_above(axes: Axes, *, columns: int = 7) -> None:
             handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(columns, len(handles)),
             columnspacing=1.2, handletextpad=0.5, borderaxespad=0.2,
         )  # fmt: skip
+
+
+def legend_of_colors(figure: Figure, colors: Mapping[str, str]) -> None:
+    """A legend of coloured areas over the whole figure, in as many rows as it takes."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=color, label=label) for label, color in colors.items()]
+    letters = sum(len(label) + 4 for label in colors)  # 4: for the patch and the gap
+    rows = max(1, math.ceil(letters / (11 * figure.get_figwidth())))
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=max(1, math.ceil(len(handles) / rows)), columnspacing=1.0,
+        handlelength=0.9, handletextpad=0.4,
+    )  # fmt: skip
 
 
 def save(figure: Figure, *paths: Path) -> None:

@@ -1,11 +1,31 @@
-"""Versions of what decides a run's numbers and its bytes, found without importing any of it."""
+"""Versions and the machine that decide a run's numbers, found without importing any of the packages."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("gradbus", "torch", "cyclonedds", "numpy")
+
+
+def machine() -> dict[str, str | int]:
+    """What decides its speed, as far as the system tells: processor, cores of this process, bytes of memory."""
+    found: dict[str, str | int] = {"cpu": _cpu(), "cores": os.cpu_count() or 0}
+    if hasattr(os, "sched_getaffinity"):
+        found["cores"] = len(os.sched_getaffinity(0))
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has these
+        found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return found
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

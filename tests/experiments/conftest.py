@@ -41,6 +41,23 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def federated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a federated run of ten rounds; not to be changed."""
+    from report_runs import federated_run
+
+    path = tmp_path_factory.mktemp("runs") / "federated"
+    return federated_run(path, domain=191, rounds=10, clients=3, codec="sq8", downlink_codec="q8")
+
+
+@pytest.fixture(scope="session")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a data-parallel run of three epochs on two ranks; not to be changed."""
+    from report_runs import parallel_run
+
+    return parallel_run(tmp_path_factory.mktemp("runs") / "parallel", domain=192, exchange="dgc")
+
+
 @pytest.fixture
 def domain() -> int:
     """A DDS domain that no other test is likely to use."""

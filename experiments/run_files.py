@@ -1,0 +1,275 @@
+"""Reading what a run has left in its directory, also one that was killed: what cannot be read is named, not hidden.
+
+Nothing here draws or prints; see report.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from gradbus.actors.report import RoundReport
+from gradbus.actors.worker_report import EpochReport
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.profile_summary import ProfileSummary, WindowStats, read_summary
+
+T = TypeVar("T")
+
+Kind = Literal["federated", "parallel"]
+
+MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
+MAX_TRACE_BYTES = 64 << 20
+MAX_LOSS = 1e30
+_LEFT_BY: dict[Kind, str] = {"federated": "rounds.jsonl", "parallel": "epochs.jsonl"}
+_SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "worker"}
+
+
+class Span(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        row: step, compute, network or collectives. name: of the span.
+        start_s, end_s: since the first rank began the step.
+    """
+
+    row: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run, as far as its files tell.
+
+    Attributes:
+        path: its directory. kind: federated or (data) parallel.
+        config, summary: as they were written; empty if they were not.
+        rounds: of a federated run, oldest first. epochs: of a parallel one.
+        profiles: of its ranks. windows: by rank, oldest first. step: number of the one that ``spans`` shows, by rank.
+        missing: sentences on what is not there or cannot be read.
+    """
+
+    path: Path
+    kind: Kind
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    rounds: tuple[RoundReport, ...] = ()
+    epochs: tuple[EpochReport, ...] = ()
+    profiles: tuple[ProfileSummary, ...] = ()
+    windows: Mapping[int, tuple[WindowStats, ...]]
+    step: int | None = None
+    spans: Mapping[int, tuple[Span, ...]]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.path.resolve().name
+
+    def setting(self, section: str, key: str, default: Any = None) -> Any:
+        """One key of the configuration."""
+        values = self.config.get(section)
+        return values.get(key, default) if isinstance(values, Mapping) else default
+
+
+def read_run(path: Path) -> Run:
+    """All that is there.
+
+    Raises:
+        ConfigError: it is not the directory of a run, or it cannot be read.
+    """
+    if not path.is_dir():
+        what = "is a file, not a directory" if path.exists() else "does not exist"
+        raise ConfigError(f"run directory {path} {what}. Name one that a run has left, as in runs/<job>-<time>")
+    missing: list[str] = []
+    try:
+        config = _json_file(path / "config.json", missing, "the configuration is not known")
+        kind = _kind(path, config)
+        summary = _json_file(
+            path / "summary.json", missing, "the run has not come to its end: it goes on, or was killed"
+        )
+        if kind == "federated":
+            rounds = _lines(path / "rounds.jsonl", RoundReport, lambda report: report.round_id, missing)
+            return Run(
+                path=path, kind=kind, config=config, summary=summary, rounds=rounds, windows={}, spans={},
+                missing=tuple(missing),
+            )  # fmt: skip
+        epochs = _lines(path / "epochs.jsonl", EpochReport, lambda report: report.epoch, missing)
+        profiles, windows = _profiles(path, missing)
+        step, spans = _step(path, missing)
+        return Run(
+            path=path, kind=kind, config=config, summary=summary, epochs=epochs, profiles=profiles, windows=windows,
+            step=step, spans=spans, missing=tuple(missing),
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"run directory {path} cannot be read: {error}") from None
+
+
+def _kind(path: Path, config: Mapping[str, Any]) -> Kind:
+    for kind, section in _SECTION.items():
+        if section in config:
+            return kind
+    for kind, name in _LEFT_BY.items():
+        if (path / name).exists():
+            return kind
+    if any(path.glob("profile-rank-*.jsonl")):
+        return "parallel"
+    raise ConfigError(
+        f"{path} is no run directory: it has neither rounds.jsonl (federated) nor epochs.jsonl (data parallel), nor "
+        f"the config.json of either. Name one that a run has left, as in runs/<job>-<time>"
+    )
+
+
+def _json_file(path: Path, missing: list[str], otherwise: str) -> dict[str, Any]:
+    if not path.exists():
+        missing.append(f"{path.name} is not there: {otherwise}.")
+        return {}
+    try:
+        values = _parsed(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+        why = "it is no JSON object"
+    except ValueError as error:
+        why = f"it is no JSON ({error})"
+    missing.append(f"{path.name} cannot be read, {why}: {otherwise}.")
+    return {}
+
+
+def _parsed(text: str) -> Any:
+    """JSON; NaN and infinities, which some writers put there, are null."""
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str]) -> tuple[T, ...]:
+    """The reports in a file, one a line, by their number; of two with the same the later counts."""
+    if not path.exists():
+        missing.append(f"{path.name} is not there: nothing was finished.")
+        return ()
+    check: TypeAdapter[T] = TypeAdapter(kind)
+    found: dict[int, T] = {}
+    bad: list[tuple[int, str]] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                report = check.validate_python(_with_gaps(_parsed(text)))
+                found[key(report)] = report
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(str(step) for step in first["loc"])
+                bad.append((number, f"{where}: {first['msg']}" if where else first["msg"]))
+            except ValueError:
+                bad.append((number, "no JSON; it was cut off, if it is the last one"))
+    missing += [f"{path.name}, line {number} is left out: {why}." for number, why in bad[:5]]
+    if len(bad) > 5:
+        missing.append(f"{path.name}: {len(bad) - 5} more lines are left out.")
+    if not found and not bad:
+        missing.append(f"{path.name} is empty: nothing was finished.")
+    return tuple(found[number] for number in sorted(found))
+
+
+def _with_gaps(entry: Any) -> Any:
+    """A training loss that is null, or beyond what an axis can show, as NaN: the run diverged, or had none."""
+    if isinstance(entry, dict):
+        for name in ("loss", "eval_loss"):
+            value = entry.get(name)
+            if isinstance(value, int | float) and not abs(value) < MAX_LOSS:
+                entry[name] = math.nan
+        if entry.get("loss", 0) is None:
+            entry["loss"] = math.nan
+    return entry
+
+
+def _profiles(path: Path, missing: list[str]) -> tuple[tuple[ProfileSummary, ...], dict[int, tuple[WindowStats, ...]]]:
+    profiles, windows = [], {}
+    files = sorted(path.glob("profile-rank-*.jsonl"))
+    for file in files:
+        summary = read_summary(file)
+        if summary is None:
+            missing.append(f"{file.name} holds nothing that can be read.")
+            continue
+        profiles.append(summary)
+        windows[summary.rank] = tuple(_windows(file))
+    if not files:
+        missing.append("There is no profile-rank-R.jsonl: where the time of a step went is not known.")
+    return tuple(sorted(profiles, key=lambda profile: profile.rank)), dict(sorted(windows.items()))
+
+
+def _windows(path: Path) -> list[WindowStats]:
+    """Of all starts of the rank. Steps that were done again after a resume count once."""
+    check = TypeAdapter(WindowStats)
+    found: list[WindowStats] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = _parsed(text)
+                if line["kind"] == "window":
+                    for amounts in (line["mean"], line["max"]):
+                        amounts.update({name: math.nan for name, value in amounts.items() if value is None})
+                    window = check.validate_python(line)
+                    found = [earlier for earlier in found if earlier.last_step < window.first_step]
+                    found.append(window)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                continue
+    return found
+
+
+def _step(path: Path, missing: list[str]) -> tuple[int | None, dict[int, tuple[Span, ...]]]:
+    """A typical step: of those that all traces have, the one of median length; and its spans, by rank."""
+    files = sorted(path.glob("trace-rank-*.json"), key=lambda file: (len(file.name), file.name))
+    if not files:
+        missing.append("There is no trace-rank-R.json: no step can be shown in detail.")
+    traces: dict[int, _Trace] = {}
+    for file in files[:MAX_TRACES]:
+        try:
+            if file.stat().st_size > MAX_TRACE_BYTES:
+                raise ValueError(f"it has more than {MAX_TRACE_BYTES >> 20} MiB")
+            trace = _Trace(_parsed(file.read_text(encoding="utf-8")))
+            traces[trace.rank] = trace
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            missing.append(f"{file.name} cannot be read: {error}.")
+    common = set.intersection(*(set(trace.steps) for trace in traces.values())) if traces else set()
+    if not common:
+        return None, {}
+    lengths = sorted((max(end - start for start, end in (t.steps[n] for t in traces.values())), n) for n in common)
+    step = lengths[len(lengths) // 2][1]
+    origin_s = min(trace.steps[step][0] for trace in traces.values())
+    return step, {rank: tuple(trace.spans_of(step, origin_s)) for rank, trace in sorted(traces.items())}
+
+
+class _Trace:
+    """Events of one rank, in seconds of the wall clock that all ranks of a machine share."""
+
+    def __init__(self, trace: Any) -> None:
+        # Whole seconds of the epoch are taken off: microseconds must not get lost in a float.
+        origin_s = (int(trace["otherData"]["origin_unix_ns"]) % 10**15) / 1e9
+        self.rank = 0
+        self.steps: dict[int, tuple[float, float]] = {}
+        self._events: list[Span] = []
+        for event in trace["traceEvents"]:
+            if event["ph"] != "X":
+                continue
+            self.rank = int(event["pid"])
+            start_s = origin_s + float(event["ts"]) / 1e6
+            span = Span(str(event["cat"]), str(event["name"]), start_s, start_s + float(event["dur"]) / 1e6)
+            number = span.name.removeprefix("step ")
+            if span.row == "step" and number.isdecimal():
+                self.steps[int(number)] = (span.start_s, span.end_s)
+            else:
+                self._events.append(span)
+
+    def spans_of(self, step: int, origin_s: float) -> Iterator[Span]:
+        """What lies in the step, in order; what only begins in it, to its end."""
+        start_s, end_s = self.steps[step]
+        yield Span("step", f"step {step}", start_s - origin_s, end_s - origin_s)
+        for span in sorted(self._events, key=lambda span: span.start_s):
+            if start_s <= span.start_s <= end_s and span.end_s > span.start_s:
+                yield span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
