@@ -116,12 +116,14 @@ class RoundTiming:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._commands: deque[float] = deque(maxlen=16)  # one for each attempt
+        self._origin_s: float | None = None  # the first command
+        self._commands: deque[float] = deque(maxlen=16)  # one for each attempt, the newest
         self._marks: dict[int, _Marks] = {}
         self._done: deque[ClientTimeline] = deque(maxlen=MAX_CLIENTS)
 
     def begin(self) -> None:
         """A new round."""
+        self._origin_s = None
         self._commands.clear()
         self._marks.clear()
         self._done.clear()
@@ -129,6 +131,8 @@ class RoundTiming:
     def commanded(self) -> None:
         """A command is about to be sent."""
         self._commands.append(self._clock())
+        if self._origin_s is None:
+            self._origin_s = self._commands[0]
 
     def offered(self, client_id: int, incarnation: int, offer: Offer) -> None:
         """An offer came in. One that is repeated counts from the first time on."""
@@ -157,9 +161,9 @@ class RoundTiming:
     def counted(self, client_id: int, offer: Offer) -> None:
         """It is in the sum."""
         marks = self._marks.pop(client_id, None)
-        if marks is None or not self._commands:
+        if marks is None or self._origin_s is None:
             return
-        origin_s, now_s = self._commands[0], self._clock()
+        origin_s, now_s = self._origin_s, self._clock()
         adding_s = now_s if marks.adding_s is None else marks.adding_s
         received_s = adding_s if marks.received_s is None else marks.received_s
         # A command that is given again is no news to a client at work. The newest that leaves room for its work is the
@@ -183,7 +187,7 @@ class RoundTiming:
     @property
     def first_command_s(self) -> float:
         """When the round's first command was given, by this object's clock; now, if there was none yet."""
-        return self._commands[0] if self._commands else self._clock()
+        return self._clock() if self._origin_s is None else self._origin_s
 
 
 def _norm(said: float) -> float | None:

@@ -95,6 +95,19 @@ def test_of_several_attempts_the_newest_that_leaves_room_for_the_clients_work_is
     assert timeline.pieces()[0].start_s == commanded_s
 
 
+def test_a_round_begins_with_its_first_command_however_often_it_is_tried() -> None:
+    clock = Clock()
+    timing = RoundTiming(clock)
+    timing.begin()
+    for attempt in range(40):
+        clock.now_s = 100.0 + 10 * attempt
+        timing.commanded()
+    assert timing.first_command_s == 100.0
+    one_client(timing, clock, at_s=494)
+    (timeline,) = timing.timelines()
+    assert (timeline.commanded_s, timeline.offered_s) == (390.0, 394.0)
+
+
 def test_an_update_that_is_read_without_being_sent_has_no_upload() -> None:
     clock = Clock()
     timing = RoundTiming(clock)
