@@ -58,6 +58,7 @@ from gradbus.runtime.settings import ClientConfig
 from gradbus.runtime.tasks import single_error
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
+LAST_READ_S = 1.0  # so long the controller is kept waiting, and its memory open, for who reads the last model
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
 
@@ -107,6 +108,8 @@ class Client:
         self._prepared = False  # the task has loaded its data
         self._handled = False  # the command has been answered, without success
         self._ended: Bye | None = None
+        self._left = False  # it has said Leave, or is about to
+        self._reading: set[asyncio.Task[None]] = set()  # models in the controller's memory
         self._session = 0  # incarnation of the controller that has welcomed this client last
         self._session_heard_s = 0.0
         self._run_id = 0
@@ -151,7 +154,10 @@ class Client:
                     ]
                     try:
                         await self._work()
+                        if self._reading:
+                            await asyncio.wait(self._reading, timeout=LAST_READ_S)
                     finally:
+                        self._left = True
                         with contextlib.suppress(BusError):
                             await self._bus.publish(self._identity, Leave("done" if self._ended else "stopped"))
                         for helper in helpers:
@@ -241,9 +247,12 @@ class Client:
             case Grant() | NeedUpdate() | Receipt() if (body.to, body.incarnation) == me:
                 self._delivery.on_answer(body, group)
             case ModelHere() if session == self._session and (key := self._memory.expect(session, body)) is not None:
-                group.create_task(self._read_model(key, body), name=f"client-{self.client_id}-model")
+                reading = group.create_task(self._read_model(key, body), name=f"client-{self.client_id}-model")
+                self._reading.add(reading)
+                reading.add_done_callback(self._reading.discard)
             case Bye() if body.run_id == self._run_id and body.ok:
                 self._ended = body
+                self._memory.end()
                 self._compute.stop_current()
                 self._delivery.interrupt()
             case _:
@@ -257,13 +266,16 @@ class Client:
         payload = await self._memory.read(key, said)
         if payload is not None:
             await self._take_model(key, payload)
-        elif not self._memory.here:
-            await self._hello()  # so that it is not counted on
+        else:
+            if not self._memory.here:
+                await self._hello()  # so that it is not counted on
             self._changed.set()
 
     # What it says
 
     async def _hello(self) -> None:
+        if self._left:
+            return  # the controller would take it for one that has come back
         ready = self._prepared and self._bus.matched_readers(ClientUpdate) > 0
         ready = ready and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
         session = self._session if self._welcome is not None else 0

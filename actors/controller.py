@@ -370,7 +370,7 @@ class Controller:
         report = state.amend(
             report,
             bytes_down=size * max(1, len(self._members)),
-            bytes_down_shared=size * min(self._downlink.told, len(self._members)),
+            bytes_down_shared=size * min(self._downlink.told, self._members.sharing),
             downlink_residual_norm=self._downlink.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
             eval_s=time.perf_counter() - published_s, seconds=published_s - started_s,

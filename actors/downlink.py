@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,14 @@ log = get_logger("controller")
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A model as it is sent. ``sealed``: a copy in memory for the clients of this machine, once there is one."""
+    """A model as it is sent. ``sealed``: a copy in memory for the clients of this machine, once there is one.
+    ``sharing``: held while it is made and told of, for somebody may ask meanwhile."""
 
     key: FrameKey
     payload: Any
     flags: int = int(Flags.NONE)
     sealed: Sealed | None = None
+    sharing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def size(self) -> int:
@@ -76,7 +78,7 @@ class Downlink:
         self._round_id = -1
         self._current: _Message | None = None  # what was sent last, for repairs
         self._full: _Message | None = None
-        self._earlier: list[Sealed] = []  # what some client may be about to read: until it is told of a newer one
+        self._earlier: list[tuple[int, Sealed]] = []  # by round: models that some client may be about to read
         self.told = 0
         self._full_sent_s = float("-inf")
         self._wanted: dict[int, set[int]] = {}  # transfer -> frames that somebody misses; empty: all of them
@@ -113,6 +115,7 @@ class Downlink:
         message = self._current
         assert message is not None, "prepare() comes first"
         self.told = self._members.sharing if await self._share(message) else 0
+        self._hide_earlier()
         if not 0 < self.told == len(self._members):
             if message is self._full:
                 self._full_sent_s = time.monotonic()
@@ -121,12 +124,12 @@ class Downlink:
 
     async def _share(self, message: _Message) -> bool:
         """Whether the clients that can read it in memory have been told where it lies: there are some."""
-        if message.sealed is None and message.size >= SHARED_BYTES and self._members.sharing:
-            message.sealed = await self._compute.run(self._bus.memory.put, message.payload)
-        if message.sealed is not None:
-            await self._tell(message, message.sealed)
-            self._hide_earlier()
-        return message.sealed is not None
+        async with message.sharing:
+            if message.sealed is None and message.size >= SHARED_BYTES and self._members.sharing:
+                message.sealed = await self._compute.run(self._bus.memory.put, message.payload)
+            if message.sealed is not None:
+                await self._tell(message, message.sealed)
+            return message.sealed is not None
 
     async def _tell(self, message: _Message, sealed: Sealed) -> None:
         key = message.key
@@ -221,7 +224,7 @@ class Downlink:
         Until the next message is prepared, requests go unanswered: what was sent last is changing under it.
         """
         self._hide_earlier()
-        self._earlier = [m.sealed for m in (self._current, self._full) if m is not None and m.sealed is not None]
+        self._earlier += [(self._round_id, sealed) for sealed in self._shared()]
         self._current = self._full = None
         self._wanted_in_memory = False
         self._wanted.clear()
@@ -229,16 +232,24 @@ class Downlink:
             self._resending.cancel()
             await asyncio.wait([self._resending], timeout=5.0)
 
+    def _shared(self) -> set[Sealed]:
+        """What lies in memory of the newest model."""
+        return {m.sealed for m in (self._current, self._full) if m is not None and m.sealed is not None}
+
     def _hide_earlier(self) -> None:
-        while self._earlier:
-            self._earlier.pop().hide()
+        """Give back the models before the newest one that all who read memory hold, and those before the last two: a
+        client that is told of one while others make up the quorum still has a round's time to read it."""
+        earlier, self._earlier = self._earlier, []
+        for round_id, sealed in earlier:
+            if round_id <= self._round_id - 2 or (round_id < self._round_id and self._members.have_read(round_id)):
+                sealed.hide()
+            else:
+                self._earlier.append((round_id, sealed))
 
     def close(self) -> None:
         """The run is over: give back what lies in memory."""
-        for message in (self._current, self._full):
-            if message is not None and message.sealed is not None:
-                message.sealed.hide()
-        self._hide_earlier()
+        for sealed in (*self._shared(), *(sealed for _, sealed in self._earlier)):
+            sealed.hide()
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ class Member:
     Attributes:
         from_round: the first round it takes part in.
         heard_s: when it was heard last.
+        model_round: the round of the newest model that it is known to have held in this session; -1: none.
     """
 
     client_id: int
@@ -33,6 +34,7 @@ class Member:
     hello: Hello
     heard_s: float
     from_round: int
+    model_round: int = -1
 
 
 @dataclass(slots=True)
@@ -101,6 +103,16 @@ class Members:
         """How many clients do."""
         return sum(map(self.shares_memory, self._members))
 
+    def holds(self, client_id: int, incarnation: int, round_id: int) -> None:
+        """A client says that it holds, or has worked from, the model after this round."""
+        member = self.get(client_id, incarnation)
+        if member is not None and member.hello.session == self._session:
+            member.model_round = max(member.model_round, round_id)
+
+    def have_read(self, round_id: int) -> bool:
+        """Whether all clients that read the controller's memory hold the model after this round, or a newer one."""
+        return all(member.model_round >= round_id for member in self if self.shares_memory(member.client_id))
+
     def heard(self, client_id: int, incarnation: int, now_s: float) -> Member | None:
         """Something came from it: it lives."""
         member = self.get(client_id, incarnation)
@@ -127,6 +139,7 @@ class Members:
             self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
             return Answer.WELCOME, ""
         member.hello, member.heard_s = hello, now_s
+        self.holds(client_id, incarnation, hello.model_round)
         knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
         return (Answer.NOTHING if knows else Answer.WELCOME), ""
 

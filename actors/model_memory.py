@@ -12,6 +12,8 @@ from gradbus.runtime.sealed_memory import PayloadMemory, read
 from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 from gradbus.runtime.topics import TOPICS
 
+READ_TRIES = 3  # so often a model is asked for that is not where it is said to be
+
 log = get_logger("client")
 
 
@@ -28,11 +30,17 @@ class ModelMemory:
         self._copy = copy
         self._thread = thread
         self._client_id = client_id
+        self._missed: tuple[FrameKey, int] | None = None  # what was last not there, and how often
+        self._ended = False
         self.here = memory.here
 
     def start(self) -> None:
         """Another controller, or another start of it: what did not work with the one before may work now."""
-        self.here = self._memory.here
+        self.here, self._missed = self._memory.here, None
+
+    def end(self) -> None:
+        """The run is over: the controller gives its memory back, also what is just being read."""
+        self._ended = True
 
     def expect(self, session: int, said: ModelHere) -> FrameKey | None:
         """The controller of this session has a model in its memory. Its key, if it is to be read."""
@@ -42,13 +50,15 @@ class ModelMemory:
         return key if wanted else None
 
     async def read(self, key: FrameKey, said: ModelHere) -> memoryview | None:
-        """The payload of that model. None: it cannot be read. If it is still wanted no other is read that way, which is
-        logged: the controller has to send what it had."""
+        """The payload of that model. None: it has to be asked for, if it is still wanted.
+
+        It may be gone, for a newer one or with the controller: that says nothing of the next one. If memory cannot be
+        opened from here, or the same model is not there again and again, no other is read that way, which is logged.
+        """
         try:
             payload = await self._thread.run(read, said.memory, said.total_bytes)
         except SharedMemoryFault as error:
-            # One that is no longer wanted may be gone for that reason: a newer one has taken its place.
-            if self._copy.give_up(key) and self.here:
+            if self._copy.give_up(key) and self.here and not self._ended and not self._worth_asking(key, error):
                 self.here = ""
                 log.warning(
                     "no shared memory", client=self._client_id, of="the controller", reason=str(error),
@@ -57,3 +67,16 @@ class ModelMemory:
             return None
         self._memory.read_bytes[TOPICS[ModelBlob].name] += len(payload)
         return payload
+
+    def _worth_asking(self, key: FrameKey, error: SharedMemoryFault) -> bool:
+        """Whether this model may yet be found in memory: it is gone, and not for the third time."""
+        tries = 1 + (self._missed[1] if self._missed is not None and self._missed[0] == key else 0)
+        self._missed = key, tries
+        return _is_gone(error) and tries < READ_TRIES
+
+
+def _is_gone(error: SharedMemoryFault) -> bool:
+    """Whether what was there has been closed, and nothing or something else has its number now. If not, the system keeps
+    this process from it."""
+    cause = error.__cause__ or error.__context__
+    return not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError | ProcessLookupError)

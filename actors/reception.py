@@ -72,6 +72,8 @@ class Reception:
                 elif self._members.heard(sender, incarnation, time.monotonic()) is None:
                     pass  # not a member: its Hello will come
                 elif isinstance(body, Offer):
+                    if body.run_id == self._run_id:
+                        self._members.holds(sender, incarnation, body.round_id - 1)  # what it was trained from
                     await self._intake.on_offer(sender, incarnation, body)
                 elif isinstance(body, NeedModel):
                     self._downlink.on_need(sender, body, group)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
 from downlink_scene import DIM, RUN, SESSION, Scene, assert_holds, hear, new_copy, run_with
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from gradbus.actors import downlink as downlink_module
+from gradbus.actors import model_memory
 from gradbus.actors.model_copy import ModelCopy
+from gradbus.actors.model_memory import READ_TRIES, ModelMemory
 from gradbus.runtime import sealed_memory
+from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import ModelHere
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.sealed_memory import PayloadMemory, read
@@ -166,22 +174,72 @@ def test_where_there_is_no_memory_left_frames_go_out(monkeypatch: pytest.MonkeyP
     run_with(test)
 
 
-def test_a_model_is_there_until_the_next_one_is_told_and_no_longer() -> None:
+def is_there(said: ModelHere) -> bool:
+    try:
+        return len(read(said.memory, said.total_bytes)) == said.total_bytes
+    except SharedMemoryFault:
+        return False
+
+
+def test_a_model_that_all_hold_is_there_until_the_next_one_is_told_and_no_longer() -> None:
     async def test(scene: Scene) -> None:
         scene.join(0, machine())
+        scene.join(1, "elsewhere/b/1")
         await scene.downlink.publish_full(0)
+        scene.join(0, machine(), holds=0)
         first = scene.bus.said[-1]
         await scene.downlink.quiesce()
         await scene.downlink.prepare(1)
-        assert len(read(first.memory, first.total_bytes)) == 4 * DIM
+        assert is_there(first)
         await scene.downlink.publish()
         second = scene.bus.said[-1]
-        with pytest.raises(SharedMemoryFault):
-            read(first.memory, first.total_bytes)
-        assert len(read(second.memory, second.total_bytes)) == 4 * DIM
+        assert (is_there(first), is_there(second)) == (False, True)
         scene.downlink.close()
-        with pytest.raises(SharedMemoryFault):
-            read(second.memory, second.total_bytes)
+        assert not is_there(second)
+
+    run_with(test)
+
+
+@pytest.mark.parametrize("name", ["fp32", "sq8"])
+def test_who_lags_while_others_make_up_the_quorum_has_a_round_more_to_read_a_model(name: str) -> None:
+    async def test(scene: Scene) -> None:
+        scene.join(0, machine())
+        scene.join(1, machine())
+        await scene.downlink.publish_full(0)
+        for round_id in (1, 2, 3):
+            scene.members.holds(0, 1, round_id - 1)  # an update of it came
+            await rounds(scene, round_id)
+            assert [is_there(said) for said in scene.bus.said] == [False] * (round_id - 1) + [True] * 2
+        scene.downlink.close()
+        assert not any(map(is_there, scene.bus.said))
+
+    run_with(test, name)
+
+
+def test_who_asks_for_a_model_while_it_is_being_put_into_memory_is_told_of_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put, begun, go = PayloadMemory.put, threading.Event(), threading.Event()
+
+    def slowly(self: PayloadMemory, payload: Any) -> Any:
+        begun.set()
+        assert go.wait(10.0)
+        return put(self, payload)
+
+    monkeypatch.setattr(PayloadMemory, "put", slowly)
+
+    async def test(scene: Scene) -> None:
+        scene.join(0, machine())
+        publishing = asyncio.create_task(scene.downlink.publish_full(0))
+        await asyncio.to_thread(begun.wait, 10.0)
+        scene.need(0, client_id=0)
+        await asyncio.sleep(0)  # the answer begins
+        go.set()
+        await publishing
+        await scene.bus.until(lambda: len(scene.bus.said) == 2)
+        assert len({said.memory for said in scene.bus.said}) == 1
+        assert is_there(scene.bus.said[0])
+        assert scene.bus.sent == []
 
     run_with(test)
 
@@ -206,6 +264,94 @@ def said_of(scene: Scene, **changes: Any) -> ModelHere:
     said = scene.bus.said[-1]
     fields = {name: getattr(said, name) for name in said.__dataclass_fields__}
     return ModelHere(**fields | changes)
+
+
+@asynccontextmanager
+async def reader_of(scene: Scene) -> AsyncIterator[ModelMemory]:
+    with ComputeThread("reader-test") as thread:
+        yield ModelMemory(scene.bus.memory, new_copy(), thread, client_id=0)
+
+
+async def miss(memory: ModelMemory, said: ModelHere) -> None:
+    key = memory.expect(SESSION, said)
+    assert key is not None
+    assert await memory.read(key, said) is None
+
+
+def test_a_model_that_is_gone_is_asked_for_and_the_next_one_read_in_memory() -> None:
+    async def test(scene: Scene) -> None:
+        scene.join(0, machine())
+        await scene.downlink.publish_full(0)
+        gone = scene.bus.said[-1]
+        await rounds(scene, 1, 2)
+        async with reader_of(scene) as memory:
+            with capture_logs() as lines:
+                await miss(memory, gone)
+                await miss(memory, said_of(scene, memory=gone.memory[:-32] + "0" * 32))
+                said = scene.bus.said[-1]
+                key = memory.expect(SESSION, said)
+                assert key is not None
+                payload = await memory.read(key, said)
+            assert payload is not None
+            assert len(payload) == said.total_bytes
+            assert (memory.here, lines) == (machine(), [])
+
+    run_with(test)
+
+
+def test_a_model_that_is_never_where_it_is_said_to_be_ends_the_reading_with_one_line_in_the_log() -> None:
+    async def test(scene: Scene) -> None:
+        scene.join(0, machine())
+        await scene.downlink.publish_full(0)
+        said = scene.bus.said[-1]
+        scene.downlink.close()
+        async with reader_of(scene) as memory:
+            with capture_logs() as lines:
+                for _ in range(READ_TRIES):
+                    assert memory.here
+                    await miss(memory, said)
+            assert not memory.here
+            assert [line["event"] for line in lines] == ["no shared memory"]
+            memory.start()  # another controller
+            assert memory.here
+
+    run_with(test)
+
+
+def test_memory_that_the_system_keeps_from_this_process_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(place: str, size: int) -> memoryview:
+        raise SharedMemoryFault("not allowed, says the test") from PermissionError()
+
+    monkeypatch.setattr(model_memory, "read", refused)
+
+    async def test(scene: Scene) -> None:
+        scene.join(0, machine())
+        await scene.downlink.publish_full(0)
+        async with reader_of(scene) as memory:
+            with capture_logs() as lines:
+                await miss(memory, scene.bus.said[-1])
+            assert not memory.here
+            assert [line["reason"] for line in lines] == ["not allowed, says the test"]
+
+    run_with(test)
+
+
+def test_what_cannot_be_read_when_the_run_has_ended_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(place: str, size: int) -> memoryview:
+        raise SharedMemoryFault("not allowed, says the test") from PermissionError()
+
+    monkeypatch.setattr(model_memory, "read", refused)
+
+    async def test(scene: Scene) -> None:
+        scene.join(0, machine())
+        await scene.downlink.publish_full(0)
+        async with reader_of(scene) as memory:
+            with capture_logs() as lines:
+                memory.end()
+                await miss(memory, scene.bus.said[-1])
+            assert (memory.here, lines) == (machine(), [])
+
+    run_with(test)
 
 
 @pytest.mark.parametrize("changes", [{"run_id": RUN + 1}, {"round_id": -1}, {"delta": True}, {"total_bytes": 1 << 40}])

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import gradbus
+from gradbus.actors import client as client_module
+from gradbus.actors import model_memory
 from gradbus.models import NullTask
+from gradbus.runtime.control import Leave
+from gradbus.runtime.frames import CONTROLLER
+from gradbus.runtime.messages import Identity
 
 DIM = 100_000
 
@@ -40,8 +47,9 @@ def run(
     *,
     check: Callable[[gradbus.Bus, gradbus.Controller], None] | None = None,
     network: gradbus.NetworkConfig | None = None,
+    at_end: Callable[[], None] = lambda: None,
 ) -> list[gradbus.RoundReport]:
-    """A whole run; each client has its task."""
+    """A whole run; each client has its task. ``at_end``: called when the controller is done, and clients may not be."""
     job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
 
     async def client(client_id: int, task: Any) -> None:
@@ -55,6 +63,7 @@ def run(
                 for client_id, task in enumerate(tasks):
                     group.create_task(client(client_id, task))
                 reports = await controller.run()
+                at_end()
             if check is not None:
                 check(bus, controller)
             return reports
@@ -153,6 +162,34 @@ def test_a_training_function_that_never_stops_by_itself_is_called_off_when_the_r
     config = gradbus.FederatedConfig(rounds=1, num_clients=2, quorum=0.5, grace_s=0.0, eval_every=0)
     (report,) = run(config, [SlowTask([]), Endless(DIM)])
     assert report.clients == (0,)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
+def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_without_a_word_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, publish, over = model_memory.read, gradbus.Bus.publish, threading.Event()
+    models, said = itertools.count(), list[Any]()
+
+    def late(place: str, size: int) -> memoryview:
+        if next(models) == 2:
+            assert over.wait(20.0)
+        return read(place, size)
+
+    async def heard(self: gradbus.Bus, sender: Identity, body: Any) -> None:
+        if sender.sender != CONTROLLER:
+            said.append(body)
+        await publish(self, sender, body)
+
+    monkeypatch.setattr(model_memory, "read", late)
+    monkeypatch.setattr(gradbus.Bus, "publish", heard)
+    monkeypatch.setattr(client_module, "LAST_READ_S", 0.1)
+    config = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0)
+    with capture_logs() as lines:
+        reports = run(config, [SlowTask([])], at_end=over.set)
+    assert [report.clients for report in reports] == [(0,)] * 2
+    assert isinstance(said[-1], Leave)
+    assert [line for line in lines if line["log_level"] == "warning"] == []
 
 
 def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:

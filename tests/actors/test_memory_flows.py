@@ -20,6 +20,7 @@ pytestmark = [
 UP, DOWN = "train/client_update", "train/model_blob"
 MODEL = 4 * DIM  # bytes
 UPDATE = MODEL + 16
+LATE_S = 0.05
 OFF = {"lease_s": 1.0, "shared_memory": False}
 
 _domains = itertools.count(178)
@@ -60,7 +61,7 @@ def test_updates_and_models_pass_through_memory_and_no_payload_over_dds(
     federation: Federation, over_dds: list[int]
 ) -> None:
     controller = federation.controller(rounds=3, num_clients=2)
-    clients = [federation.client(0), federation.client(1)]
+    clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]  # also the last model, after Bye
     done, *others = finish(controller, *clients)
     assert weights(done) == over_dds
     assert (done["shared"], done["sent"], done["received"]) == ({UP: 6 * UPDATE}, {}, {})
@@ -122,9 +123,9 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model
     federation: Federation, over_dds: list[int], tmp_path: Path
 ) -> None:
     before = sorted(os.listdir("/dev/shm"))
-    clients = [federation.client(0), federation.client(1)]
+    clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]
     rules = {"rounds": 3, "num_clients": 2, "state_dir": str(tmp_path / "state")}
-    first = federation.controller(**rules, fail_at="mid_collect:2")
+    first = federation.controller(**rules, fail_at="after_collect_before_aggregate:2")  # both have worked from model 1
     assert first.wait(60.0) == -signal.SIGKILL
     done, *others = finish(federation.controller(**rules), *clients)
     assert weights(done) == over_dds

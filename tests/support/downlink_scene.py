@@ -98,9 +98,9 @@ class Scene:
     ) -> None:
         self.downlink.on_need(client_id, NeedModel(run_id, round_id, transfer, list(seqs)), self.group)
 
-    def join(self, client_id: int, memory: str) -> None:
-        """A client is there, and says that it reads this memory."""
-        hello = Hello(PROTOCOL, DIM, 0, True, SESSION, "idle", -1, -1, "", -1, memory)
+    def join(self, client_id: int, memory: str, holds: int = -1) -> None:
+        """A client is there, and says that it reads this memory, and which round's model it holds."""
+        hello = Hello(PROTOCOL, DIM, 0, True, SESSION, "idle", -1, holds, "", -1, memory)
         self.members.hello(client_id, 1, hello, now_s=0.0, next_round=1)
 
 

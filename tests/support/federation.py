@@ -119,7 +119,8 @@ class Federation(AbstractContextManager["Federation"]):
     def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
         """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains
         until the path exists, or until it is called off. ``die_after_offer``: when it has offered an update.
-        ``refuse_memory``: as of the controller."""
+        ``refuse_memory``: as of the controller. ``read_delay_s``: models in memory are read so much
+        later."""
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 
     def __exit__(self, *_: object) -> None:

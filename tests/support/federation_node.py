@@ -124,9 +124,19 @@ def _tell_warnings(say: Say) -> None:
 
 def _refuse_memory() -> None:
     def read(place: str, size: int) -> memoryview:
-        raise SharedMemoryFault("permission denied, says the test")
+        raise SharedMemoryFault("permission denied, says the test") from PermissionError()
 
     intake.read = model_memory.read = read  # type: ignore[attr-defined]
+
+
+def _read_late(delay_s: float) -> None:
+    read = model_memory.read
+
+    def late(place: str, size: int) -> memoryview:
+        time.sleep(delay_s)  # stands for a machine that has much to do
+        return read(place, size)
+
+    model_memory.read = late  # type: ignore[attr-defined]
 
 
 def _tell_what_is_said(say: Say, *, dies: bool) -> None:
@@ -162,6 +172,8 @@ def run(spec: dict[str, Any], say: Say) -> int:
     _tell_warnings(say)
     if spec.get("refuse_memory"):
         _refuse_memory()
+    if "read_delay_s" in spec:
+        _read_late(spec["read_delay_s"])
     code = 0
     try:
         asyncio.run(_controller(spec, say) if spec["role"] == "controller" else _client(spec, say))
