@@ -1,9 +1,9 @@
 """The actors: a controller and its clients, workers, and the pure decision objects beside them."""
 
-from gradbus.actors.client import Client, ClientSummary
+from gradbus.actors.client import Client
 from gradbus.actors.controller import Controller
 from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
-from gradbus.actors.report import Progress, RoundReport
+from gradbus.actors.report import ClientSummary, Progress, RoundReport
 from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.actors.worker import Worker

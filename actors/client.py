@@ -12,7 +12,6 @@ import os
 import socket
 import time
 import traceback
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.local_training import LocalTraining
 from gradbus.actors.model_copy import ModelCopy
 from gradbus.actors.model_memory import ModelMemory
+from gradbus.actors.report import ClientSummary
 from gradbus.actors.residuals import Residuals
 from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus, Subscription
@@ -58,26 +58,9 @@ from gradbus.runtime.settings import ClientConfig
 from gradbus.runtime.tasks import single_error
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
-LAST_READ_S = 1.0  # so long the controller is kept waiting, and its memory open, for who reads the last model
-
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
 
 log = get_logger("client")
-
-
-@dataclass(frozen=True, slots=True)
-class ClientSummary:
-    """What a client did.
-
-    Attributes:
-        rounds: rounds whose update was counted. refused: updates that were not.
-        bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
-    """
-
-    rounds: int
-    refused: int
-    bytes_up: int
-    train_s: float
 
 
 class Client:
@@ -109,7 +92,6 @@ class Client:
         self._handled = False  # the command has been answered, without success
         self._ended: Bye | None = None
         self._left = False  # it has said Leave, or is about to
-        self._reading: set[asyncio.Task[None]] = set()  # models in the controller's memory
         self._session = 0  # incarnation of the controller that has welcomed this client last
         self._session_heard_s = 0.0
         self._run_id = 0
@@ -154,8 +136,7 @@ class Client:
                     ]
                     try:
                         await self._work()
-                        if self._reading:
-                            await asyncio.wait(self._reading, timeout=LAST_READ_S)
+                        await self._memory.settle()
                     finally:
                         self._left = True
                         with contextlib.suppress(BusError):
@@ -247,9 +228,8 @@ class Client:
             case Grant() | NeedUpdate() | Receipt() if (body.to, body.incarnation) == me:
                 self._delivery.on_answer(body, group)
             case ModelHere() if session == self._session and (key := self._memory.expect(session, body)) is not None:
-                reading = group.create_task(self._read_model(key, body), name=f"client-{self.client_id}-model")
-                self._reading.add(reading)
-                reading.add_done_callback(self._reading.discard)
+                name = f"client-{self.client_id}-model"
+                self._memory.note(group.create_task(self._read_model(key, body), name=name))
             case Bye() if body.run_id == self._run_id and body.ok:
                 self._ended = body
                 self._memory.end()
@@ -266,10 +246,10 @@ class Client:
         payload = await self._memory.read(key, said)
         if payload is not None:
             await self._take_model(key, payload)
-        else:
-            if not self._memory.here:
-                await self._hello()  # so that it is not counted on
-            self._changed.set()
+            return
+        if not self._memory.here:
+            await self._hello()  # so that it is not counted on
+        self._changed.set()
 
     # What it says
 
@@ -303,9 +283,7 @@ class Client:
 
     def _matching(self) -> tuple[int, ...]:
         bus = self._bus
-        return bus.matched_readers(ClientUpdate), *(
-            bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob, Control)
-        )
+        return bus.matched_readers(ClientUpdate), *map(bus.matched_writers, (TrainCmd, ModelBlob, Control))
 
     # What it does
 
@@ -385,10 +363,7 @@ class Client:
         if failure is not None:
             await self._report_failure(welcome, command, failure)
             return
-        receipt = await self._delivery.deliver(
-            update,
-            check=lambda: self._same_session(session),
-        )
+        receipt = await self._delivery.deliver(update, check=lambda: self._same_session(session))
         if receipt is None:
             return
         if receipt.accepted:

@@ -368,8 +368,7 @@ class Controller:
         self._fail.reached("after_publish", round_id)
         evaluation = await self._evaluate(round_id)
         report = state.amend(
-            report,
-            bytes_down=size * max(1, len(self._members)),
+            report, bytes_down=size * max(1, len(self._members)),
             bytes_down_shared=size * min(self._downlink.told, self._members.sharing),
             downlink_residual_norm=self._downlink.residual_norm,
             checkpoint_s=committed_s - aggregated_s, publish_s=published_s - committed_s,
@@ -380,8 +379,7 @@ class Controller:
         self.progress.add(report)
         log.info(
             "round done", round=round_id, accuracy=report.accuracy, loss=report.loss, clients=list(report.clients),
-            outcome=report.outcome, seconds=round(report.seconds, 3),
-            bytes_shared=report.bytes_shared,
+            outcome=report.outcome, seconds=round(report.seconds, 3), bytes_shared=report.bytes_shared,
         )  # fmt: skip
         return report
 

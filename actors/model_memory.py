@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gradbus.actors.model_copy import ModelCopy
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import ModelHere
@@ -12,6 +14,7 @@ from gradbus.runtime.sealed_memory import PayloadMemory, read
 from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 from gradbus.runtime.topics import TOPICS
 
+LAST_READ_S = 1.0  # so long the controller is kept waiting, and its memory open, for who reads the last model
 READ_TRIES = 3  # so often a model is asked for that is not where it is said to be
 
 log = get_logger("client")
@@ -32,6 +35,7 @@ class ModelMemory:
         self._client_id = client_id
         self._missed: tuple[FrameKey, int] | None = None  # what was last not there, and how often
         self._ended = False
+        self._reading: set[asyncio.Task[None]] = set()
         self.here = memory.here
 
     def start(self) -> None:
@@ -41,6 +45,16 @@ class ModelMemory:
     def end(self) -> None:
         """The run is over: the controller gives its memory back, also what is just being read."""
         self._ended = True
+
+    def note(self, reading: asyncio.Task[None]) -> None:
+        """A task that reads a model."""
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+
+    async def settle(self) -> None:
+        """Wait, not for long, for what is being read."""
+        if self._reading:
+            await asyncio.wait(self._reading, timeout=LAST_READ_S)
 
     def expect(self, session: int, said: ModelHere) -> FrameKey | None:
         """The controller of this session has a model in its memory. Its key, if it is to be read."""
@@ -76,7 +90,7 @@ class ModelMemory:
 
 
 def _is_gone(error: SharedMemoryFault) -> bool:
-    """Whether what was there has been closed, and nothing or something else has its number now. If not, the system keeps
-    this process from it."""
+    """Whether what was there has been closed, and nothing or something else has its number now. If not, the system
+    keeps this process from it."""
     cause = error.__cause__ or error.__context__
     return not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError | ProcessLookupError)

@@ -110,3 +110,18 @@ class Progress:
             self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()
         for reason, count in report.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSummary:
+    """What a client did.
+
+    Attributes:
+        rounds: rounds whose update was counted. refused: updates that were not.
+        bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
+    """
+
+    rounds: int
+    refused: int
+    bytes_up: int
+    train_s: float
