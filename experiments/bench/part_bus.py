@@ -43,7 +43,7 @@ class Plan:
 PLANS: dict[Effort, Plan] = {
     "tiny": Plan(blocks=2, trips=5, streams=(MIB,), stream_bytes=2 * MIB, readers=(), fans=1),
     "quick": Plan(blocks=7, trips=100),
-    "full": Plan(blocks=15, trips=300, stream_bytes=64 * MIB, fans=5),
+    "full": Plan(blocks=15, trips=300, stream_bytes=64 * MIB),
 }
 
 Block = Callable[[], Coroutine[Any, Any, float]]
