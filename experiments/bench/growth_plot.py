@@ -45,7 +45,7 @@ def draw(path: Path, results: Results) -> bool:
 
 
 def _panel(axes: Axes, part: str, unit: str, found: list[Line]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for number, line in enumerate(found):
         look = style.nth_look(number, f"{line.name}: {text_of(line.whole)}")
@@ -61,6 +61,7 @@ def _panel(axes: Axes, part: str, unit: str, found: list[Line]) -> None:
     name, at_unit = _AT[part]
     axes.set_xticks(sorted({at for line in found for at in line.at}), minor=False)
     axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
