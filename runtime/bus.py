@@ -160,10 +160,8 @@ class Bus:
         self._port_bytes.update(port.inline_bytes)
 
     def claim(self, group: str) -> None:
-        """Note that this bus holds a rank of a group. Raises ConfigError: it holds one already.
-
-        A bus does not hear itself on the topics of a group, so two ranks of it would wait for each other for ever.
-        """
+        """Note that this bus holds a rank of a group. Raises ConfigError: it holds one already. It does not hear itself
+        on the topics of a group, so two ranks of one bus would wait for each other for ever."""
         self._check_open()
         if group in self._groups:
             raise ConfigError(f"this bus already holds a rank of group {group!r}: open another bus for a second one")
@@ -186,9 +184,7 @@ class Bus:
         for kind in kinds:
             self._subscriptions.setdefault(kind, []).append(subscription)
             if kind not in self._channels:
-                reader = self._node.topic_reader(TOPICS[kind])
-                channel = Channel(reader, self._deliverer(kind))
-                self._channels[kind] = channel
+                channel = self._channels[kind] = Channel(self._node.topic_reader(TOPICS[kind]), self._deliverer(kind))
                 self._receiver.add(channel)
         return subscription
 
@@ -198,12 +194,11 @@ class Bus:
             subscriptions = self._subscriptions.get(kind, ())
             for message in messages:
                 targets = [one for one in subscriptions if one.only is None or one.only(message)]
-                if not targets:
-                    self._receiver.consumed(channel, 1)
-                    continue
                 item = Item(channel, message, len(targets))
                 for target in targets:
                     target.put(item)
+                if not targets:
+                    self._receiver.consumed(channel, 1)
 
         return deliver
 
@@ -230,10 +225,7 @@ class Bus:
         return 0 if channel is None else channel.reader.matched
 
     async def matched(self, condition: Callable[[], bool], *, timeout_s: float, what: str = "matching") -> None:
-        """Wait until ``condition``, a function of the matched counts, holds.
-
-        Raises BarrierTimeout: it does not within ``timeout_s``.
-        """
+        """Wait until ``condition``, a function of the matched counts, holds. Raises BarrierTimeout: not in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition():
@@ -386,15 +378,17 @@ async def connect(
         if network not in ("loopback", "network"):
             raise ConfigError(f"network {network!r}: expected 'loopback' or 'network'")
         network = NetworkConfig(
-            profile=network, interface=interface or "lo", peers=tuple(peers), lease_s=lease_s,
+            profile=network,
+            interface=interface or "lo",
+            peers=tuple(peers),
+            lease_s=lease_s,
             shared_memory=shared_memory,
-        )  # fmt: skip
+        )
     with short_switch_interval():
         node = await _open_node(partial(Node, domain_id=domain, partition=job, network=network, fast=fast))
         if node.fast_path_fault is not None:
-            log.warning(
-                "slow path", reason=node.fast_path_fault, effect="large messages hold the GIL while they are sent"
-            )
+            effect = "large messages hold the GIL while they are sent"
+            log.warning("slow path", reason=node.fast_path_fault, effect=effect)
         bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
         try:
             yield bus

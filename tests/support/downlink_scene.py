@@ -20,9 +20,9 @@ from gradbus.runtime import frames
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import PROTOCOL, Hello, ModelHere, NeedModel
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.frames import CONTROLLER, FrameKey
+from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.messages import Identity, ModelBlob
-from gradbus.runtime.sealed_memory import PayloadMemory
+from gradbus.runtime.sealed_memory import PayloadMemory, read
 
 RUN, SESSION, DIM, CHUNK_BYTES = 0xABC, 1, 3000, 1024
 LOSSY = ["q8", "s4", "sq8"]
@@ -155,3 +155,20 @@ def assert_holds(copy: ModelCopy, round_id: int, model: Tensor) -> None:
     assert copy.round_id == round_id
     assert copy.vector is not None
     assert torch.equal(copy.vector, model)
+
+
+def look(copy: ModelCopy, said: ModelHere) -> bool:
+    """A client that is told of a model, and takes it."""
+    flags = int(Flags.DELTA if said.delta else Flags.NONE)
+    key = FrameKey(Kind.MODEL, said.run_id, said.round_id, CONTROLLER, SESSION, said.transfer)
+    if not copy.expect(key, flags, said.total_bytes):
+        return False
+    return copy.adopt(key, copy.decode(key, read(said.memory, said.total_bytes)))
+
+
+async def rounds(scene: Scene, *numbers: int) -> None:
+    for round_id in numbers:
+        scene.train(round_id)
+        await scene.downlink.quiesce()
+        await scene.downlink.prepare(round_id)
+        await scene.downlink.publish()
