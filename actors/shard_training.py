@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from gradbus.actors.worker_state import Position
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.profile import StepProfile
+
+MakeExchange = Callable[[DataParallelConfig, Group, Mapping[str, Tensor]], Exchange]
+"""Takes the parameters that are trained, by name, in the order of the model."""
 
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
 
@@ -67,8 +70,11 @@ class ShardTraining:
     exchange: Exchange
 
     def __init__(
-        self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool]
-    ) -> None:
+        self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool], *,
+        make_exchange: MakeExchange | None = None,
+    ) -> None:  # fmt: skip
+        """``make_exchange``: in place of the one that ``config.exchange`` names."""
+        self._make_exchange = make_exchange or (DgcExchange if config.exchange == "dgc" else DenseExchange)
         self._config = config
         self._group = group
         self._task = task
@@ -84,8 +90,7 @@ class ShardTraining:
         trained: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
-        kind = DgcExchange if self._config.exchange == "dgc" else DenseExchange
-        self.exchange = kind(self._config, self._group, trained)
+        self.exchange = self._make_exchange(self._config, self._group, trained)
         device = next(iter(trained.values())).device
         self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)
 

@@ -19,7 +19,7 @@ from torch import nn
 from gradbus.actors.epoch_plan import EpochPlan
 from gradbus.actors.parallel_task import DataParallelTask
 from gradbus.actors.replicas import Replicas, check_equal, check_equal_layouts, describe_layout
-from gradbus.actors.shard_training import Sending, ShardTraining
+from gradbus.actors.shard_training import MakeExchange, Sending, ShardTraining
 from gradbus.actors.worker_report import EpochReport, WorkerSummary
 from gradbus.actors.worker_resume import find_checkpoint
 from gradbus.actors.worker_state import Position, WorkerState, position_of, restore_model, restore_own, shared_tensors
@@ -52,7 +52,7 @@ class Worker:
 
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
-        on_open: Callable[[], object] = lambda: None,
+        on_open: Callable[[], object] = lambda: None, make_exchange: MakeExchange | None = None,
     ) -> None:  # fmt: skip
         """A worker that has not started.
 
@@ -61,13 +61,14 @@ class Worker:
             task: model, data and loss.
             config: the rules, equal on all ranks.
             on_open: called once the ranks fit together and the state is restored: from then on it is this run.
+            make_exchange: of gradients, in place of the one that ``config.exchange`` names; the same on all ranks.
         """
         self._group = group
         self._on_open = on_open
         self._config = config = config or DataParallelConfig()
         self._log = get_logger("worker", rank=group.rank)
         self._compute = ComputeThread(f"worker-{group.rank}")
-        self._training = ShardTraining(config, group, task, self._compute.should_stop)
+        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_exchange=make_exchange)
         jsonl = None if config.profile_dir is None else config.profile_dir / f"profile-rank-{group.rank}.jsonl"
         self.profile = Profile(group.rank, window_steps=config.profile_window_steps, jsonl=jsonl)
         self.skipped_steps = 0
