@@ -11,7 +11,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test check lint format typecheck wheel smoke \
-	bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs conformance lock clean distclean
+	bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs conformance figures lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -162,6 +162,10 @@ bench-codecs: $(STAMP)  ## speed, size and error of every codec
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(PY) -m gradbus.experiments.conformance $(ARGS)
+
+# What has been run before is not run again. QUICK=1: smaller runs, less than 5 minutes; without it about half an hour, on 2 idle cores.
+figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QUICK=1: small ones)
+	@$(PY) -m gradbus.experiments.gallery $(if $(filter-out 0,$(QUICK)),--quick) $(ARGS)
 
 # Needs uv. Pins that still fit are kept; LOCK_ARGS=--upgrade takes the newest of everything.
 lock:  ## write constraints.txt anew from pyproject.toml
