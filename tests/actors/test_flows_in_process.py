@@ -15,7 +15,6 @@ import torch
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.actors import client as client_module
 from gradbus.actors import downlink, model_memory
 from gradbus.models import NullTask
 from gradbus.runtime import sealed_memory
@@ -188,7 +187,7 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
 
     monkeypatch.setattr(model_memory, "read", late)
     monkeypatch.setattr(gradbus.Bus, "publish", heard)
-    monkeypatch.setattr(client_module, "LAST_READ_S", 0.1)
+    monkeypatch.setattr(model_memory, "LAST_READ_S", 0.1)
     config = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0)
     with capture_logs() as lines:
         reports = run(config, [SlowTask([])], at_end=over.set)
