@@ -14,7 +14,7 @@ from gradbus.actors.report import TIMELINES_IN_MEMORY, Progress, RoundReport
 from gradbus.actors.timeline import MAX_CLIENTS, ClientTimeline, RoundTiming
 from gradbus.runtime.control import Offer
 
-OFFER = Offer(5, 1, 7, 4_000, 600, 0.25, 2.0, 0.5, 1.0, 3.0, 0.75)  # waits 1 s, trains 2 s, encodes 0.5 s
+OFFER = Offer(5, 1, 7, 4_000, 600, 0.25, 2.0, 0.5, "", 1.0, 3.0, 0.75)  # waits 1 s, trains 2 s, encodes 0.5 s
 
 
 class Clock:
