@@ -64,7 +64,7 @@ CATALOGUE: Mapping[str, Entry] = {
         ),
         Entry(
             "tradeoff", "Federated: accuracy against bytes sent", "rounds", ("codecs", "skewed"),
-            tradeoff_figure.draw_tradeoff,
+            tradeoff_figure.draw_tradeoff, in_docs=True,
         ),
     )
 }  # fmt: skip

@@ -106,7 +106,7 @@ FULL = Scale(
     epochs=10, warmup=3, train_samples=None,
 )  # fmt: skip
 QUICK = Scale(
-    name="quick", rounds=3, samples=1000, seeds=1, skewed_seeds=1, timed_rounds=0,
+    name="quick", rounds=2, samples=500, seeds=1, skewed_seeds=1, timed_rounds=0,
     epochs=3, warmup=1, train_samples=None,
 )  # fmt: skip
 
