@@ -50,6 +50,10 @@ class FrameError(GradbusError, ValueError):
         self.reason = reason
 
 
+class JobTaken(GradbusError):
+    """The job has a controller already; the text says which."""
+
+
 class CheckpointError(GradbusError):
     """A checkpoint is missing, damaged, or does not fit; the text names the file."""
 
@@ -71,11 +75,15 @@ class BarrierTimeout(GradbusError, TimeoutError):
         needed: how many had to be.
     """
 
-    def __init__(self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float) -> None:
+    def __init__(
+        self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float, doubt: str = ""
+    ) -> None:
+        """``doubt``: what else was noticed and may be the reason, see ``Bus.doubt``."""
         names = f", missing {list(missing)}" if missing else ""
         super().__init__(
             f"{what}: {ready} of {needed} ready after {timeout_s:g} s{names}. Start the missing ones, and check that "
             f"all use the same job, domain and network interface ('gradbus doctor' shows them)"
+            + (f". It was heard that {doubt}" if doubt else "")
         )
         self.missing = tuple(missing)
         self.ready = ready

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any, Literal
 
 import structlog
+
+_CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
 
 
 def get_logger(name: str, **bound: Any) -> Any:
@@ -38,3 +41,8 @@ def configure(*, level: str = "info", style: Literal["auto", "console", "json"] 
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def plain_text(text: str) -> str:
+    """Without what a terminal would obey: for text that comes from elsewhere."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -27,3 +27,8 @@ def test_nothing_is_armed_unless_asked_for(spec: str | None) -> None:
 def test_a_wrong_spec_is_answered_with_an_example(spec: str) -> None:
     with pytest.raises(ValueError, match="after_command:2"):
         FailPoint(spec)
+
+
+def test_who_is_to_die_must_be_somebody() -> None:
+    with pytest.raises(ValueError, match="client-N or rank-N"):
+        FailPoint("clint-3/after_offer:2", who="client-3")

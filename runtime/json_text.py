@@ -1,0 +1,50 @@
+"""JSON from files that others may have written: within a size, and with one kind of error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MAX_LINE_CHARS = 16 << 20  # a round with ten thousand clients has some 3 MB
+_STEP_BYTES = 1 << 20
+
+
+def parse_json(text: str, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """The value in ``text``. Raises ValueError: it is not JSON, or lists and objects lie too deep in each other.
+
+    Args:
+        parse_constant: what to make of ``NaN`` and ``Infinity``, which JSON does not have; by default those floats.
+    """
+    try:
+        return json.loads(text, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The UTF-8 text in a file, which may be a pipe.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has more bytes, or is not UTF-8 (UnicodeDecodeError).
+    """
+    data = bytearray()
+    with path.open("rb") as file:
+        while some := file.read(_STEP_BYTES):
+            data += some
+            if len(data) > max_bytes:
+                raise ValueError(f"more than {max_bytes} bytes")
+    return data.decode("utf-8")
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a text file. One that is longer than any of ours comes in pieces, of which none is JSON.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while text := file.readline(MAX_LINE_CHARS):
+            yield text
