@@ -1,0 +1,249 @@
+"""A node's side of joining: it looks for the controller whose key it knows, and holds what it was given.
+
+Pure: bytes come in and go out, and the time is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.messages import new_incarnation
+from gradbus.runtime.security import envelope, epoch, handshake
+from gradbus.runtime.security.allow_list import ROLES, Role
+from gradbus.runtime.security.beacons import Beacons
+from gradbus.runtime.security.budget import Budget
+from gradbus.runtime.security.door import JOIN_TOPIC
+from gradbus.runtime.security.handshake import Secrets
+from gradbus.runtime.security.identity_key import NodeKey, public_text
+from gradbus.runtime.security.join_messages import MAGIC, Hello, Refusal, Signed, Welcome, parse
+from gradbus.runtime.security.membership_keys import MembershipKeys
+from gradbus.runtime.security.seal import Envelope
+from gradbus.runtime.security.shared_keys import IncomingStreams, SharedKey
+
+# A Hello that has led to nothing is followed by another one, later each time: the answer to the one before is worth
+# nothing then, so the time must come to be longer than a controller takes whom a thousand nodes ask at once.
+FIRST_S, LONGEST_S = 0.125, 5.0
+ASK_S = 2.0  # a member that finds that it lacks a key joins again, so often at most: anybody can make it think so
+OTHERS_S = 10.0  # how often at most to say Hello to a controller with another key, for its log
+SILENT_S = 3.0  # a controller that was not heard for so long may have been followed by another one
+CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have checks of their own
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A Hello on its way."""
+
+    hello: Signed
+    private: X25519PrivateKey
+    controller: bytes
+    at_s: float
+    secrets: Secrets | None = None
+    down: IncomingStreams | None = None
+
+
+class Applicant:
+    """Of one start of a node. Only the receive thread uses it, but for :meth:`seal`.
+
+    Attributes:
+        session: this start, random. refusal: why the controller does not let it in; empty: it has not said so.
+        doubt: what was heard of controllers that are not the one whose key is known.
+        keys: what it has been given; None before it was let in for the first time.
+        on_joined: called when it was let in by this start of the controller, or refused.
+    """
+
+    def __init__(self, job: str, key: NodeKey, pinned: bytes, role: Role) -> None:
+        """``pinned``: the key that the controller must have."""
+        self.job = job
+        self.key = key
+        self.pinned = pinned
+        self.role: Role = role
+        self.session = secrets.token_bytes(envelope.SESSION_BYTES)
+        self.start = new_incarnation()
+        self.refusal = ""
+        self.doubt = ""
+        self.keys: MembershipKeys | None = None
+        self.on_joined: Callable[[], None] = lambda: None
+        self._beacons = Beacons(job, pinned)
+        self._asked: _Asked | None = None
+        self._joined: _Asked | None = None
+        self._attempts = self._in_vain = 0
+        self._jitter = 1.0  # so that nodes that began together do not ask together for ever
+        self._lacks = False
+        self._heard_s = self._joined_s = 0.0
+        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is waiting for an answer that should come at once."""
+        return self._asked is not None
+
+    @property
+    def _again_s(self) -> float:
+        return self._jitter * min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_vain, 8))
+
+    # What is sealed
+
+    def seal(self, topic: str, parts: Sequence[Any]) -> Envelope | None:
+        """An envelope for the controller; None: this node has not joined yet, or may not speak."""
+        keys = self.keys
+        if keys is None or self.role == "observer":
+            return None
+        return keys.outgoing.envelope(topic, parts)
+
+    def open(self, topic: str, data: Any, now_s: float) -> memoryview | None:
+        """What the controller has said to all, or to this node. None: it is not for this node.
+
+        Raises:
+            FrameError: with ``reason`` one of those of an envelope, ``no key``, ``signature``, ``level``.
+        """
+        view = memoryview(data).cast("B")
+        header = envelope.parse(view)
+        if header.level == envelope.MEMBER:
+            if self.keys is None or topic != epoch.CONTROL:
+                return None
+            plain = self.keys.open_own(topic, header, view, now_s)
+        elif header.level == envelope.PSK:
+            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
+        elif self.keys is None:
+            raise FrameError("no key", "said to members, and this node is none yet")
+        elif not self.keys.has(header):
+            self._lacks = True
+            raise FrameError("no key", "said to members with a key that this node has not, or not any more")
+        else:
+            plain = self.keys.open_group(topic, header, view, now_s)
+        if plain is not None:
+            self._heard_s = now_s
+        return plain
+
+    # Joining
+
+    def hear_beacon(self, data: memoryview, source: int, now_s: float) -> list[bytes]:
+        """A controller says that it is there. ``source``: handle of its DDS writer. What to say.
+
+        Raises:
+            FrameError: it was not taken, with a ``reason`` to count it by.
+        """
+        joined = None if self._joined is None else self._joined.controller
+        heard = self._beacons.hear(data, source, joined, now_s)
+        if heard is None:
+            return []
+        if heard.beacon.public != self.pinned:
+            self.doubt = (
+                f"a controller of this job has the key {public_text(heard.beacon.public)}, and this node expects "
+                f"{public_text(self.pinned)}: compare bus.controller_key with 'gradbus keys show' there"
+            )
+        return self._ask(now_s)
+
+    def _check_budget(self, now_s: float) -> None:
+        if not self._checks.take(now_s):
+            raise FrameError("busy", "more signatures came than are checked in a second")
+
+    def _ask(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
+        """Say Hello to a controller, if there is one to say it to, and reason."""
+        if self.refusal or (self._asked is not None and now_s - self._asked.at_s < self._again_s):
+            return []
+        joined = None if self._joined is None else self._beacons.get(self._joined.controller)
+        silent = now_s - self._heard_s > SILENT_S or (joined is not None and not joined.is_there(alive))
+        lacks = self._lacks and now_s - self._joined_s > ASK_S
+        candidates = [
+            heard
+            for heard in self._beacons
+            if now_s - heard.asked_s > (self._again_s if heard.beacon.public == self.pinned else OTHERS_S)
+            and (self._joined is None or (lacks if heard is joined else silent))
+            and heard.is_there(alive)
+        ]
+        if not candidates:
+            return []
+        target = min(
+            candidates, key=lambda heard: (heard.beacon.public != self.pinned, heard.asked_s, -heard.beacon.start)
+        )
+        target.asked_s = now_s
+        self._attempts += 1
+        private = X25519PrivateKey.generate()
+        hello = Hello(
+            self.session, target.beacon.session, self.start, self._attempts, secrets.token_bytes(handshake.NONCE_BYTES),
+            private.public_key().public_bytes_raw(), self.key.public, self.pinned, ROLES.index(self.role),
+            self.key.name,
+        )  # fmt: skip
+        packed = handshake.signed(self.job, self.key, hello)
+        if target.beacon.public == self.pinned:  # of others no answer is waited for
+            self._lacks = False
+            self._in_vain += 1
+            self._jitter = 1.0 + secrets.randbelow(256) / 512
+            self._asked = _Asked(parse(memoryview(packed)), private, target.beacon.session, now_s)
+        return [packed]
+
+    def hear(self, data: memoryview, now_s: float) -> list[bytes]:
+        """A message of the topic of joining. What to answer.
+
+        Raises:
+            FrameError: it was not taken, with a ``reason`` to count it by.
+        """
+        if data[:4] != MAGIC:
+            return self._hear_keys(data, now_s)
+        signed = parse(data)
+        match signed.message:
+            case Welcome(to=self.session, session=session) if self._asked and self._asked.controller == session:
+                return self._hear_welcome(signed, self._asked, now_s)
+            case Refusal(to=self.session) as refusal:
+                digests = {hashlib.sha256(one.hello.whole).digest() for one in (self._asked, self._joined) if one}
+                if refusal.hello in digests:
+                    self._check_budget(now_s)
+                    handshake.check(self.job, signed, self.pinned)
+                    self.refusal, self._asked = refusal.why, None
+                    self.on_joined()
+            case _:
+                pass  # for others
+        return []
+
+    def _hear_welcome(self, signed: Signed, asked: _Asked, now_s: float) -> list[bytes]:
+        if asked.secrets is not None:
+            raise FrameError("replay", "a second welcome to one hello")
+        self._check_budget(now_s)
+        confirm, asked.secrets = handshake.accept(self.job, self.key, asked.hello, asked.private, signed)
+        asked.down = IncomingStreams(SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.down), asked.controller)
+        asked.at_s = now_s
+        return [confirm]
+
+    def _hear_keys(self, data: memoryview, now_s: float) -> list[bytes]:
+        """Keys from the controller, under those that this node has with it."""
+        view = memoryview(data).cast("B")
+        header = envelope.parse(view)
+        asked, keys = self._asked, self.keys
+        is_other = False
+        if asked is not None and asked.down is not None and header.key_id == asked.down.key.key_id:
+            word = epoch.parse(asked.down.open(JOIN_TOPIC, header, view))
+            assert asked.secrets is not None
+            up = SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.up)
+            keys = MembershipKeys(
+                self.job, self.session, asked.controller, self.pinned, up, asked.down, self.keys, now_s
+            )
+            is_other = self._joined is None or self._joined.controller != asked.controller
+            self._joined, self._asked, self._in_vain, self._joined_s = asked, None, 0, now_s
+        elif keys is not None and keys.is_own(header):
+            word = epoch.parse(keys.open_keys(JOIN_TOPIC, header, view))
+        else:
+            return []  # for others
+        if not isinstance(word, epoch.Handed):
+            raise FrameError("join", "the controller says that it has its own key")
+        self._heard_s = now_s
+        keys.take(word, now_s)
+        self.keys = keys
+        if is_other:
+            self.on_joined()
+        return [keys.outgoing.seal(JOIN_TOPIC, (epoch.pack(epoch.Have(word.epoch)),))]
+
+    def tick(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
+        """Do what it is time for. ``alive``: whether DDS still sees the writer of a beacon. What to say."""
+        if self._asked is not None and now_s - self._asked.at_s >= self._again_s:
+            self._asked = None
+        if self.keys is not None:
+            self.keys.tick(now_s)
+        return self._ask(now_s, alive)

@@ -1,0 +1,330 @@
+"""The controller's side of joining: who is let in, and which keys it has with whom.
+
+Pure: bytes come in and go out, and the time is told. What costs little is checked first, and whoever cannot sign with a
+key that is on the list leaves nothing behind here but a count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.messages import new_incarnation
+from gradbus.runtime.security import envelope, epoch, handshake
+from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry
+from gradbus.runtime.security.budget import Budget
+from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.identity_key import NodeKey, public_text
+from gradbus.runtime.security.join_messages import MAGIC, Beacon, Confirm, Hello, Refusal, Signed, parse
+from gradbus.runtime.security.rival_controllers import RivalControllers
+from gradbus.runtime.security.rotation import Rotation
+from gradbus.runtime.security.said import Speaker
+from gradbus.runtime.security.seal import Envelope
+from gradbus.runtime.security.shared_keys import IncomingStreams, OutgoingStreams, SharedKey, opened_header
+from gradbus.runtime.security.waiting import PENDING_S, Pending, WaitingRoom, with_tag
+
+JOIN_TOPIC = "train/join"
+SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
+GRACE_S = 10.0  # what was sealed with a member's former keys may still be on its way for so long
+CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures: 0.15 ms each
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
+TOLD_S = 10.0  # how often at most to say of a name that it was refused
+TOLD_PER_S, TOLD_AT_ONCE = 1, 20  # of all names: a stranger can make them up
+_MAX_TOLD = 256
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """A node that has been let in."""
+
+    entry: Entry
+    hello: Signed
+    session: bytes
+    start: int
+    attempt: int
+    incoming: IncomingStreams
+    outgoing: OutgoingStreams
+    heard_s: float
+    former: IncomingStreams | None = None
+    former_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Events:
+    """What a person should know; by default nobody is told."""
+
+    joined: Callable[[str, str], None] = field(default=lambda name, role: None)
+    refused: Callable[[str, str], None] = field(default=lambda name, why: None)
+    rotated: Callable[[int, str], None] = field(default=lambda epoch, why: None)
+
+
+class Door:
+    """Of one start of a controller. Only the receive thread uses it, but for :meth:`seal`.
+
+    Attributes:
+        session: this start, random. refusal: why this controller must not go on; empty: it may.
+        dropped: what was not taken, by reason.
+    """
+
+    def __init__(self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0) -> None:
+        """``label``: host and process, for a second controller of the job."""
+        self.job = job
+        self.key = key
+        self.session = secrets.token_bytes(envelope.SESSION_BYTES)
+        self.start = new_incarnation()
+        self.refusal = ""
+        self.dropped: Counter[str] = Counter()
+        self.events = Events()
+        self.speaker = Speaker(job, key, self.session)
+        self.allowed = allowed
+        self.retained: Callable[[str], int] = lambda topic: 0  # how many of its newest envelopes DDS keeps
+        self._label = label
+        self._members: dict[str, Joined] = {}
+        self._by_key: dict[bytes, tuple[Joined, IncomingStreams]] = {}
+        self._waiting = WaitingRoom()
+        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._refusals = {known: Budget(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
+        self._tellings = {known: Budget(TOLD_PER_S, TOLD_AT_ONCE) for known in (False, True)}
+        self._told: dict[str, float] = {}
+        self._rivals = RivalControllers(job, key, self.session, self.start)
+        self.rotation = Rotation(job, self.session, now_s)
+
+    @property
+    def members(self) -> dict[str, Joined]:
+        """Who has been let in, by name."""
+        return self._members
+
+    @property
+    def group(self) -> OutgoingStreams:
+        """What is said to all is sealed with this."""
+        return self.rotation.current
+
+    @cached_property
+    def beacon(self) -> bytes:
+        """What this controller says for all to hear."""
+        return handshake.signed(self.job, self.key, Beacon(self.session, self.start, self.key.public))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is waiting for an answer."""
+        return bool(self._waiting) or self.rotation.is_running or self._rivals.is_busy
+
+    # What is sealed
+
+    def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> Envelope | None:
+        """An envelope for all members, or for the one that client ``to`` belongs to; None: there is no such one."""
+        if to is None:
+            if topic != epoch.MODELS:
+                parts = self.speaker.signed(topic, parts)
+            return self.group.envelope(topic, parts)
+        member = self._members.get(self.allowed.owner_of(to) or "")
+        return None if member is None else member.outgoing.envelope(topic, parts)
+
+    def open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Entry] | None:
+        """What a member has sealed, and who it is. None: it is of this controller itself.
+
+        Raises:
+            FrameError: see :meth:`.IncomingStreams.open`, and ``other level``, ``no key``.
+        """
+        header, view = opened_header(data)
+        if header.session == self.session:
+            return None
+        member, streams = self._streams(header, now_s)
+        plain = streams.open(topic, header, view)
+        member.heard_s = now_s
+        return plain, member.entry
+
+    def _streams(self, header: Header, now_s: float) -> tuple[Joined, IncomingStreams]:
+        if header.level == envelope.PSK:
+            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
+        known = self._by_key.get(header.key_id)
+        if known is None or (known[1] is known[0].former and now_s > known[0].former_until_s):
+            raise FrameError(
+                "no key", "an envelope of a process that has not joined, or was made before it had to anew"
+            )
+        return known
+
+    # Who comes
+
+    def hear(self, data: memoryview, now_s: float) -> list[bytes]:
+        """A message of the topic of joining. What to answer.
+
+        Raises:
+            FrameError: it was not taken, with a ``reason`` to count it by.
+        """
+        if data[:4] != MAGIC:
+            opened = self.open(JOIN_TOPIC, data, now_s)
+            word = None if opened is None else epoch.parse(opened[0])
+            if opened is not None and isinstance(word, epoch.Have):
+                self.rotation.has(opened[1].name, word.epoch)
+            return self.tick(now_s)
+        if self.refusal:
+            return []
+        signed = parse(data)
+        match signed.message:
+            case Hello(controller=self.session) as hello:
+                return self._hear_hello(signed, hello, now_s)
+            case Confirm(controller=self.session) as confirm:
+                return self._hear_confirm(signed, confirm, now_s)
+            case Refusal(to=self.session) as refusal if self._rivals.is_answer(refusal):
+                self._check(signed, self.key.public, now_s)
+                self.refusal = refusal.why
+                self._rivals.stop()
+            case Beacon(public=self.key.public) as beacon if self._rivals.is_news(beacon, now_s):
+                self._check(signed, self.key.public, now_s)
+                return [self._rivals.ask(beacon, now_s)]
+            case _:
+                pass  # for others
+        return []
+
+    def _check(self, signed: Signed, public: bytes, now_s: float) -> None:
+        if not self._checks.take(now_s):
+            raise FrameError("busy", "more signatures came than are checked in a second")
+        handshake.check(self.job, signed, public)
+
+    def _hear_hello(self, signed: Signed, hello: Hello, now_s: float) -> list[bytes]:
+        known = self._members.get(hello.name)
+        newest = max(
+            known.attempt if known is not None and known.session == hello.session else 0,
+            self._waiting.attempt(hello.name, hello.session),
+        )
+        if hello.attempt <= newest:
+            raise FrameError("replay", f"a hello of {hello.name} that was heard before")
+        self._check(signed, hello.public, now_s)
+        entry = self.allowed.get(hello.name)
+        why = self._why_not(hello, entry, known, now_s)
+        if entry is None or why:
+            return self._refuse(signed, hello, why, now_s)
+        nonce = secrets.token_bytes(handshake.NONCE_BYTES)
+        welcome, shared = handshake.answer(
+            self.job, self.key, signed, session=self.session, start=self.start, epoch=self.group.key.epoch, nonce=nonce
+        )
+        self._waiting.add(Pending(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S))
+        return [welcome]
+
+    def _why_not(self, hello: Hello, entry: Entry | None, known: Joined | None, now_s: float) -> str:
+        """Why this node is not let in; empty: it is."""
+        role = ROLES[hello.role]
+        if role == "controller" and hello.public == self.key.public:
+            return f"the job is held by the controller {self._label}"
+        if entry is None:
+            return f"{hello.name} is not on the allow list of the controller"
+        if entry.public != hello.public:
+            return f"the allow list of the controller has another key of {hello.name}, id {entry.public[:4].hex()}"
+        if entry.role != role or role in ("controller", "worker"):
+            return f"{hello.name} is on the allow list as {entry.role}, and wants to join as {role}"
+        if hello.pinned != self.key.public:
+            return f"{hello.name} expects another key of the controller, here it is {public_text(self.key.public)}"
+        if (
+            known is not None and known.session != hello.session and hello.start <= known.start
+            and now_s - known.heard_s < SILENT_S
+        ):  # fmt: skip
+            return f"{hello.name} has joined with a process that was started later: one process, one key"
+        return ""
+
+    def _refuse(self, signed: Signed, hello: Hello, why: str, now_s: float) -> list[bytes]:
+        self.dropped["refused"] += 1
+        known = hello.public == self.key.public or self.allowed.has_key(hello.public)
+        told_s = self._told.get(hello.name, float("-inf"))
+        if now_s - told_s > TOLD_S and self._tellings[known].take(now_s):
+            if len(self._told) >= _MAX_TOLD:
+                del self._told[next(iter(self._told))]
+            self._told.pop(hello.name, None)
+            self._told[hello.name] = now_s
+            self.events.refused(hello.name, why)
+        if not self._refusals[known].take(now_s):
+            return []
+        digest = hashlib.sha256(signed.whole).digest()
+        return [handshake.signed(self.job, self.key, Refusal(hello.session, self.session, digest, why))]
+
+    def _hear_confirm(self, signed: Signed, confirm: Confirm, now_s: float) -> list[bytes]:
+        waiting = self._waiting.of(confirm.session)
+        if not waiting:
+            raise FrameError("replay", "a confirm that nobody waits for")
+        pending = with_tag(waiting, confirm.tag)  # before anything that costs: forgeries have no tag
+        if pending is None:
+            raise FrameError("signature", "a confirm that was made without the keys of its exchange")
+        if not self._checks.take(now_s):
+            raise FrameError("busy", "more signatures came than are checked in a second")
+        handshake.check_confirm(self.job, signed, pending.signed, pending.secrets, pending.welcome_signature)
+        self._waiting.take(pending)
+        return self._admit(pending, now_s)
+
+    def _admit(self, pending: Pending, now_s: float) -> list[bytes]:
+        hello = pending.hello
+        name = pending.entry.name
+        up = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.up)
+        down = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.down)
+        member = Joined(
+            pending.entry, pending.signed, hello.session, hello.start, hello.attempt,
+            IncomingStreams(up, hello.session), OutgoingStreams(down, self.session), now_s,
+        )  # fmt: skip
+        known = self._members.get(name)
+        said = []
+        if known is not None:
+            self._forget_keys(known)
+            if known.session == hello.session:  # the same process, with new keys
+                member.former, member.former_until_s = known.incoming, now_s + GRACE_S
+                self._by_key[known.incoming.key.key_id] = member, known.incoming
+            else:  # if that one still runs, it would go on in vain: it can hear what is for all
+                said.append(self._refusal_of(known, f"{name} has joined with another process: one process, one key"))
+        self._by_key[up.key_id] = member, member.incoming
+        self._members[name] = member
+        if known is None or known.session != hello.session:
+            self.events.joined(name, pending.entry.role)
+        return said + [self._hand(member, streams) for streams in self.rotation.keys_for(name)]
+
+    def _refusal_of(self, member: Joined, why: str) -> bytes:
+        """To one that had been let in, and is a member no more."""
+        digest = hashlib.sha256(member.hello.whole).digest()
+        return handshake.signed(self.job, self.key, Refusal(member.session, self.session, digest, why))
+
+    def _forget_keys(self, member: Joined) -> None:
+        for streams in (member.incoming, member.former):
+            if streams is not None:
+                self._by_key.pop(streams.key.key_id, None)
+
+    def _hand(self, member: Joined, group: OutgoingStreams) -> bytes:
+        """The key of an epoch, for one member."""
+        floors = [max(0, group.last(topic) - self.retained(topic)) for topic in epoch.TOPICS]
+        said = (max(0, self.speaker.last_of.get(epoch.COMMANDS, 0) - 1), self.speaker.last)
+        word = epoch.Handed(group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said)
+        return member.outgoing.seal(JOIN_TOPIC, (epoch.pack(word),))
+
+    # What changes
+
+    def allow(self, allowed: AllowList, now_s: float) -> list[bytes]:
+        """There is another list. Who is not on it any more, as what it was, is told so, and a new epoch begins."""
+        self.allowed = allowed
+        gone = [member for name, member in self._members.items() if allowed.get(name) != member.entry]
+        self._waiting.keep(lambda one: allowed.get(one.entry.name) == one.entry)
+        said = []
+        for member in gone:
+            del self._members[member.entry.name]
+            self._forget_keys(member)
+            why = f"{member.entry.name} has been taken off the allow list of the controller, or is another there"
+            self.events.refused(member.entry.name, why)
+            said.append(self._refusal_of(member, why))
+        if gone:
+            self.rotation.begin(set(self._members), now_s, f"{', '.join(m.entry.name for m in gone)} removed")
+        return said + self.tick(now_s)
+
+    def tick(self, now_s: float) -> list[bytes]:
+        """Do what it is time for. What to say."""
+        said = self._rivals.tick(now_s)
+        self._waiting.keep(lambda one: now_s <= one.until_s)
+        for member in self._members.values():
+            if member.former is not None and now_s > member.former_until_s:
+                self._by_key.pop(member.former.key.key_id, None)
+                member.former = None
+        due = self.rotation.tick(set(self._members), now_s)
+        if self.rotation.switched:
+            self.events.rotated(*self.rotation.switched)
+            self.rotation.switched = None
+        return said + [self._hand(self._members[name], streams) for name, streams in due if name in self._members]

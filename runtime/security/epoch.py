@@ -1,0 +1,80 @@
+"""Epochs: the key that the controller shares with all its members, and how long it is used.
+
+Every epoch has a random key of its own. A new one begins with every start of the controller, when a member is taken off
+the list, after a day, and before the counters of the one before could come near their end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from typing import NamedTuple
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.shared_keys import SECRET_BYTES, SharedKey
+
+EPOCH_S = 24 * 3600.0
+EPOCH_FRAMES = 1 << 32
+VERSION = 1
+_KEYS, _HAVE = 1, 2
+COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"
+TOPICS = (COMMANDS, MODELS, CONTROL)  # on which the controller talks to all
+_KEYS_BODY = struct.Struct("<BBHI32sQQQQQ")
+_HAVE_BODY = struct.Struct("<BBHI")
+
+
+class Handed(NamedTuple):
+    """Controller to one member, under their own key: the key of an epoch.
+
+    Attributes:
+        epoch, secret: of the key.
+        floors: by topic, the counter up to which envelopes under it are from before.
+        said: numbers up to which what the controller signed is from before, of commands and of all else.
+    """
+
+    epoch: int
+    secret: bytes
+    floors: tuple[int, int, int]
+    said: tuple[int, int]
+
+    def __repr__(self) -> str:
+        return f"Handed(epoch={self.epoch}, floors={self.floors}, said={self.said})"
+
+
+class Have(NamedTuple):
+    """Member to controller, under their own key: I have the key of that epoch."""
+
+    epoch: int
+
+
+def pack(word: Handed | Have) -> bytes:
+    """Bytes of what is said about keys."""
+    if isinstance(word, Have):
+        return _HAVE_BODY.pack(VERSION, _HAVE, 0, word.epoch)
+    return _KEYS_BODY.pack(VERSION, _KEYS, 0, word.epoch, word.secret, *word.floors, *word.said)
+
+
+def parse(data: memoryview) -> Handed | Have:
+    """What is said about keys. Raises FrameError: ``join``."""
+    if len(data) == _HAVE_BODY.size:
+        version, kind, reserved, epoch = _HAVE_BODY.unpack(data)
+        if (version, kind, reserved) == (VERSION, _HAVE, 0):
+            return Have(epoch)
+    if len(data) == _KEYS_BODY.size:
+        version, kind, reserved, epoch, secret, a, b, c, command, other = _KEYS_BODY.unpack(data)
+        if (version, kind, reserved) == (VERSION, _KEYS, 0):
+            return Handed(epoch, secret, (a, b, c), (command, other))
+    raise FrameError("join", f"{len(data)} bytes that say nothing about keys, or in another version")
+
+
+def first_epoch() -> int:
+    """Number of a controller's first epoch: higher than those of its starts before, if the clock was not set back.
+    Nothing depends on that but what people read; a key is known by its id."""
+    return int(time.time()) & 0x7FFF_FFFF
+
+
+def new_epoch(job: str, epoch: int) -> SharedKey:
+    """The key of an epoch, random."""
+    return SharedKey(job, envelope.GROUP, epoch, secrets.token_bytes(SECRET_BYTES))

@@ -1,0 +1,116 @@
+"""The key of a node: an Ed25519 pair with a name. The private half stays in a file that is its owner's alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.security.job_key import KEY_FILE_VARIABLE, key_file, read_secret_file
+
+PUBLIC_BYTES = 32
+SIGNATURE_BYTES = 64
+MAX_NAME_BYTES = 64
+_PREFIX = "gradbus-identity-1"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LINE = re.compile(rf"{_PREFIX} (\S+) ([0-9a-f]{{64}})\s*")
+_PUBLIC = re.compile(r"ed25519:([0-9a-f]{64})")
+
+
+def is_identity(text: str) -> bool:
+    """Whether a key file holds the key of a node, and not that of a job."""
+    return text.startswith(_PREFIX)
+
+
+def check_name(name: str) -> str:
+    """The name of a node. Raises ConfigError: it cannot be one."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name {name[:80]!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    return name
+
+
+def public_text(public: bytes) -> str:
+    """A public key as lists and settings hold it."""
+    return f"ed25519:{public.hex()}"
+
+
+def parse_public(text: str, where: str) -> bytes:
+    """The public key in a text. Raises ConfigError."""
+    match = _PUBLIC.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            f"{where}: expected a public key, 'ed25519:' and 64 hexadecimal digits as 'gradbus keys show FILE' prints "
+            f"it, got {text[:24]!r}{'...' if len(text) > 24 else ''}"
+        )
+    return bytes.fromhex(match[1])
+
+
+def verified(public: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether the holder of the private half has signed ``data``."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKey:
+    """The key of this node.
+
+    Attributes:
+        name: who it is, as the allow list of the controller has it.
+    """
+
+    name: str
+    private: Ed25519PrivateKey = field(repr=False)
+
+    @property
+    def public(self) -> bytes:
+        """32 bytes, no secret."""
+        return self.private.public_key().public_bytes_raw()
+
+    @property
+    def text(self) -> str:
+        """As a key file holds it."""
+        return f"{_PREFIX} {self.name} {self.private.private_bytes_raw().hex()}\n"
+
+    def sign(self, data: bytes) -> bytes:
+        """64 bytes."""
+        return self.private.sign(data)
+
+
+def new_node_key(name: str) -> NodeKey:
+    """A random one. Raises ConfigError: no such name can be."""
+    return NodeKey(check_name(name), Ed25519PrivateKey.generate())
+
+
+def parse_node_key(text: str, where: str) -> NodeKey:
+    """The key in a text. Raises ConfigError, which never repeats the text."""
+    match = _LINE.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{where} holds no key of a node: expected one line '{_PREFIX} NAME' and 64 hexadecimal digits, got "
+            f"{len(text)} characters. Make one with: gradbus keys new --identity NAME FILE"
+        )
+    return NodeKey(check_name(match[1]), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(match[2])))
+
+
+def load_node_key(path: Path | None, environment: Mapping[str, str] | None = None) -> NodeKey:
+    """The key of this node: from ``path``, else from the file that ``GRADBUS_KEY_FILE`` names.
+
+    Raises:
+        ConfigError: there is none, or it is not one, or its file is open to others.
+    """
+    path = key_file(path, environment)
+    if path is None:
+        raise ConfigError(
+            f"security 'identity' needs the key of this node: name its file in bus.key_file or {KEY_FILE_VARIABLE}. "
+            f"Make one with 'gradbus keys new --identity NAME FILE'"
+        )
+    return parse_node_key(read_secret_file(path, "key file"), f"key file {path}")

@@ -1,0 +1,68 @@
+"""From settings to a participant of the level ``identity``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gradbus.runtime.dds import Node
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.messages import process_name
+from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.security.allow_list import AllowList
+from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.door import Door
+from gradbus.runtime.security.identity_key import NodeKey, load_node_key, parse_public
+from gradbus.runtime.security.list_file import ListFile
+from gradbus.runtime.security.settings import Security
+
+
+def read_identity(security: Security) -> tuple[NodeKey, bytes, AllowList | None]:
+    """Key of this node, public key of the controller, and the list if this node is the controller.
+
+    Raises:
+        ConfigError: a file cannot be read, or says something else.
+    """
+    key, pinned, file = _read(security)
+    return key, pinned, None if file is None else file.allowed
+
+
+def _read(security: Security) -> tuple[NodeKey, bytes, ListFile | None]:
+    key = load_node_key(security.key_file)
+    pinned = parse_public(security.controller_key, "bus.controller_key")
+    if key.public != pinned:
+        return key, pinned, None
+    if security.role != "client":  # it is what a controller has in its settings as well
+        raise ConfigError(
+            f"{key.name} is the controller, as its key is bus.controller_key, and cannot join as {security.role}: who "
+            f"only looks on, as 'gradbus status' does, needs a key of its own (bus.key_file), on the list as observer"
+        )
+    if security.allow_file is None:
+        raise ConfigError(
+            f"{key.name} is the controller, as its key is bus.controller_key, and needs bus.allow_file: the list "
+            f"of the nodes that it lets in. 'gradbus keys allow NAME PUBLIC_KEY --list FILE' makes one"
+        )
+    return key, pinned, ListFile(security.allow_file)
+
+
+def identity_node(
+    job: str, security: Security, *, domain_id: int, network: NetworkConfig, fast: bool | None
+) -> Callable[[], Node]:
+    """What opens the participant. Raises ConfigError, as :func:`read_identity`."""
+    from gradbus.runtime.security.identity_node import IdentityNode
+    from gradbus.runtime.security.porter import Porter
+
+    key, pinned, list_file = _read(security)
+    party: Door | Applicant
+    if list_file is None:
+        party = Applicant(job, key, pinned, security.role)
+    else:
+        party = Door(job, key, list_file.allowed, label=process_name())
+
+    def start(node: IdentityNode, receiver: Any) -> None:
+        Porter(node, receiver, list_file)
+
+    return partial(
+        IdentityNode, domain_id=domain_id, partition=job, network=network, fast=fast, party=party, start=start
+    )

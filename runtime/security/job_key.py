@@ -1,0 +1,143 @@
+"""The job key: 32 random bytes that all members of a job share, from a file that is the owner's alone or from the
+environment. Never from the command line, which every user of a machine can read."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.security.envelope import KEY_ID_BYTES
+
+KEY_BYTES = 32
+KEY_VARIABLE = "GRADBUS_KEY"
+KEY_FILE_VARIABLE = "GRADBUS_KEY_FILE"
+_PREFIX = "gradbus-key-1"
+_LINE = re.compile(rf"{_PREFIX} ([0-9a-f]{{{2 * KEY_BYTES}}})\s*")
+_MAX_FILE_BYTES = 4096
+
+
+def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY_BYTES) -> bytes:
+    """HKDF-SHA256 (RFC 5869)."""
+    return HKDF(algorithm=SHA256(), length=length, salt=salt, info=info).derive(secret)
+
+
+@dataclass(frozen=True, slots=True)
+class JobKey:
+    """The key. ``id`` is derived from it and no secret: two processes with one id have one key."""
+
+    secret: bytes = field(repr=False)
+
+    @property
+    def id(self) -> bytes:
+        """8 bytes."""
+        return derive(self.secret, b"", b"gradbus/1 key id", KEY_ID_BYTES)
+
+    @property
+    def text(self) -> str:
+        """As a key file holds it."""
+        return f"{_PREFIX} {self.secret.hex()}\n"
+
+
+def new_job_key() -> JobKey:
+    """A random one."""
+    return JobKey(secrets.token_bytes(KEY_BYTES))
+
+
+def parse_job_key(text: str, where: str) -> JobKey:
+    """The key in a text. Raises ConfigError, which never repeats the text."""
+    match = _LINE.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{where} holds no job key: expected one line '{_PREFIX} ' and {2 * KEY_BYTES} hexadecimal digits, got "
+            f"{len(text)} characters. Make a key with: gradbus keys new FILE"
+        )
+    return JobKey(bytes.fromhex(match[1]))
+
+
+def read_beginning(path: Path, limit_bytes: int) -> tuple[os.stat_result, bytes]:
+    """What the file is, and its first bytes; none of what is no regular file. Never waits, as opening a pipe would.
+
+    Raises:
+        OSError: it cannot be opened or read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(handle)
+        if not stat.S_ISREG(mode.st_mode):
+            return mode, b""
+        with open(handle, "rb", closefd=False) as file:
+            return mode, file.read(limit_bytes)
+    finally:
+        os.close(handle)
+
+
+def read_secret_file(path: Path, what: str) -> str:
+    """Text of a file that nobody but its owner, who is this user, can read or write.
+
+    The mode is that of the open file: nobody can exchange it between the look and the reading.
+
+    Raises:
+        ConfigError: it cannot be read, is no text, or is open to others.
+    """
+    try:
+        mode, data = read_beginning(path, _MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Make one with: gradbus keys new") from None
+    if not stat.S_ISREG(mode.st_mode) or len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{what} {path}: expected a regular file of at most {_MAX_FILE_BYTES} bytes")
+    if mode.st_mode & 0o077:
+        raise ConfigError(
+            f"{what} {path} has mode {stat.S_IMODE(mode.st_mode):04o}: others on this machine can use it. Expected "
+            f"0600; do: chmod 600 {path}; and if they may have read it, make a new key"
+        )
+    if mode.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{what} {path} belongs to user {mode.st_uid}, expected {os.geteuid()}, who runs this")
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path} is no text file") from None
+
+
+def key_file(path: Path | None, environment: Mapping[str, str] | None = None) -> Path | None:
+    """The file that the key of this process is in: ``path``, else the one that ``GRADBUS_KEY_FILE`` names, if any."""
+    named = (os.environ if environment is None else environment).get(KEY_FILE_VARIABLE)
+    return Path(named) if path is None and named else path
+
+
+def load_job_key(path: Path | None, environment: Mapping[str, str] | None = None) -> JobKey:
+    """The key of this process: from ``path``, else from the file that ``GRADBUS_KEY_FILE`` names, else from the text in
+    ``GRADBUS_KEY``.
+
+    Raises:
+        ConfigError: there is none, or it is not one, or its file is open to others.
+    """
+    environment = os.environ if environment is None else environment
+    path = key_file(path, environment)
+    if path is not None:
+        return parse_job_key(read_secret_file(path, "key file"), f"key file {path}")
+    if environment.get(KEY_VARIABLE):
+        return parse_job_key(environment[KEY_VARIABLE], f"environment variable {KEY_VARIABLE}")
+    raise ConfigError(
+        f"security 'psk' needs the key of the job: name its file in bus.key_file or {KEY_FILE_VARIABLE}, or put its "
+        f"text into {KEY_VARIABLE}. Make one with 'gradbus keys new FILE', and copy it to every member of the job"
+    )
+
+
+def write_secret_file(path: Path, text: str) -> None:
+    """A new file with mode 0600. Raises ConfigError: it exists, or cannot be made."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists: a key is never overwritten. Choose another name, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,157 @@
+"""Other processes, as their envelopes show them: what was opened of each, and whether it is alive or a recording.
+
+A session is known as soon as one of its envelopes was opened, which needs the key. It is *proven* when it has answered
+this process's challenge, random bytes that are not older than this process: so a recording of an earlier run is never
+proven. And the answer says when the challenge was heard: what the session sealed before that may be a recording, so it
+is not taken, but for what DDS still has of it. What comes before the proof is held, within bounds, and handed over
+then. DDS delivers what it retains once and at once, so nothing of it may be dropped only because it was faster.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.replay import ReplayWindow
+
+CHALLENGE_BYTES = 16
+GREETING_TOPIC = "train/session"
+LEEWAY_S = 2  # what was sealed so shortly before a challenge was heard is taken: processes find each other in any order
+MAX_PEERS = 4096
+MAX_HELD = 256  # samples of sessions that are not proven yet, all together
+MAX_HELD_EACH = 64
+MAX_HELD_BYTES = 64 << 20
+
+Release = Callable[[Any, int], None]  # a sample and the handle of the DDS writer that it came from
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One stream of a session: its topic's envelopes."""
+
+    generation: int
+    aead: AESGCM
+    window: ReplayWindow = field(default_factory=ReplayWindow)
+    before: AESGCM | None = None  # of the generation before, whose last envelopes may still be on their way
+
+
+class _Held(NamedTuple):
+    release: Release
+    sample: Any
+    source: int
+    topic: str
+    header: Header
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One session."""
+
+    session: bytes
+    proven: bool = False
+    label: str = ""  # host and process, as it says itself
+    floor: int = 0  # moment of the session: what it sealed before is old
+    retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
+    heard_s: float = 0.0
+    streams: dict[str, Incoming] = field(default_factory=dict)
+    held: deque[_Held] = field(default_factory=deque)
+
+    def is_old(self, topic: str, header: Header) -> bool:
+        """Whether an envelope is from before this process was heard of, and is not what DDS retains."""
+        if header.moment >= self.floor or topic == GREETING_TOPIC:
+            return False
+        oldest = self.retained.get(topic)
+        return oldest is None or header.counter < oldest
+
+
+class Peers:
+    """The sessions that a bus has heard. Only the receive thread uses it."""
+
+    def __init__(self, own_session: bytes) -> None:
+        self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self.own = Peer(own_session, proven=True)
+        self._peers = {own_session: self.own}
+        self._held = 0
+        self._held_bytes = 0
+        self.dropped: Callable[[str, int], None] = _count_nowhere  # gets why, and how many that were held in vain
+        self.on_unproven: Callable[[], None] = _nothing
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, session: bytes) -> Peer | None:
+        """The session, if an envelope of it was opened."""
+        return self._peers.get(session)
+
+    def add(self, session: bytes) -> Peer:
+        """A session of which an envelope has just been opened."""
+        if len(self._peers) >= MAX_PEERS:
+            self._forget_one()
+        peer = self._peers[session] = Peer(session)
+        return peer
+
+    def _forget_one(self) -> None:
+        """Make room. Who is forgotten has to prove itself again, and with a new challenge: to the one before there may
+        be a recorded answer."""
+        others = [peer for peer in self._peers.values() if peer is not self.own]
+        oldest = min(others, key=lambda peer: (peer.proven, peer.heard_s))
+        del self._peers[oldest.session]
+        self._drop_held(oldest)
+        if oldest.proven:
+            self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+
+    def hold(self, peer: Peer, topic: str, header: Header, sample: Any, source: int, release: Release) -> None:
+        """Keep a sample of a session until that is proven.
+
+        Of recordings of earlier runs it is kept in vain. Where room is needed, the session goes first that was heard
+        first: who is alive is proven within milliseconds.
+
+        Raises:
+            FrameError: ``unproven``: too much of this session is held already.
+        """
+        self.on_unproven()
+        if len(peer.held) >= MAX_HELD_EACH:
+            raise FrameError("unproven", f"a session has sent {MAX_HELD_EACH} samples and not proven to be alive")
+        while self._held and (self._held >= MAX_HELD or self._held_bytes + header.size > MAX_HELD_BYTES):
+            self._drop_held(next(one for one in self._peers.values() if one.held))
+        self._held += 1
+        self._held_bytes += header.size
+        peer.held.append(_Held(release, sample, source, topic, header))
+
+    def _drop_held(self, peer: Peer) -> None:
+        self.dropped("unproven", len(peer.held))
+        self._held -= len(peer.held)
+        self._held_bytes -= sum(held.header.size for held in peer.held)
+        peer.held.clear()
+
+    def prove(self, peer: Peer) -> None:
+        """It has answered the challenge: hand over what was held."""
+        peer.proven = True
+        while peer.held:
+            held = peer.held.popleft()
+            self._held -= 1
+            self._held_bytes -= held.header.size
+            if peer.is_old(held.topic, held.header):
+                self.dropped("old", 1)
+            else:
+                held.release(held.sample, held.source)
+
+    def note(self, peer: Peer) -> None:
+        """An envelope of it has been opened."""
+        peer.heard_s = time.monotonic()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _count_nowhere(why: str, count: int) -> None:
+    pass

@@ -1,0 +1,266 @@
+"""Seals what leaves a process, and opens what comes in.
+
+AES-256-GCM. Every stream, that is one topic of one session, has a key of its own, and counts its envelopes from 1: no
+nonce is ever used twice, and nothing has to be remembered over a restart. After 2**32 envelopes a stream goes on with
+its next key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, Header
+from gradbus.runtime.security.job_key import JobKey, derive
+from gradbus.runtime.security.peers import Incoming, Peer, Peers
+
+_SMALL_BYTES = 4096
+GENERATION_BITS = 32  # a key seals less than 2**32 envelopes
+
+
+class Keys(Protocol):
+    """Where the keys of streams come from: what makes the levels differ."""
+
+    level: int
+    epoch: int
+    key_id: bytes
+
+    def check(self, header: Header) -> None:
+        """Raise FrameError if no key of this process can open such an envelope."""
+
+    def stream_key(self, session: bytes, topic: str, generation: int) -> AESGCM:
+        """The key of a stream. Raises FrameError: there is none for this session."""
+
+
+class PskKeys:
+    """All from the job key: who has it, can be any member."""
+
+    level = envelope.PSK
+    epoch = 0  # a new key has a new id
+
+    def __init__(self, job: str, key: JobKey) -> None:
+        self.key_id = key.id
+        self._secret = key.secret
+        self._salt = _digest(job)
+
+    def check(self, header: Header) -> None:
+        if header.level != self.level:
+            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
+        if header.key_id != self.key_id or header.epoch != self.epoch:
+            raise FrameError(
+                "other key",
+                f"a process of this job has another job key: its id is {header.key_id.hex()}, here it is "
+                f"{self.key_id.hex()}. Compare 'gradbus keys show FILE' on both machines",
+            )
+
+    def stream_key(self, session: bytes, topic: str, generation: int) -> AESGCM:
+        numbers = self.epoch.to_bytes(4, "little") + session + generation.to_bytes(4, "little")
+        return AESGCM(derive(self._secret, self._salt, b"gradbus/1 frame\0" + numbers + topic.encode()))
+
+
+def _digest(job: str) -> bytes:
+    return envelope.associated(job, "")
+
+
+class Envelope:
+    """One envelope to be. Implements :class:`.enveloping.Envelope`."""
+
+    __slots__ = ("_aead", "_context", "_sealer", "counter", "header", "plain", "size")
+    tail = bytes(TAG_BYTES)
+
+    def __init__(self, sealer: Sealer, counter: int, aead: AESGCM, header: bytes, plain: tuple[Any, ...], size: int):
+        self._sealer = sealer
+        self._aead = aead
+        self._context = header + sealer.context
+        self.counter = counter
+        self.header = header
+        self.plain = plain
+        self.size = size
+
+    def close(self, octets: memoryview) -> None:
+        """See :class:`.enveloping.Envelope`. The GIL is free meanwhile."""
+        plain, sealed = octets[HEADER_BYTES:-TAG_BYTES], octets[HEADER_BYTES:]
+        self._aead.encrypt_into(envelope.nonce(self.counter), plain, self._context, sealed)
+
+    def octets(self) -> bytes:
+        """See :class:`.enveloping.Envelope`."""
+        sealed = self._aead.encrypt(envelope.nonce(self.counter), b"".join(self.plain), self._context)
+        return self.header + sealed
+
+    def written(self) -> None:
+        """See :class:`.enveloping.Envelope`."""
+        self._sealer.note_written(self.counter)
+
+
+class Sealer:
+    """Seals one stream. Any thread may."""
+
+    def __init__(
+        self, keys: Keys, job: str, session: bytes, topic: str, *, start: int = 1, began_s: float | None = None
+    ) -> None:
+        """``began_s``: when the session did, by the monotonic clock; None: now."""
+        self.context = envelope.associated(job, topic)
+        self._last = 0  # counter of the newest envelope
+        self._retained: deque[int] | None = None
+        self._began_s = time.monotonic() if began_s is None else began_s
+        self._keys = keys
+        self._session = session
+        self._topic = topic
+        self._counter = itertools.count(start)  # its next() is one step for the interpreter: no thread gets another's
+        self._key = (-1, b"", AESGCM(bytes(32)))
+
+    def envelope(self, plain: tuple[Any, ...]) -> Envelope:
+        """The next envelope, for what ``plain`` make together."""
+        self._last = counter = next(self._counter)
+        moment = int(time.monotonic() - self._began_s)
+        generation, key_id, aead = self._key
+        if generation != counter >> GENERATION_BITS or key_id != self._keys.key_id:
+            generation, key_id = counter >> GENERATION_BITS, self._keys.key_id
+            aead = self._keys.stream_key(self._session, self._topic, generation)
+            self._key = (generation, key_id, aead)
+        size = sum(map(len, plain))
+        header = envelope.head(self._keys.level, self._keys.epoch, size, counter, self._session, key_id, moment)
+        return Envelope(self, counter, aead, header, plain, size + OVERHEAD_BYTES)
+
+    def seal(self, parts: Sequence[Any]) -> bytes:
+        """The octets of the next envelope."""
+        return self.envelope(tuple(parts)).octets()
+
+    def retain(self, samples: int) -> None:
+        """Note that DDS keeps so many of the newest envelopes for who comes later."""
+        self._retained = deque(self._retained or (), samples)
+
+    def note_written(self, counter: int) -> None:
+        """DDS has taken an envelope. Those that it refuses are not among what it keeps."""
+        if self._retained is not None:
+            self._retained.append(counter)
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest counter that DDS may still have; None: it keeps none."""
+        retained = self._retained
+        if retained is None:
+            return None
+        # Not the first: threads may have their envelopes taken in another order. If none was taken yet, the newest may
+        # be on its way.
+        return min(tuple(retained), default=max(1, self._last))
+
+
+def _room(size: int) -> memoryview:
+    """Memory for what is opened. A bytearray is made faster, but all of it is set to zero."""
+    return memoryview(bytearray(size)) if size <= _SMALL_BYTES else np.empty(size, np.uint8).data
+
+
+class Opened(NamedTuple):
+    """What was in an envelope, in memory of its own."""
+
+    peer: Peer
+    header: Header
+    data: memoryview
+
+
+class Seal:
+    """The keys of one bus at work."""
+
+    def __init__(self, job: str, keys: Keys) -> None:
+        self.job = job
+        self.keys = keys
+        self.session = secrets.token_bytes(envelope.SESSION_BYTES)
+        self.peers = Peers(self.session)
+        self._began_s = time.monotonic()
+        self._sealers: dict[str, Sealer] = {}
+
+    def sealer(self, topic: str) -> Sealer:
+        """The sealer of a topic; the same for all its writers, so that they share its counter."""
+        made = Sealer(self.keys, self.job, self.session, topic, began_s=self._began_s)
+        return self._sealers.setdefault(topic, made)  # one step: whoever comes second takes the first one's
+
+    @property
+    def moment(self) -> int:
+        """Whole seconds since this session began."""
+        return int(time.monotonic() - self._began_s)
+
+    @property
+    def retained(self) -> dict[str, int]:
+        """The oldest counter that DDS may still have, of each topic that it retains."""
+        oldest = {name: sealer.oldest for name, sealer in list(self._sealers.items())}
+        return {name: counter for name, counter in oldest.items() if counter is not None}
+
+    def opener(self, topic: str, *, ignores_own: bool) -> Opener:
+        """What opens envelopes of a topic."""
+        return Opener(self, topic, ignores_own=ignores_own)
+
+
+class Opener:
+    """Opens the envelopes of one topic. Only the receive thread does."""
+
+    def __init__(self, seal: Seal, topic: str, *, ignores_own: bool) -> None:
+        self._keys = seal.keys
+        self._peers = seal.peers
+        self._topic = topic
+        self._context = envelope.associated(seal.job, topic)
+        self._own = seal.session if ignores_own else b""
+
+    def open(self, data: Any) -> Opened:
+        """Check and open an envelope. What costs little comes first; nothing is remembered before the tag is right.
+
+        Raises:
+            FrameError: with ``reason`` one of short, not sealed, version, limits, other level, other key, own, unknown
+                sender, old, replay, counter, tag.
+        """
+        view = memoryview(data).cast("B")
+        header = envelope.parse(view)
+        self._keys.check(header)
+        if header.session == self._own:
+            raise FrameError("own", "an envelope of this process on a topic that it does not hear itself on")
+        peer = self._peers.get(header.session)
+        stream = None if peer is None else peer.streams.get(self._topic)
+        generation = header.counter >> GENERATION_BITS
+        if peer is not None and peer.is_old(self._topic, header):
+            raise FrameError("old", f"an envelope on {self._topic} is from before its sender had heard of this process")
+        if stream is None:
+            aead = self._keys.stream_key(header.session, self._topic, generation)
+        else:
+            if not stream.window.is_new(header.counter):
+                raise FrameError("replay", f"envelope {header.counter} of {self._topic} was opened before, or is old")
+            aead = self._key(stream, header.session, generation)
+        plain = _room(header.size)
+        try:
+            aead.decrypt_into(
+                envelope.nonce(header.counter), view[HEADER_BYTES:], bytes(view[:HEADER_BYTES]) + self._context, plain
+            )
+        except InvalidTag:
+            raise FrameError("tag", f"an envelope on {self._topic} was changed, or made without the key") from None
+        if peer is None:
+            peer = self._peers.add(header.session)
+        if stream is None:
+            stream = peer.streams[self._topic] = Incoming(generation, aead)
+        elif generation > stream.generation:
+            stream.before, stream.aead, stream.generation = stream.aead, aead, generation
+        stream.window.note(header.counter)
+        self._peers.note(peer)
+        return Opened(peer, header, plain)
+
+    def _key(self, stream: Incoming, session: bytes, generation: int) -> AESGCM:
+        if generation == stream.generation:
+            return stream.aead
+        if generation == stream.generation - 1 and stream.before is not None:
+            return stream.before
+        if generation == stream.generation + 1:
+            return self._keys.stream_key(session, self._topic, generation)
+        raise FrameError(
+            "counter", f"an envelope on {self._topic} is {1 << GENERATION_BITS} or more ahead of the others"
+        )
+
+
+__all__ = ["Envelope", "Keys", "Opened", "Opener", "PskKeys", "Seal", "Sealer"]

@@ -1,0 +1,198 @@
+"""Strangers, and members that have turned, who want to keep a node from joining: without a bus."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+from joining_hall import COMMANDS, JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall
+
+from gradbus.runtime.errors import FrameError, JobTaken
+from gradbus.runtime.security import beacons, door, handshake, rival_controllers, waiting
+from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry
+from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.door import Door
+from gradbus.runtime.security.identity_endpoints import ControllerSide
+from gradbus.runtime.security.identity_key import NodeKey, new_node_key
+from gradbus.runtime.security.join_messages import Beacon, Confirm, Hello
+
+TRUE, OTHER = 1, 99  # handles of DDS writers: the controller's, and a stranger's
+
+
+def newcomer() -> Applicant:
+    return Applicant(JOB, TWO, SERVER.public, "client")
+
+
+def test_a_beacon_that_was_not_checked_in_a_flood_of_others_is_taken_when_it_is_said_again() -> None:
+    hall, node = Hall(), newcomer()
+    for number in range(beacons.CHECKS_AT_ONCE):
+        forged = handshake.signed(JOB, STRANGER, Beacon(secrets.token_bytes(16), number, STRANGER.public))
+        node.hear_beacon(memoryview(forged), OTHER + number, hall.now_s)
+    with pytest.raises(FrameError, match="more beacons came"):
+        node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    hall.nodes.append(node)
+    hall.later(2.0)
+    hall.meet(node)
+    hall.later(2.0)
+    assert node.keys is not None
+
+
+def test_a_beacon_that_a_stranger_says_too_is_there_as_long_as_its_controller() -> None:
+    hall, node = Hall(), newcomer()
+    assert len(node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)) == 1  # this Hello is lost
+    for number in range(beacons.MAX_SOURCES):
+        assert node.hear_beacon(memoryview(hall.door.beacon), OTHER + number, hall.now_s) == []
+    assert node.tick(hall.now_s + 10.0, lambda source: source == TRUE) == []  # all is full of strangers' writers
+    node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)  # it says it again
+    for number in range(beacons.MAX_SOURCES - 1):
+        node.hear_beacon(memoryview(hall.door.beacon), OTHER + number, hall.now_s)
+    assert len(node.tick(hall.now_s + 20.0, lambda source: source == TRUE)) == 1
+
+
+def test_saying_a_beacon_again_brings_neither_checks_nor_hellos() -> None:
+    hall, node = Hall(), newcomer()
+    said = 0
+    for number in range(2 * beacons.CHECKS_AT_ONCE):
+        said += len(node.hear_beacon(memoryview(hall.door.beacon), number, hall.now_s))
+    assert said == 1
+
+
+def test_a_controller_with_another_key_cannot_take_the_place_of_the_one_whose_session_it_says() -> None:
+    hall, node = Hall(), newcomer()
+    forged = handshake.signed(JOB, STRANGER, Beacon(hall.door.session, hall.door.start + 1, STRANGER.public))
+    said = node.hear_beacon(memoryview(forged), OTHER, hall.now_s)
+    said += node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    said += node.hear_beacon(memoryview(forged), OTHER + 1, hall.now_s)
+    hall.nodes.append(node)
+    hall.pass_on(said, node)
+    hall.later(20.0)
+    hall.later(20.0)
+    assert node.keys is not None
+
+
+def test_a_member_that_says_hello_with_the_session_of_another_does_not_keep_it_out() -> None:
+    hall, node = Hall(ONE), newcomer()
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+
+    def evil(attempt: int) -> bytes:
+        session, key, high = hall.door.session, secrets.token_bytes(32), 1 << 63
+        says = Hello(node.session, session, high, attempt, key, key, ONE.public, SERVER.public, 0, ONE.name)
+        return handshake.signed(JOB, ONE, says)
+
+    assert len(hall.door.hear(memoryview(evil(1 << 31)), hall.now_s)) == 1
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    assert len(hall.door.hear(memoryview(evil((1 << 31) + 1)), hall.now_s)) == 1
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    (handed,) = hall.door.hear(memoryview(confirm), hall.now_s)
+    node.hear(memoryview(handed), hall.now_s)
+    assert node.keys is not None
+    assert hall.door.members[TWO.name].session == node.session
+
+
+def test_recorded_hellos_of_earlier_starts_do_not_push_out_the_one_that_lives() -> None:
+    hall, node = Hall(), newcomer()
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    for number in range(2 * waiting.MAX_PENDING_EACH):
+        former = newcomer()
+        former.start = node.start - 1 - number
+        (recorded,) = former.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+        hall.door.hear(memoryview(recorded), hall.now_s)
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    assert len(hall.door.hear(memoryview(confirm), hall.now_s)) == 1
+    assert TWO.name in hall.door.members
+
+
+def test_forged_confirms_do_not_eat_the_checks_of_hellos() -> None:
+    hall, node = Hall(), newcomer()
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    forged = handshake.signed(JOB, STRANGER, Confirm(hall.door.session, node.session, bytes(32)))
+    for _ in range(door.CHECKS_AT_ONCE + 10):
+        with pytest.raises(FrameError, match="without the keys of its exchange"):
+            hall.door.hear(memoryview(forged), hall.now_s)
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    assert len(hall.door.hear(memoryview(confirm), hall.now_s)) == 1
+
+
+def test_recordings_of_beacons_do_not_hide_the_controller_that_lives() -> None:
+    hall = Hall()
+    second = Door(JOB, SERVER, LIST, label="desk:2", now_s=hall.now_s)
+    second._rivals._start = hall.door.start + 1
+
+    def hear(start: int) -> list[bytes]:
+        recorded = handshake.signed(JOB, SERVER, Beacon(secrets.token_bytes(16), start, SERVER.public))
+        return second.hear(memoryview(recorded), hall.now_s)
+
+    asked = [len(hear(start)) for start in range(100, 100 + 2 * rival_controllers.MAX_RIVALS)]
+    assert asked == [1] * len(asked)
+    assert hear(99) == []  # a recording of before all of these
+    (probe,) = second.hear(memoryview(hall.door.beacon), hall.now_s)
+    assert second.hear(memoryview(hall.door.beacon), hall.now_s) == []
+    for number in range(1, rival_controllers.PROBES + 2):
+        said = second.tick(hall.now_s + number)
+    assert said == []
+    late_s = hall.now_s + number + rival_controllers.AGAIN_S + 1.0  # it was busy, and says again that it is there
+    (probe,) = second.hear(memoryview(hall.door.beacon), late_s)
+    (refusal,) = hall.door.hear(memoryview(probe), late_s)
+    second.hear(memoryview(refusal), late_s)
+    assert second.refusal == "the job is held by the controller desk:1"
+    assert not second.is_busy
+
+
+def test_a_controller_that_must_not_go_on_lets_nobody_in_and_says_nothing_any_more() -> None:
+    hall = Hall(ONE)
+    side = ControllerSide(hall.door)
+    assert side.seal(COMMANDS, (b"go",)) is not None
+    hall.door.refusal = "the job is held by the controller desk:9"
+    with pytest.raises(JobTaken, match=r"held by the controller desk:9\. Stop that one first"):
+        side.seal(COMMANDS, (b"go",))
+    node = newcomer()
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    assert hall.door.hear(memoryview(hello), hall.now_s) == []
+
+
+def test_a_stranger_with_many_names_fills_no_log_and_takes_no_answer_from_those_who_are_known() -> None:
+    hall, told = Hall(), []
+    hall.door.events.refused = lambda name, why: told.append(name)
+
+    def refused(key: NodeKey, role: int = 0) -> int:
+        session, nonce = secrets.token_bytes(16), secrets.token_bytes(32)
+        says = Hello(session, hall.door.session, 1, 1, nonce, nonce, key.public, SERVER.public, role, key.name)
+        return len(hall.door.hear(memoryview(handshake.signed(JOB, key, says)), hall.now_s))
+
+    names = [NodeKey(f"stranger-{number}", STRANGER.private) for number in range(300)]
+    assert sum(map(refused, names)) == door.REFUSALS_AT_ONCE
+    assert told == [key.name for key in names[: door.TOLD_AT_ONCE]]
+    observer = ROLES.index("observer")
+    assert refused(ONE, observer) == refused(SERVER, ROLES.index("controller")) == 1
+    assert told[door.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    hall.now_s += 5.0
+    assert refused(ONE, observer) == 1
+    assert told[door.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+
+
+def test_two_hundred_nodes_that_come_at_once_are_let_in_by_a_controller_that_is_slow() -> None:
+    keys = [new_node_key(f"node-{number}") for number in range(200)]
+    entries = tuple(Entry(key.name, "observer", key.public) for key in keys)
+    hall = Hall(allowed=AllowList(entries))
+    nodes = {node.session: node for node in (Applicant(JOB, key, SERVER.public, "observer") for key in keys)}
+    queue = [said for node in nodes.values() for said in node.hear_beacon(memoryview(hall.door.beacon), TRUE, 0.0)]
+    now_s, turn_s = 0.0, 0.02  # of each message: a Hello, a Confirm and a Have of all of them take twelve seconds
+    while queue and now_s < 120.0:
+        now_s += turn_s
+        answers = hear(hall.door, queue.pop(0), now_s)
+        for answer in answers:
+            for node in nodes.values():
+                queue += hear(node, answer, now_s)
+        for node in nodes.values():
+            queue += node.tick(now_s)
+    assert set(hall.door.members) == {key.name for key in keys}
+    assert all(node.keys is not None for node in nodes.values())
+
+
+def hear(party: Door | Applicant, data: bytes, now_s: float) -> list[bytes]:
+    try:
+        return party.hear(memoryview(data), now_s)
+    except FrameError:
+        return []

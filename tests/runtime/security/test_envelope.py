@@ -1,0 +1,200 @@
+"""Sealing and opening without a bus: what is accepted once, and everything that is not."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import Counter
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, Header
+from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.security.replay import WINDOW, ReplayWindow
+from gradbus.runtime.security.seal import PskKeys, Seal, Sealer
+
+KEY = new_job_key()
+JOB, TOPIC = "mnist", "train/control"
+
+
+def make(job: str = JOB) -> Seal:
+    return Seal(job, PskKeys(job, KEY))
+
+
+def reason(opener: object, data: bytes) -> str:
+    try:
+        opener.open(data)  # type: ignore[attr-defined]
+    except FrameError as error:
+        return error.reason
+    return "opened"
+
+
+def test_what_is_sealed_is_opened_by_another_process_with_the_key() -> None:
+    ours, theirs = make(), make()
+    for parts in ((b"",), (b"a" * 5, b"b"), (b"h" * 80, memoryview(bytes(range(256)) * 4096))):
+        opened = theirs.opener(TOPIC, ignores_own=False).open(bytes(ours.sealer(TOPIC).seal(parts)))
+        assert bytes(opened.data) == b"".join(map(bytes, parts))
+        assert opened.peer.session == ours.session
+
+
+def test_the_page_on_the_wire_is_enough_to_open_an_envelope() -> None:
+    def hkdf(salt: bytes, info: bytes, size: int) -> bytes:
+        secret = hmac.digest(salt or bytes(32), KEY.secret, "sha256")
+        return hmac.digest(secret, info + b"\1", "sha256")[:size]
+
+    ours = make()
+    sealer = ours.sealer(TOPIC)
+    for counter in (1, 2):
+        sealed = bytes(sealer.seal((b"sample ", b"in parts")))
+        assert sealed[:16] == b"GBS\0" + bytes([1, 1, 0, 0, 0, 0, 0, 0]) + (15).to_bytes(4, "little")
+        assert sealed[16:24] == counter.to_bytes(8, "little")
+        session = sealed[24:40]
+        assert session == ours.session
+        assert sealed[40:48] == hkdf(b"", b"gradbus/1 key id", 8)
+        about = hashlib.sha256(b"gradbus/1 envelope\0mnist\0train/control").digest()
+        salt = hashlib.sha256(b"gradbus/1 envelope\0mnist\0").digest()
+        key = hkdf(salt, b"gradbus/1 frame\0" + bytes(4) + session + bytes(4) + b"train/control", 32)
+        plain = AESGCM(key).decrypt(counter.to_bytes(12, "big"), sealed[56:], sealed[:56] + about)
+        assert plain == b"sample in parts"
+
+
+def test_an_envelope_shows_nothing_of_what_is_in_it() -> None:
+    sealed = bytes(make().sealer(TOPIC).seal((b"the weights of the model",)))
+    assert len(sealed) == OVERHEAD_BYTES + 24
+    assert b"weights" not in sealed
+    assert KEY.secret not in sealed
+
+
+def test_every_bit_of_header_ciphertext_and_tag_counts() -> None:
+    ours, theirs = make(), make()
+    opener = theirs.opener(TOPIC, ignores_own=False)
+    sealed = bytes(ours.sealer(TOPIC).seal((b"sample",)))
+    found: Counter[str] = Counter()
+    for bit in range(8 * len(sealed)):
+        forged = bytearray(sealed)
+        forged[bit // 8] ^= 1 << bit % 8
+        found[reason(opener, bytes(forged))] += 1
+    assert "opened" not in found
+    assert found["tag"] >= 8 * (len(sealed) - HEADER_BYTES + 8 + 16) - 8  # sealed bytes and tag, counter and session
+    assert len(theirs.peers) == 1, "a forgery leaves nothing behind"
+    assert reason(opener, sealed) == "opened"
+
+
+def test_a_cut_or_longer_envelope_is_refused_at_every_length() -> None:
+    opener = make().opener(TOPIC, ignores_own=False)
+    sealed = bytes(make().sealer(TOPIC).seal((b"sample",)))
+    assert {reason(opener, sealed[:end]) for end in range(OVERHEAD_BYTES)} == {"short"}
+    assert {reason(opener, sealed[:end]) for end in range(OVERHEAD_BYTES, len(sealed))} == {"limits"}
+    assert reason(opener, sealed + b"\0") == "limits"
+
+
+@pytest.mark.parametrize(
+    ("sealed_with", "opened_with"),
+    [(make(), make("other")), (make("mnis"), make("mnist")), (make(), Seal(JOB, PskKeys("other", KEY)))],
+)
+def test_an_envelope_of_another_job_is_not_opened(sealed_with: Seal, opened_with: Seal) -> None:
+    sealed = bytes(sealed_with.sealer(TOPIC).seal((b"sample",)))
+    assert reason(opened_with.opener(TOPIC, ignores_own=False), sealed) == "tag"
+
+
+def test_an_envelope_for_another_topic_or_another_rank_is_not_opened() -> None:
+    sealed = bytes(make().sealer("train/frame/g/1").seal((b"sample",)))
+    for topic in ("train/frame/g/2", "train/frame/g", "train/control"):
+        assert reason(make().opener(topic, ignores_own=False), sealed) == "tag"
+
+
+def test_an_envelope_made_with_another_key_says_which_two_keys_differ() -> None:
+    other = new_job_key()
+    sealed = bytes(Seal(JOB, PskKeys(JOB, other)).sealer(TOPIC).seal((b"sample",)))
+    with pytest.raises(FrameError, match=f"{other.id.hex()}, here it is {KEY.id.hex()}. Compare") as caught:
+        make().opener(TOPIC, ignores_own=False).open(sealed)
+    assert caught.value.reason == "other key"
+
+
+def test_an_envelope_of_another_epoch_is_not_opened() -> None:
+    ours = make()
+    ours.keys.epoch = 1
+    assert reason(make().opener(TOPIC, ignores_own=False), bytes(ours.sealer(TOPIC).seal((b"x",)))) == "other key"
+
+
+def test_a_process_does_not_take_its_own_envelopes_back_where_it_does_not_hear_itself() -> None:
+    ours = make()
+    sealed = bytes(ours.sealer(TOPIC).seal((b"sample",)))
+    assert reason(ours.opener(TOPIC, ignores_own=True), sealed) == "own"
+    assert reason(ours.opener(TOPIC, ignores_own=False), sealed) == "opened"
+
+
+def test_every_envelope_is_opened_once_in_whatever_order_they_come() -> None:
+    ours, opener = make(), make().opener(TOPIC, ignores_own=False)
+    sealer = ours.sealer(TOPIC)
+    sealed = [bytes(sealer.seal((bytes([n]),))) for n in range(100)]
+    order = sealed[50:] + sealed[:50][::-1]
+    assert {reason(opener, one) for one in order} == {"opened"}
+    assert {reason(opener, one) for one in order} == {"replay"}
+
+
+def test_two_writers_of_a_topic_share_one_counter() -> None:
+    ours, opener = make(), make().opener(TOPIC, ignores_own=False)
+    assert reason(opener, bytes(ours.sealer(TOPIC).seal((b"same",)))) == "opened"
+    assert reason(opener, bytes(ours.sealer(TOPIC).seal((b"same",)))) == "opened"
+
+
+def test_what_is_older_than_the_window_counts_as_seen() -> None:
+    window = ReplayWindow()
+    window.note(WINDOW + 10)
+    assert not window.is_new(10)
+    assert window.is_new(11)
+    window.note(11)
+    assert not window.is_new(11)
+    window.note(10**12)
+    assert not window.is_new(WINDOW + 11)
+
+
+@given(st.lists(st.integers(1, 3 * WINDOW), max_size=60))
+def test_a_window_takes_what_a_set_of_all_that_was_seen_would_take(counters: list[int]) -> None:
+    window, seen = ReplayWindow(), {0}
+    for counter in counters:
+        assert window.is_new(counter) == (counter not in seen and counter > max(seen) - WINDOW)
+        if window.is_new(counter):
+            window.note(counter)
+            seen.add(counter)
+
+
+def test_a_stream_goes_on_with_another_key_after_two_to_the_32_envelopes() -> None:
+    ours, opener = make(), make().opener(TOPIC, ignores_own=False)
+    sealer = Sealer(ours.keys, JOB, ours.session, TOPIC, start=(1 << 32) - 2)
+    sealed = [bytes(sealer.seal((b"sample",))) for _ in range(4)]
+    assert [reason(opener, one) for one in (sealed[0], sealed[2], sealed[1], sealed[3])] == ["opened"] * 4
+    far = Sealer(ours.keys, JOB, ours.session, TOPIC, start=9 << 32)
+    assert reason(opener, bytes(far.seal((b"sample",)))) == "counter"
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused_for_a_reason_and_leave_nothing(data: bytes) -> None:
+    seal = make()
+    assert reason(seal.opener(TOPIC, ignores_own=False), data) in {"short", "not sealed", "version", "limits"}
+    assert len(seal.peers) == 1
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(
+        Header, st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1),
+        st.binary(min_size=16, max_size=16), st.one_of(st.just(KEY.id), st.binary(min_size=8, max_size=8)),
+        st.integers(0, 2**32 - 1),
+    ),
+    st.binary(max_size=200),
+)  # fmt: skip
+def test_any_header_is_refused_before_memory_is_taken_for_it(header: Header, body: bytes) -> None:
+    seal = make()
+    assert reason(seal.opener(TOPIC, ignores_own=False), envelope.pack(header) + body) != "opened"
+    fitting = header._replace(size=len(body), level=envelope.PSK, epoch=0, key_id=KEY.id, counter=header.counter or 1)
+    data = envelope.pack(fitting) + body + bytes(TAG_BYTES)
+    assert reason(seal.opener(TOPIC, ignores_own=False), data) == "tag"
+    assert len(seal.peers) == 1

@@ -1,0 +1,250 @@
+"""Buses whose nodes have keys of their own, over DDS: a member that has turned, and what is not for this level."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from identities import Identities
+
+import gradbus
+from gradbus.runtime import control, frames
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.control import Bye, Leave, Receipt
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobTaken
+from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.idl_types import FrameType, ModelBlobType
+from gradbus.runtime.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.endpoints import wire_topic
+from gradbus.runtime.security.identity_opening import read_identity
+from gradbus.runtime.security.model_signature import check_payload
+from gradbus.runtime.security.shared_keys import OutgoingStreams
+from gradbus.runtime.topics import TOPICS
+
+SERVER = Identity(CONTROLLER, 1)
+_numbers = count()
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Identities:
+    return Identities(tmp_path, clients=2)
+
+
+@pytest.fixture
+def opens(known: Identities) -> Callable[..., Any]:
+    place = {"job": f"known-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "lease_s": 1.0}
+
+    def connect(name: str, **security: Any) -> Any:
+        said = {k: Path(v) if k.endswith("_file") else v for k, v in known.security(name).items()}
+        return gradbus.connect(**place, security=Security(**said | security))
+
+    return connect
+
+
+def run(main: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.002)
+
+
+def raw_writer(bus: Bus, kind: type[Any]) -> Any:
+    """What a member does that leaves our program aside: a writer of DDS for bytes that it makes itself."""
+    return bus._node.plain_writer(wire_topic(TOPICS[kind]))  # type: ignore[attr-defined]
+
+
+def matched(writer: Any) -> int:
+    """Readers that DDS has found for it."""
+    writer.refresh()
+    return int(writer.matched)
+
+
+def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_updates_of_another(
+    opens: Callable[..., Any],
+) -> None:
+    async def main() -> None:
+        async with opens("server") as server, opens("robot-0") as victim, opens("robot-1") as traitor:
+            with (
+                server.subscribe(Control, ClientUpdate) as desk,
+                victim.subscribe(Control, TrainCmd, ModelBlob) as ears,
+            ):
+                for bus in (victim, traitor):
+                    bus.open_writer(ClientUpdate)
+                    await bus.matched(lambda bus=bus: bus.matched_readers(ClientUpdate) > 0, timeout_s=10)
+                keys, session = traitor._node.party.keys, victim._node.party.session
+                group = next(iter(keys._epochs.values())).key
+                forger = OutgoingStreams(group, keys.controller)  # as if it were the controller
+                body = control.encode(Bye(1, True, "says the traitor"))
+                ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
+                sample = FrameType.prefix(len(head) + len(data)), head, data
+                says = raw_writer(traitor, Control)
+                await until(lambda: matched(says) >= 2)
+                for _ in range(50):  # past the counters that the controller has used
+                    forger.seal("train/control", sample)
+                says.write((), (bytes(forger.seal("train/control", sample)),))
+                await until(lambda: victim.rejected["signature"] == 1)
+
+                update = FrameKey(Kind.UPDATE, 1, 1, 0, 1, 1)  # of client 0
+                await traitor.send_update(update, 10, b"poison")
+                await until(lambda: server.rejected["identity"] == 1)
+                mine = OutgoingStreams(keys.outgoing.key, session)
+                says.write((), (bytes(mine.seal("train/control", sample)),))
+                await until(lambda: server.rejected["unknown sender"] == 1)
+                await traitor.publish(Identity(0, 1), Leave("client 0 goes, says the traitor"))
+                await until(lambda: server.rejected["identity"] == 2)
+
+                await victim.send_update(update, 10, b"update")
+                got = await desk.get()
+                assert isinstance(got, ClientUpdate)
+                assert bytes(got.frame.data) == b"update"
+                await server.publish(SERVER, Receipt(0, 1, 1, 1, 1, True, ""))
+                await server.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
+                heard = [await ears.get() for _ in range(2)]
+                assert {type(one) for one in heard} == {Control, TrainCmd}
+                assert not ears._queue
+
+    run(main())
+
+
+def check_model(bus: Bus, blob: Any) -> None:
+    """What a client looks at: the signature in the name, then the payload."""
+    bus.standing.check_model(blob.frame.key, 0, blob.frame.total_bytes)
+    check_payload(blob.frame.key, blob.frame.data)
+
+
+def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_signature(
+    opens: Callable[..., Any],
+) -> None:
+    async def main() -> None:
+        async with opens("server") as server, opens("robot-0") as victim, opens("robot-1") as traitor:
+            with victim.subscribe(ModelBlob) as ears:
+                server.open_writer(ModelBlob)
+                for bus in (victim, traitor):
+                    bus.open_writer(ClientUpdate)
+                    await until(lambda bus=bus: bus._node.party.keys is not None)
+                await server.matched(lambda: server.matched_readers(ModelBlob) > 0, timeout_s=10)
+                key = FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1, 1)
+                model = random.randbytes(100_000)
+                signed = key._replace(name=server.standing.sign_model(key, 0, model))
+                await server.send_model(signed, model)
+                got = await ears.get()
+                assert got.frame.key == signed
+                check_model(victim, got)
+
+                group = next(iter(traitor._node.party.keys._epochs.values())).key
+                forger = OutgoingStreams(group, traitor._node.party.keys.controller)
+                writer = raw_writer(traitor, ModelBlob)
+                await until(lambda: matched(writer) >= 1)
+                poison = random.randbytes(100_000)
+                for _ in range(50):
+                    forger.seal("train/model_blob", (b"",))
+                for forged in (signed, key, key._replace(round_id=2, name="0" * 200)):
+                    ((head, data),) = frames.split(forged, poison)
+                    sample = ModelBlobType.prefix(forged.round_id, len(head) + len(data)), head, data
+                    writer.write((0,), (bytes(forger.seal("train/model_blob", sample)),))
+                    got = await ears.get()  # it has the key: so far it comes
+                    with pytest.raises(FrameError, match=r"signature|signed"):
+                        check_model(victim, got)
+
+    run(main())
+
+
+def test_an_observer_hears_what_is_for_all_and_is_not_heard(opens: Callable[..., Any], known: Identities) -> None:
+    known.allow(known.new("watcher"), "observer")
+
+    async def main() -> None:
+        async with opens("server") as server, opens("watcher", role="observer") as watcher:
+            with watcher.subscribe(Control) as ears, server.subscribe(Control) as desk:
+                watcher.open_writer(Control)
+                await watcher.matched(lambda: watcher.matched_writers(Control) > 0, timeout_s=10)
+                await watcher.publish(Identity(0, 1), Leave("x"))
+                server.open_writer(Control)
+                await server.matched(lambda: server.matched_readers(Control) > 1, timeout_s=10)
+                while not ears._queue:  # said until it was heard: nobody tells when a reader is matched on both sides
+                    await server.publish(SERVER, Bye(1, True, "done"))
+                    await asyncio.sleep(0.01)
+                heard = await ears.get()
+                assert isinstance(heard, Control)
+                assert heard.body == Bye(1, True, "done")
+                assert all(item.message.sender == CONTROLLER for item in desk._queue)  # itself, at most
+
+    run(main())
+
+
+def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradbus.runtime.security.porter.BEACON_S", 0.05)
+
+    async def main() -> None:
+        async with opens("robot-0") as node, opens("server"):
+            party = node._node.party
+            times: list[int] = []
+
+            def hear(data: memoryview, source: int, now_s: float, hears: Any = party.hear_beacon) -> Any:
+                times.append(source)
+                return hears(data, source, now_s)
+
+            party.hear_beacon = hear
+            await until(lambda: len(times) >= 2)
+
+    run(main())
+
+
+def test_a_second_controller_that_hears_too_late_who_holds_the_job_ends_at_its_next_word(
+    opens: Callable[..., Any],
+) -> None:
+    async def main() -> None:
+        async with opens("server") as first, opens("server") as second:
+            await until(lambda: second.standing.refusal)
+            with pytest.raises(JobTaken, match=r"the job is held by the controller .*\. Stop that one first"):
+                await second.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
+            await first.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
+
+    run(main())
+
+
+def test_who_is_not_let_in_and_finds_nobody_says_why(opens: Callable[..., Any], known: Identities) -> None:
+    known.new("stranger")
+
+    async def main() -> None:
+        async with opens("server"), opens("stranger", role="observer") as bus:
+            await until(lambda: bus.standing.refusal)
+            with bus.subscribe(TrainCmd), pytest.raises(BarrierTimeout, match="stranger is not on the allow list"):
+                await bus.matched(lambda: bus.matched_writers(TrainCmd) > 0, timeout_s=0.01)
+
+    run(main())
+
+
+def test_groups_are_refused_in_words(opens: Callable[..., Any]) -> None:
+    async def main() -> None:
+        async with opens("server") as bus:
+            with pytest.raises(ConfigError, match=r"Groups, workers and the store of dds:// are protected with .*psk"):
+                async with gradbus.join_group(bus, rank=0, world=1):
+                    pass
+
+    run(main())
+
+
+def test_settings_that_do_not_fit_together_are_refused(known: Identities, tmp_path: Path) -> None:
+    said = Security(**known.security("server"))
+    with pytest.raises(ConfigError, match="needs controller_key"):
+        replace(said, controller_key="")
+    with pytest.raises(ConfigError, match="are for security 'identity'"):
+        replace(said, level="psk")
+    with pytest.raises(ConfigError, match="role 'boss': expected one of client, observer"):
+        replace(said, role="boss")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"server is the controller.* cannot join as observer.* a key of its own"):
+        read_identity(replace(said, role="observer", key_file=Path(str(said.key_file))))

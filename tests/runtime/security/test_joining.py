@@ -1,0 +1,268 @@
+"""Controller and nodes without a bus: who is let in, and what is taken from whom."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, STRANGER, TWO, UPDATES, Hall, upload
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import door, envelope, epoch, handshake, waiting
+from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry, Role
+from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.door import JOIN_TOPIC, Door
+from gradbus.runtime.security.identity_key import NodeKey
+from gradbus.runtime.security.join_messages import Hello, Welcome, parse
+from gradbus.runtime.security.shared_keys import OutgoingStreams, SharedKey
+
+
+def test_members_and_controller_understand_each_other_and_nobody_else() -> None:
+    hall = Hall(ONE, TWO)
+    one, two = hall.nodes
+    assert set(hall.door.members) == {"robot-1", "robot-2"}
+    assert hall.wrong == []
+    update = upload(one, b"update")
+    assert hall.taken(UPDATES, update) == "robot-1: update"
+    assert hall.taken(UPDATES, update) == "replay"
+    assert hall.heard(two, CONTROL, upload(one, b"hello", CONTROL)) == "not for it"
+    assert hall.heard(two, UPDATES, update) == "not for it"
+    for topic in (COMMANDS, MODELS, CONTROL):
+        data = hall.tell(topic, b"to all")
+        again = "to all" if topic == MODELS else "replay"  # a frame that came twice changes nothing
+        assert [hall.heard(node, topic, data) for node in (one, two, two)] == ["to all", "to all", again]
+    data = hall.tell(CONTROL, b"to one", to=2)
+    assert [hall.heard(node, CONTROL, data) for node in (one, two, one)] == ["to one", "not for it", "replay"]
+    assert hall.door.seal(CONTROL, (b"x",), 5) is None
+
+
+def test_an_update_cannot_be_made_by_another_client_nor_moved_to_another_topic_or_direction() -> None:
+    hall = Hall(ONE, TWO)
+    one, two = hall.nodes
+    assert two.keys is not None
+    theirs = OutgoingStreams(two.keys.outgoing.key, one.session)  # its own key, and the other's session
+    assert hall.taken(UPDATES, bytes(theirs.sealer(UPDATES).seal((b"x",)))) == "unknown sender"
+    group = hall.door.group.key  # which both have
+    for session in (one.session, two.session, hall.door.session):
+        forged = bytes(OutgoingStreams(group, session).sealer(UPDATES).seal((b"x",)))
+        assert hall.taken(UPDATES, forged) in ("no key", "its own")
+    update = upload(one, b"update")
+    assert hall.taken(CONTROL, update) == "tag"
+    for bit in random.Random(0).sample(range(8 * len(update)), 200):
+        changed = bytearray(update)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert hall.taken(UPDATES, bytes(changed)) not in ("robot-1: update", "its own")
+    assert hall.taken(UPDATES, update) == "robot-1: update"
+    assert hall.heard(one, CONTROL, upload(one, b"back", CONTROL)) == "not for it"
+
+
+def entry(key: NodeKey, role: Role = "client", ids: tuple[tuple[int, int], ...] = ((0, 0),)) -> AllowList:
+    return AllowList((Entry(key.name, role, key.public, ids if role == "client" else ()),))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "role", "pinned", "why"),
+    [
+        (LIST, "client", SERVER, "stranger is not on the allow list of the controller"),
+        (entry(NodeKey("stranger", ONE.private)), "client", SERVER, "the allow list of the controller has another key"),
+        (entry(STRANGER, "observer"), "client", SERVER, "on the allow list as observer, and wants to join as client"),
+        (entry(STRANGER, "worker"), "worker", SERVER, "is on the allow list as worker"),
+        (entry(STRANGER, "controller"), "controller", SERVER, "is on the allow list as controller"),
+        (entry(STRANGER), "client", TWO, "expects another key of the controller, here it is ed25519:"),
+    ],
+)  # fmt: skip
+def test_who_is_not_let_in_leaves_nothing_behind_and_both_sides_know_why(
+    allowed: AllowList, role: Role, pinned: NodeKey, why: str
+) -> None:
+    hall = Hall(allowed=allowed)
+    told: list[str] = []
+    hall.door.events.refused = lambda name, text: told.append(text)
+    node = Applicant(JOB, STRANGER, pinned.public, role)
+    hall.nodes.append(node)
+    hall.meet(node)
+    assert any(why in text for text in told)
+    assert "stranger" not in hall.door.members
+    assert not hall.door.is_busy
+    assert node.keys is None
+    if pinned is SERVER:
+        assert why in node.refusal
+    else:
+        assert "compare bus.controller_key with 'gradbus keys show'" in node.doubt
+        assert not node.refusal
+    for _ in range(20):
+        hall.later(1.0)
+    assert node.seal(UPDATES, (b"x",)) is None
+
+
+def test_a_forged_hello_costs_a_check_and_no_memory_and_checks_are_bounded() -> None:
+    hall = Hall()
+    one = Applicant(JOB, ONE, SERVER.public, "client")
+    (hello,) = one.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    reasons = []
+    for number in range(door.CHECKS_AT_ONCE + 50):
+        forged = bytearray(hello)
+        forged[-1 - number % 64] ^= 1 + number // 64
+        with pytest.raises(FrameError) as caught:
+            hall.door.hear(memoryview(forged), hall.now_s)
+        reasons.append(caught.value.reason)
+    assert set(reasons[: door.CHECKS_AT_ONCE]) == {"signature"}
+    assert set(reasons[door.CHECKS_AT_ONCE :]) == {"busy"}
+    assert not hall.door.is_busy
+    hall.now_s += 1.0
+    assert hall.door.hear(memoryview(hello), hall.now_s)
+
+
+def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm() -> None:
+    hall = Hall()
+    recorded = []
+    for _ in range(10):
+        node = Applicant(JOB, ONE, SERVER.public, "client")
+        recorded += node.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    for hello in recorded:
+        assert hall.door.hear(memoryview(hello), hall.now_s)
+        with pytest.raises(FrameError, match="heard before"):
+            hall.door.hear(memoryview(hello), hall.now_s)
+    assert len(hall.door._waiting) == waiting.MAX_PENDING_EACH
+    hall.later(waiting.PENDING_S + 0.1)
+    assert not hall.door.is_busy
+    assert hall.door.members == {}
+
+
+def test_a_recording_of_a_whole_joining_and_of_a_round_is_worth_nothing() -> None:
+    hall = Hall(ONE)
+    one = hall.nodes[0]
+    said = [*hall.said, upload(one, b"update"), upload(one, b"hello", CONTROL)]
+    told = [hall.tell(COMMANDS, b"go"), hall.tell(MODELS, b"model"), hall.tell(CONTROL, b"all")]
+    for data in said[-2:]:
+        hall.taken(UPDATES if data is said[-2] else CONTROL, data)
+    keys, session = one.keys, hall.door.members["robot-1"].session
+    for data in hall.said:
+        for party in (hall.door, one):
+            try:
+                party.hear(memoryview(data), hall.now_s)
+            except FrameError as error:
+                assert error.reason in {"replay", "signature", "unknown sender"}  # noqa: PT017 - most raise nothing
+    assert one.keys is keys
+    assert hall.door.members["robot-1"].session == session
+    assert hall.taken(UPDATES, said[-2]) == hall.taken(CONTROL, said[-1]) == "replay"
+    again = Hall(ONE)  # the next start of the controller, and of the node
+    for data in said:
+        try:
+            again.door.hear(memoryview(data), again.now_s)
+        except FrameError as error:
+            assert error.reason in {"replay", "no key", "join"}  # noqa: PT017 - what is for others raises nothing
+    assert again.taken(UPDATES, said[-2]) == again.taken(CONTROL, said[-1]) == "no key"
+    assert [again.heard(again.nodes[0], topic, data) for topic, data in zip(epoch.TOPICS, told, strict=True)] == [
+        "no key"
+    ] * 3
+
+
+def test_a_node_that_was_restarted_replaces_its_former_start_whose_envelopes_die() -> None:
+    hall = Hall(ONE)
+    old = hall.nodes.pop()
+    new = Applicant(JOB, ONE, SERVER.public, "client")
+    new.start = old.start + 1
+    hall.nodes.append(new)
+    hall.meet(new)
+    assert hall.taken(UPDATES, upload(old, b"x")) == "no key"
+    assert hall.taken(UPDATES, upload(new, b"x")) == "robot-1: x"
+    older = Applicant(JOB, ONE, SERVER.public, "client")  # a second process with the same key file
+    older.start = old.start - 1
+    hall.nodes.append(older)
+    hall.meet(older)
+    assert "started later: one process, one key" in older.refusal
+    hall.now_s += door.SILENT_S + 1
+    late = Applicant(JOB, ONE, SERVER.public, "client")  # the other one is gone, and the clock was set back
+    late.start = 1
+    hall.nodes = [late]
+    hall.meet(late)
+    assert late.keys is not None
+
+
+def test_of_two_processes_with_one_key_file_the_earlier_one_is_told_that_it_is_out() -> None:
+    hall = Hall(ONE)
+    earlier = hall.nodes[0]
+    later = Applicant(JOB, ONE, SERVER.public, "client")
+    later.start = earlier.start + 1
+    hall.nodes.append(later)
+    hall.meet(later)
+    assert earlier.refusal == "robot-1 has joined with another process: one process, one key"
+    assert not later.refusal
+    attempt = hall.door.members["robot-1"].attempt
+    hall.door.events.joined = lambda name, role: pytest.fail("it is the same process")
+    later._lacks = True  # it joins anew, and stays in
+    hall.later(3.0)
+    assert hall.door.members["robot-1"].attempt == attempt + 1
+    assert not later.refusal
+    assert hall.taken(UPDATES, upload(later, b"x")) == "robot-1: x"
+
+
+def test_a_controller_that_was_restarted_is_joined_at_once_and_its_former_start_forgotten() -> None:
+    hall = Hall(ONE)
+    one = hall.nodes[0]
+    former = hall.door
+    hall.door = Door(JOB, SERVER, LIST, now_s=hall.now_s)
+    beacon = memoryview(hall.door.beacon)
+    assert one.hear_beacon(beacon, 2, hall.now_s) == []  # the former one still talks, as far as it knows
+    hall.pass_on(one.tick(hall.now_s + 0.2, lambda source: source == 2), one)  # DDS has lost it
+    assert one.keys is not None
+    assert one.keys.controller == hall.door.session
+    assert hall.taken(UPDATES, upload(one, b"x")) == "robot-1: x"
+    said = former.seal(COMMANDS, (b"go",), None)
+    assert said is not None
+    assert hall.heard(one, COMMANDS, said.octets()) == "no key"
+    assert hall.heard(one, COMMANDS, hall.tell(COMMANDS, b"go")) == "go"
+    assert hall.door.group.key.key_id != former.group.key.key_id
+
+
+def test_a_second_controller_hears_who_holds_the_job_and_the_first_goes_on() -> None:
+    hall = Hall(ONE)
+    second = Door(JOB, SERVER, LIST, label="desk:2", now_s=hall.now_s)
+    second.start = hall.door.start + 1
+    (probe,) = second.hear(memoryview(hall.door.beacon), hall.now_s)
+    (refusal,) = hall.door.hear(memoryview(probe), hall.now_s)
+    assert second.hear(memoryview(refusal), hall.now_s) == []
+    assert second.refusal == "the job is held by the controller desk:1"
+    assert hall.door.hear(memoryview(second.beacon), hall.now_s) == []
+    assert not hall.door.refusal
+    assert hall.nodes[0].hear_beacon(memoryview(second.beacon), 2, hall.now_s) == []
+
+
+def test_another_level_of_security_is_told_of() -> None:
+    hall = Hall(ONE)
+    psk = bytes(OutgoingStreams(SharedKey(JOB, envelope.PSK, 0, bytes(32)), bytes(16)).sealer(CONTROL).seal((b"x",)))
+    assert hall.taken(CONTROL, psk) == hall.heard(hall.nodes[0], CONTROL, psk) == "other level"
+    assert hall.taken(CONTROL, b"AG2\0" + bytes(100)) == "not sealed"
+
+
+def test_a_welcome_is_taken_once_and_only_for_the_hello_that_it_answers() -> None:
+    hall = Hall()
+    one = Applicant(JOB, ONE, SERVER.public, "client")
+    (hello,) = one.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    message, asked = parse(memoryview(welcome)).message, parse(memoryview(hello))
+    assert isinstance(message, Welcome)
+    forged, _ = handshake.answer(
+        JOB, TWO, asked, session=message.session, start=message.start, epoch=1, nonce=bytes(32)
+    )  # fmt: skip
+    with pytest.raises(FrameError, match="not signed with the key"):
+        one.hear(memoryview(forged), hall.now_s)
+    assert len(one.hear(memoryview(welcome), hall.now_s)) == 1
+    with pytest.raises(FrameError, match="second welcome"):
+        one.hear(memoryview(welcome), hall.now_s)
+    other = asked.message
+    assert isinstance(other, Hello)
+    assert ROLES[other.role] == "client"
+
+
+def test_bytes_on_the_topic_of_joining_that_are_none_are_counted_and_nothing_more() -> None:
+    hall = Hall(ONE)
+    rng = random.Random(1)
+    for _ in range(300):
+        data = rng.choice((b"GBJ\0\1", b"GBS\0\1\3", b"")) + rng.randbytes(rng.randrange(400))
+        for party in (hall.door, hall.nodes[0]):
+            try:
+                assert party.hear(memoryview(data), hall.now_s) == []
+            except FrameError as error:
+                assert error.reason  # noqa: PT017 - what is for others raises nothing
+    assert JOIN_TOPIC not in hall.door.group._sealers

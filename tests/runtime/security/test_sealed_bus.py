@@ -1,0 +1,297 @@
+"""Sealed buses over DDS, and an outsider among them that replays what it has heard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outsider import JOB_TOPICS, Outsider
+
+import gradbus
+from gradbus.runtime import ddsc
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.control import Leave
+from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
+from gradbus.runtime.messages import Control, Identity, ModelBlob, TrainCmd
+from gradbus.runtime.security import Security, greeter
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.security.peers import MAX_HELD_EACH
+from gradbus.runtime.topics import collective_topic
+
+CLIENT, SERVER = Identity(7, 1), Identity(CONTROLLER, 1)
+COMMAND = TrainCmd(1, 0, 1, 0.5, 0)
+_numbers = count()
+
+Opens = Callable[[], AbstractAsyncContextManager[Bus]]
+
+
+@pytest.fixture
+def place() -> dict[str, Any]:
+    return {"job": f"sealed-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "lease_s": 1.0}
+
+
+@pytest.fixture
+def keyed(place: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Arguments of ``connect`` for a member of the job."""
+    write_secret_file(tmp_path / "key", new_job_key().text)
+    return {**place, "security": Security(level="psk", key_file=tmp_path / "key")}
+
+
+def run(main: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - the outsider has no loop
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def talking(one: Bus, other: Bus) -> AsyncIterator[Any]:
+    """``one`` speaks, ``other`` listens; the two are matched."""
+    with other.subscribe(Control) as inbox:
+        one.open_writer(Control)
+        await one.matched(lambda: one.matched_readers(Control) > 0, timeout_s=5)
+        yield inbox
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "binding"])
+def test_sealed_buses_talk_over_every_topic_and_a_late_one_still_gets_command_and_model(
+    keyed: dict[str, Any], fast: bool
+) -> None:
+    async def main() -> None:
+        model = random.randbytes(2_500_000)
+        async with gradbus.connect(**keyed, fast=fast) as one:
+            one.open_writer(ModelBlob, retained_samples=3)
+            await one.publish(SERVER, COMMAND)
+            await one.send_model(FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1), model, flags=Flags.DELTA)
+            async with gradbus.connect(**keyed, fast=fast) as late:
+                with late.subscribe(TrainCmd, ModelBlob) as inbox:
+                    got = [await inbox.get() for _ in range(4)]
+                assert [one for one in got if isinstance(one, TrainCmd)] == [COMMAND]
+                parts = sorted((one.frame.seq, bytes(one.frame.data)) for one in got if isinstance(one, ModelBlob))
+                assert b"".join(data for _, data in parts) == model
+                flags = {one.frame.flags for one in got if isinstance(one, ModelBlob)}
+                assert flags == {Flags.DELTA | Flags.HEAD_CRC}  # the tag says what a checksum of the payload would
+                assert not one.rejected
+                assert not late.rejected
+
+    run(main())
+
+
+def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
+    keyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeter, "LEEWAY_S", 0)
+    model = random.randbytes(2_500_000)
+    write, tries = ddsc.write, count()
+
+    def full_twice(entity: int, sertype: int, parts: tuple[Any, ...], *rest: Any) -> int:
+        if sum(map(len, parts)) > 100_000 and next(tries) % 3 < 2:
+            return ddsc.RETCODE_TIMEOUT
+        return write(entity, sertype, parts, *rest)
+
+    monkeypatch.setattr(ddsc, "write", full_twice)
+
+    async def main() -> None:
+        async with gradbus.connect(**keyed) as one:
+            one.open_writer(ModelBlob, retained_samples=3)
+            await one.send_model(FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1), model)
+            await until(lambda: one._node.seal.moment >= 1)  # type: ignore[attr-defined]
+            async with gradbus.connect(**keyed) as late:
+                with late.subscribe(ModelBlob) as inbox:
+                    parts = sorted([(m.frame.seq, bytes(m.frame.data)) for m in [await inbox.get() for _ in range(3)]])
+                assert b"".join(data for _, data in parts) == model
+                assert not late.rejected
+
+    run(main())
+
+
+def test_an_outsider_hears_no_word_in_clear_and_is_not_heard(keyed: dict[str, Any], place: dict[str, Any]) -> None:
+    async def main() -> None:
+        with Outsider(place["job"], place["domain"], echoes=True) as outsider:
+            async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
+                outsider.wait_for_readers(1)
+                await until(lambda: one.matched_readers(Control) > 1)
+                for number in count():
+                    await one.publish(CLIENT, Leave(f"word {number}"))
+                    assert (await inbox.get()).body == Leave(f"word {number}")
+                    # Chance decides which bits are damaged, and most of them are those of an envelope that is known.
+                    if number >= 20 and all(other.rejected[why] for why in ("replay", "tag", "other key")):
+                        break
+                assert not inbox._queue
+        assert len(outsider.heard) >= 20
+        assert outsider.in_clear == []
+        assert not any(b"word" in sample for _, sample in outsider.heard)
+
+    run(main())
+
+
+def test_a_recording_is_not_taken_by_a_process_that_was_started_later(
+    keyed: dict[str, Any], place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        with Outsider(place["job"], place["domain"]) as outsider:
+            async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
+                await until(lambda: one.matched_readers(Control) > 1)  # the outsider, too
+                await one.publish(CLIENT, Leave("in the first run"))
+                await inbox.get()
+                await until(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                await until(lambda: sum(name == "train/session" for name, _ in outsider.heard) >= 2)
+            recorded = list(outsider.heard)
+            async with gradbus.connect(**keyed) as late:
+                with late.subscribe(Control) as inbox:
+                    outsider.wait_for_readers(1)
+                    outsider.wait_for_readers(1, "train/session")
+                    outsider.say_all(recorded)
+                    outsider.say_all(recorded)  # the second time it is known
+                    await until(lambda: late.rejected["replay"] >= len(recorded))
+                    async with gradbus.connect(**keyed) as one, talking(one, late):
+                        await one.publish(CLIENT, Leave("in the second run"))
+                        assert (await inbox.get()).body == Leave("in the second run")
+                        assert not inbox._queue
+
+    run(main())
+
+
+def test_a_recording_of_a_process_that_is_gone_is_not_taken_by_one_that_heard_it(
+    keyed: dict[str, Any], place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        with Outsider(place["job"], place["domain"]) as outsider:
+            async with gradbus.connect(**keyed) as other:
+                async with gradbus.connect(**keyed) as one, talking(one, other) as inbox:
+                    await until(lambda: one.matched_readers(Control) > 1)
+                    await one.publish(CLIENT, Leave("once"))
+                    await inbox.get()
+                    await until(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                with other.subscribe(Control) as inbox:
+                    await until(lambda: other.matched_writers(Control) == 1)
+                    outsider.say_all(outsider.heard)
+                    await until(lambda: other.rejected["replay"] >= 2)
+                    assert all(not isinstance(item.message, Control) for item in inbox._queue)
+
+    run(main())
+
+
+def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
+    keyed: dict[str, Any], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeter, "LEEWAY_S", 0)
+
+    async def main() -> None:
+        with Outsider(place["job"], place["domain"]) as outsider:
+            async with gradbus.connect(**keyed) as one:
+                await one.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
+                await one.publish(SERVER, COMMAND)
+                async with gradbus.connect(**keyed) as other, talking(one, other) as inbox:
+                    await until(lambda: one.matched_readers(Control) > 1)
+                    await one.publish(CLIENT, Leave("before"))
+                    await inbox.get()
+                    await until(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                await until(lambda: one._node.seal.moment >= 1)  # type: ignore[attr-defined]
+                async with gradbus.connect(**keyed) as again, talking(one, again) as inbox:
+                    with again.subscribe(TrainCmd) as commands:
+                        assert await commands.get() == COMMAND  # DDS has it still
+                    outsider.say_all(heard for heard in outsider.heard if heard[0] == "train/control")
+                    await until(lambda: again.rejected["old"] >= 1)
+                    await one.publish(CLIENT, Leave("after"))
+                    assert (await inbox.get()).body == Leave("after")
+                    assert not inbox._queue
+
+    run(main())
+
+
+def test_a_flood_of_a_recording_takes_a_bounded_amount_of_memory(keyed: dict[str, Any], place: dict[str, Any]) -> None:
+    async def main() -> None:
+        with Outsider(place["job"], place["domain"]) as outsider:
+            async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
+                await until(lambda: one.matched_readers(Control) > 1)
+                for _ in range(100):
+                    await one.publish(CLIENT, Leave("x" * 1000))
+                    await inbox.get()
+                await until(lambda: len({data for name, data in outsider.heard if name == "train/control"}) >= 100)
+            recorded = list(dict.fromkeys(outsider.heard))  # it may have heard some twice
+            spoken = sum(name == "train/control" for name, _ in recorded)
+            outsider.wait_for_nobody()
+            async with gradbus.connect(**keyed) as late:
+                with late.subscribe(Control):
+                    await until(lambda: late.matched_writers(Control) > 0)
+                    outsider.wait_for_readers(1)
+                    outsider.say_all(recorded)
+                    await until(lambda: late.rejected["unproven"] == spoken - MAX_HELD_EACH)
+
+    run(main())
+
+
+def test_two_keys_in_one_job_are_told_of_on_both_sides(place: dict[str, Any], tmp_path: Path) -> None:
+    async def main() -> None:
+        members = []
+        for name in ("one", "other"):
+            write_secret_file(tmp_path / name, new_job_key().text)
+            members.append({**place, "security": Security(level="psk", key_file=tmp_path / name)})
+        async with gradbus.connect(**members[0]) as one, gradbus.connect(**members[1]) as other:
+            await until(lambda: one.rejected["other key"] and other.rejected["other key"])
+            for bus in (one, other):
+                with pytest.raises(BarrierTimeout, match="It was heard that a process of this job has another job key"):
+                    await bus.matched(lambda: False, timeout_s=0.01)
+
+    run(main())
+
+
+def test_a_sealed_and_an_open_process_are_told_of_each_other(keyed: dict[str, Any], place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**keyed) as sealed, gradbus.connect(**place) as plain:
+            async with talking(sealed, plain), talking(plain, sealed):
+                await sealed.publish(CLIENT, Leave("x"))
+                await plain.publish(CLIENT, Leave("x"))
+                await until(lambda: plain.rejected["sealed"] and sealed.rejected["not sealed"])
+            assert "set bus.security alike" in plain.doubt
+            assert "set bus.security alike" in sealed.doubt
+
+    run(main())
+
+
+def test_a_sealed_group_adds_up_what_an_outsider_can_neither_read_nor_change(
+    keyed: dict[str, Any], place: dict[str, Any]
+) -> None:
+    async def rank(number: int, ready: asyncio.Barrier) -> torch.Tensor:
+        async with (
+            gradbus.connect(**keyed, shared_memory=False) as bus,
+            gradbus.join_group(bus, rank=number, world=2, name="g") as group,
+        ):
+            await ready.wait()
+            total = torch.zeros(300_000)
+            for step in range(5):
+                tensor = torch.full((300_000,), float(number + step))
+                total += await group.all_reduce("grad", tensor, round_id=step)
+            rejected.update(bus.rejected)
+            return total
+
+    rejected: dict[str, int] = {}
+
+    async def main() -> None:
+        topics = (*JOB_TOPICS, *map(collective_topic, ("g", "g/0", "g/1")))
+        with Outsider(place["job"], place["domain"], topics=topics, echoes=True) as outsider:
+            ready = asyncio.Barrier(2)
+            sums = await asyncio.gather(rank(0, ready), rank(1, ready))
+        for total in sums:
+            assert torch.equal(total, torch.full((300_000,), 25.0))
+        assert {name for name, _ in outsider.heard} >= {"train/frame/g/0", "train/frame/g/1", "train/control"}
+        assert outsider.in_clear == []
+        assert rejected["replay"] > 0
+
+    run(main())
