@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -29,15 +28,16 @@ from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig, Profile
+from gradbus.runtime.opening import check_job, node_maker, open_node, profile_config
 from gradbus.runtime.receiver import Channel, Receiver
 from gradbus.runtime.sealed_memory import PayloadMemory
+from gradbus.runtime.security import Level, Security
 from gradbus.runtime.sender import Job, Sample, Sender
 from gradbus.runtime.subscription import Item, Subscription
 from gradbus.runtime.switch_interval import short_switch_interval
-from gradbus.runtime.topics import TOPICS
+from gradbus.runtime.topics import READABLE, TOPICS
 
 _MAX_JOBS = 16
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a DDS partition; * ? [ would be patterns there
 
 log = get_logger("bus")
 
@@ -49,6 +49,7 @@ class Bus:
         self.job = job
         self.stall_timeout_s = stall_timeout_s
         self.memory = PayloadMemory(switched_on=node.shared_memory)
+        self.standing = node.standing  # what its security says of this process
         self._node = node
         self._loop = loop
         self._waiter = Waiter(node)
@@ -60,11 +61,14 @@ class Bus:
         self._subscriptions: dict[type[Any], list[Subscription]] = {}
         self._ports: list[FramePort] = []
         self._port_bytes: Counter[str] = Counter()  # of ports that are closed
+        self._flags = int(frames.Flags.NONE if node.needs_crc else frames.Flags.HEAD_CRC)
         self._groups: set[str] = set()
+        self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[None]] = []
         self._messages_out = 0
         self._closed = False
         self._receiver.start()
+        node.start(self._receiver)
         self._sender.start()
 
     # Sending
@@ -117,7 +121,7 @@ class Bus:
         """Send a client's update in frames, or those with the numbers ``only``. Returns the bytes written."""
         self.open_writer(ClientUpdate)
         fields = (key.sender, key.round_id, num_samples)
-        samples = ((fields, frame) for frame in frames.split(key, payload, only=only))
+        samples = ((fields, frame) for frame in frames.split(key, payload, flags=self._flags, only=only))
         return await self._submit(self._writers[ClientUpdate], samples)
 
     async def send_model(
@@ -128,6 +132,7 @@ class Bus:
         ``payload`` is read while it is sent; the caller leaves it as it is until this returns.
         """
         self.open_writer(ModelBlob)
+        flags |= self._flags
         samples = (((key.round_id,), frame) for frame in frames.split(key, payload, flags=flags, only=only))
         return await self._submit(self._writers[ModelBlob], samples)
 
@@ -163,6 +168,7 @@ class Bus:
         """Note that this bus holds a rank of a group. Raises ConfigError: it holds one already. It does not hear itself
         on the topics of a group, so two ranks of one bus would wait for each other for ever."""
         self._check_open()
+        self.standing.check_rank()
         if group in self._groups:
             raise ConfigError(f"this bus already holds a rank of group {group!r}: open another bus for a second one")
         self._groups.add(group)
@@ -184,7 +190,7 @@ class Bus:
         for kind in kinds:
             self._subscriptions.setdefault(kind, []).append(subscription)
             if kind not in self._channels:
-                channel = self._channels[kind] = Channel(self._node.topic_reader(TOPICS[kind]), self._deliverer(kind))
+                channel = self._channels[kind] = Channel(self._node.topic_reader(READABLE[kind]), self._deliverer(kind))
                 self._receiver.add(channel)
         return subscription
 
@@ -214,6 +220,10 @@ class Bus:
 
     # Who is there
 
+    def writes(self, kind: type[Any]) -> bool:
+        """Whether there is a writer of this topic here."""
+        return kind in self._writers
+
     def matched_readers(self, kind: type[Any]) -> int:
         """Readers that match our writer of this topic."""
         writer = self._writers.get(kind)
@@ -238,7 +248,7 @@ class Bus:
                         with contextlib.suppress(ValueError):  # it was woken, and so is no longer listed
                             self._match_waiters.remove(waiter)
         except TimeoutError:
-            raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s) from None
+            raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s, doubt=self.doubt) from None
 
     def _on_matched(self) -> None:
         waiters, self._match_waiters = self._match_waiters, []
@@ -257,6 +267,12 @@ class Bus:
     def rejected(self) -> Counter[str]:
         """Samples that were dropped before they became a message, by reason."""
         return Counter(self._receiver.rejected)
+
+    @property
+    def doubt(self) -> str:
+        """Why this process is not let in, or what was heard of others of this job that cannot be understood: the first
+        thing to look at when nobody is found. Empty: nothing."""
+        return self.standing.refusal or self._receiver.doubt
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -328,18 +344,6 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _open_node(make: Callable[[], Node]) -> Node:
-    """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
-    opening = asyncio.get_running_loop().run_in_executor(None, make)
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
-            node = await opening
-            await asyncio.to_thread(node.close)
-        raise
-
-
 @contextlib.asynccontextmanager
 async def connect(
     job: str = "default",
@@ -352,6 +356,8 @@ async def connect(
     stall_timeout_s: float = 30.0,
     shared_memory: bool = True,
     fast: bool | None = None,
+    faults: str = "",
+    security: Level | Security = "none",
 ) -> AsyncIterator[Bus]:
     """Join a job on the data bus.
 
@@ -361,36 +367,31 @@ async def connect(
         network: profile ``loopback`` or ``network``, or all settings at once.
         interface: network interface; default ``lo``: nothing leaves this machine.
         peers: addresses of other machines.
-        lease_s: when this process is silent for so long, the others take it for dead; by default 1 s with ``loopback``
-            and 3 s with ``network``.
+        lease_s: after so long a silence others take this process for dead; by default 1 s, and 3 s with ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.
         shared_memory: large data between processes of one machine goes through memory they share.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
+        faults: for tests: what goes wrong with what is sent; see :mod:`gradbus.runtime.faults`.
+        security: what protects the data, see docs/security.md. ``none`` is for one machine; ``psk`` takes the key of
+            the job from ``GRADBUS_KEY_FILE`` or ``GRADBUS_KEY``; a :class:`Security` says more, as ``identity`` needs.
 
     Raises:
-        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+        ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
+            started.
     """
-    if not _JOB_NAME.fullmatch(job):
-        raise ConfigError(f"job name {job!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
-    if not 0 <= domain <= 232:
-        raise ConfigError(f"domain {domain}: expected 0 to 232")
+    check_job(job, domain)
     if not isinstance(network, NetworkConfig):
-        if network not in ("loopback", "network"):
-            raise ConfigError(f"network {network!r}: expected 'loopback' or 'network'")
-        network = NetworkConfig(
-            profile=network,
-            interface=interface or "lo",
-            peers=tuple(peers),
-            lease_s=lease_s,
-            shared_memory=shared_memory,
-        )
+        network = profile_config(network, interface or "lo", peers, lease_s=lease_s, shared_memory=shared_memory)
     with short_switch_interval():
-        node = await _open_node(partial(Node, domain_id=domain, partition=job, network=network, fast=fast))
+        node = await open_node(node_maker(job, domain=domain, network=network, fast=fast, security=security))
         if node.fast_path_fault is not None:
-            effect = "large messages hold the GIL while they are sent"
-            log.warning("slow path", reason=node.fast_path_fault, effect=effect)
+            log.warning("slow path", reason=node.fast_path_fault, effect="large messages hold the GIL")
         bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
         try:
+            if faults:
+                from gradbus.runtime.faulty_bus import FaultyBus
+
+                bus = FaultyBus(bus, faults)
             yield bus
         finally:
             await bus.close()

@@ -7,6 +7,7 @@ without it, or with one that does not match, the round never happened and the on
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -23,9 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.messages import process_name
 
 FORMAT = 1
+MAX_META_BYTES = 256 << 20  # of the JSON
 _NAME = re.compile(r"round-(\d{6,10})\.json")
 
 log = get_logger("checkpoint")
@@ -69,10 +73,15 @@ class CheckpointStore:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip()
             os.close(self._lock)
             raise CheckpointError(
-                f"state directory {directory} is in use by another running process. Stop that one, or choose another"
+                f"state directory {directory} is in use by another running process{holder and f' ({holder})'}. Stop "
+                f"that one, or choose another"
             ) from None
+        with contextlib.suppress(OSError):  # the disk is full: what matters is the lock
+            os.truncate(self._lock, 0)
+            os.pwrite(self._lock, process_name().encode(), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +165,7 @@ class CheckpointStore:
         """The checkpoint of this round. Raises CheckpointError: it is damaged; the log names it, too."""
         try:
             return self._load(round_id)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             path = self._path(round_id, "json")
             log.warning("damaged checkpoint", file=str(path), fault=str(error))
             raise CheckpointError(f"{path.name}: {error}") from None
@@ -167,7 +176,7 @@ class CheckpointStore:
         self._path(round_id, "safetensors").unlink(missing_ok=True)
 
     def _load(self, round_id: int) -> Checkpoint:
-        document = json.loads(self._path(round_id, "json").read_text(encoding="utf-8"))
+        document = parse_json(read_text(self._path(round_id, "json"), MAX_META_BYTES))
         stated = document.pop("sha256")
         if stated != _digest_of(document):
             raise ValueError("its JSON does not match its checksum")

@@ -11,28 +11,36 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from gradbus.runtime.control_groups import GroupHello as GroupHello
+from gradbus.runtime.control_groups import GroupLeave as GroupLeave
+from gradbus.runtime.control_groups import Pulse as Pulse
+from gradbus.runtime.control_types import MAX_SEQS as MAX_SEQS
+from gradbus.runtime.control_types import (
+    STRICT,
+    U32,
+    U64,
+    Counts,
+    Ids,
+    Name,
+    Round,
+    Seconds,
+    Seqs,
+    Text,
+    Waits,
+)
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.packing import Limits, PackingError, unpack
 
 PROTOCOL = 2
 MAX_BODY_BYTES = 64 * 1024
-MAX_SEQS = 256
-
-_STRICT = ConfigDict(strict=True, extra="ignore")
-
-U32 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
-U64 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF_FFFF_FFFF)]
-Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
-Name = Annotated[str, Field(max_length=256)]
-Text = Annotated[str, Field(max_length=32 * 1024)]
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
-Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
+MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
+_LIMITS = Limits(MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=0, items=MAX_SEQS, fields=64, containers=16)
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Hello:
     """Client to controller: I am here. Sent at the start, on every change and as the heartbeat.
 
@@ -47,6 +55,7 @@ class Hello:
         host: host name and process id, for people.
         next_round: the first round it was told that it takes part in, -1 for none: if that is not so, it is told again.
         memory: the machine whose shared memory it reads, empty: none. The controller's own: models may lie there.
+        phase_s: seconds since the phase began.
     """
 
     protocol: U32
@@ -60,9 +69,10 @@ class Hello:
     host: Name
     next_round: Round
     memory: Name = ""
+    phase_s: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Welcome:
     """Controller to one client: take part from round ``next_round`` on, with these settings.
 
@@ -88,7 +98,7 @@ class Welcome:
     memory: Name = ""
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Refused:
     """Controller to one client: you cannot take part, and why."""
 
@@ -97,7 +107,7 @@ class Refused:
     why: Text
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Status:
     """Controller to all: its heartbeat.
 
@@ -106,6 +116,13 @@ class Status:
         round_id: the round that is open, or the last one committed.
         phase: waiting, training, aggregating or done.
         ready: updates that are in; ``expected``: of so many.
+        host: host name and process id, for people.
+        minimum: that suffice at the deadline. rounds: how many there will be. clients: how many are there.
+        round_s: since the command of the open round; 0: none is open. left_s: until its deadline.
+        waited_for: ids of clients whose update is missing, the first ones; silent_s: for how long each was not heard.
+        out: ids of clients that are kept out, the first ones.
+        dropped: what was not counted in this run, by reason; the most frequent ones.
+        last_s, bytes_up, bytes_down: of the last round. accuracy: of the last evaluation, -1 if there was none.
     """
 
     run_id: U64
@@ -113,9 +130,23 @@ class Status:
     phase: Name
     ready: U32
     expected: U32
+    host: Name = ""
+    minimum: U32 = 0
+    rounds: U32 = 0
+    clients: U32 = 0
+    round_s: Seconds = 0.0
+    left_s: Seconds = 0.0
+    waited_for: Ids = dataclasses.field(default_factory=list)
+    silent_s: Waits = dataclasses.field(default_factory=list)
+    out: Ids = dataclasses.field(default_factory=list)
+    dropped: Counts = dataclasses.field(default_factory=dict)
+    last_s: Seconds = 0.0
+    bytes_up: U64 = 0
+    bytes_down: U64 = 0
+    accuracy: float = -1.0
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Offer:
     """Client to controller: my update is ready; may I send it? Repeated until granted or refused.
 
@@ -147,7 +178,7 @@ class Offer:
     residual_norm: float = -1.0
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Grant:
     """Controller to one client: send that update now."""
 
@@ -157,7 +188,7 @@ class Grant:
     transfer: U32
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Receipt:
     """Controller to one client: what became of that update. Without one, nothing has been counted."""
 
@@ -170,7 +201,7 @@ class Receipt:
     reason: Text
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class NeedUpdate:
     """Controller to one client: these frames of your granted update have not come."""
 
@@ -181,7 +212,7 @@ class NeedUpdate:
     seqs: Seqs
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class ModelHere:
     """Controller to all: the model of that round lies in my memory, for who can read it there.
 
@@ -190,6 +221,7 @@ class ModelHere:
         delta: it is the difference to the model of the round before.
         total_bytes: size of the payload.
         memory: where on its machine it lies.
+        signature: what its frames have in their name.
     """
 
     run_id: U64
@@ -198,9 +230,10 @@ class ModelHere:
     delta: bool
     total_bytes: U64
     memory: Name
+    signature: Name = ""
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class NeedModel:
     """Client to controller: I miss the model of that round, or these frames of one transfer of it.
 
@@ -214,7 +247,7 @@ class NeedModel:
     seqs: Seqs
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Failed:
     """Client to controller: the training function raised; ``text`` is its traceback."""
 
@@ -223,14 +256,14 @@ class Failed:
     text: Text
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Leave:
     """Client to controller: I go, in order."""
 
     reason: Text
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Bye:
     """Controller to all: this run has ended.
 
@@ -241,49 +274,6 @@ class Bye:
     run_id: U64
     ok: bool
     reason: Text
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class GroupHello:
-    """Rank to all: I want to form this group. Said until the group is formed, and to whoever still says it.
-
-    Attributes:
-        group: its name. world: how many ranks it shall have.
-        members: hash over the incarnations of all ranks, 0 while some have not been heard.
-        linked: frames of all other ranks of ``members`` have come, over every topic.
-        formed: all ranks have said ``linked`` for the same ``members``.
-        options: hash over what all ranks must have set alike.
-        host: host name and process id, for people.
-        memory: where on this machine my shared memory is; empty: there is none.
-        attached: ranks of ``members`` whose shared memory I have mapped.
-    """
-
-    group: Name
-    world: U32
-    members: U64
-    linked: bool
-    formed: bool
-    options: U64
-    host: Name
-    memory: Name
-    attached: Ranks
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class GroupLeave:
-    """Rank to all: I leave this group; all that I have sent has arrived.
-
-    Attributes:
-        members: which forming of the group.
-        ok: in order; if not, the others need not wait for what I owe.
-        lost: ranks that I know to be gone, which may be why.
-    """
-
-    group: Name
-    members: U64
-    ok: bool
-    reason: Text
-    lost: Ranks
 
 
 Body = (
@@ -302,6 +292,7 @@ Body = (
     | Bye
     | GroupHello
     | GroupLeave
+    | Pulse
 )
 
 _KINDS: dict[str, type[Any]] = {
@@ -322,6 +313,7 @@ _KINDS: dict[str, type[Any]] = {
         Bye,
         GroupHello,
         GroupLeave,
+        Pulse,
     )
 }
 
@@ -346,15 +338,10 @@ def decode(data: bytes | memoryview) -> Body:
     Raises:
         FrameError: ``control``: too long, not msgpack, of an unknown kind, or against the schema.
     """
-    if len(data) > MAX_BODY_BYTES:
-        raise FrameError("control", f"control body of {len(data)} bytes, at most {MAX_BODY_BYTES}")
     try:
-        raw = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, use_list=True, max_str_len=MAX_BODY_BYTES, max_bin_len=0,
-            max_array_len=MAX_SEQS, max_map_len=64, max_ext_len=0,
-        )  # fmt: skip
-    except Exception as error:  # msgpack raises many kinds: ValueError, StackError, UnicodeDecodeError ...
-        raise FrameError("control", f"control body is not msgpack within limits: {type(error).__name__}") from None
+        raw = unpack(data, _LIMITS)
+    except PackingError as error:
+        raise FrameError("control", f"control body is not msgpack within limits: {error}") from None
     if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
         raise FrameError("control", "control body is not [kind, fields]")
     if not all(isinstance(name, str) for name in raw[1]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,10 @@ from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
 from gradbus.runtime import ddsc, idl_types
+from gradbus.runtime.enveloping import Seals
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.network import NetworkConfig, build_xml, leaves_machine
+from gradbus.runtime.security.standing import Standing
 from gradbus.runtime.topics import Topic
 
 _TYPES: dict[str, Any] = {
@@ -114,8 +117,7 @@ class Writer:
             False if it could not be done within the topic's ``block_s``: a reader's queue is full.
         """
         if self._sertype is not None and parts:
-            sample = self.idl_type(*fields, b"")
-            prefix = sample.prefix(sum(len(part) for part in parts))
+            prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
             code = ddsc.write(self.entity._ref, self._sertype, (prefix, *parts))
         elif self._sertype is not None:
             code = ddsc.write(self.entity._ref, self._sertype, (self.idl_type(*fields).serialize(),))
@@ -127,6 +129,36 @@ class Writer:
                 code = ddsc.RETCODE_OK
             except DDSException as error:
                 code = error.code
+        return self._is_taken(code)
+
+    def write_sealed(
+        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
+    ) -> bool:
+        """Write one sample in an envelope.
+
+        Args:
+            clear: the fields beside the envelope. fields, parts: of the sample, as for :meth:`write`.
+            seals: makes the envelope of a sample; a sample that is written again gets another one.
+
+        Returns:
+            As :meth:`write`.
+        """
+        envelope = seals(fields, parts)
+        if self._sertype is None or envelope.size <= ddsc.JOINED_BYTES:
+            taken = self.write(clear, (envelope.octets(),))
+        else:
+            prefix = self.idl_type.prefix(*clear, envelope.size)
+            start, end = len(prefix), len(prefix) + envelope.size
+            code = ddsc.write(
+                self.entity._ref, self._sertype, (prefix, envelope.header, *envelope.plain), envelope.tail,
+                lambda sample: envelope.close(sample[start:end]),
+            )  # fmt: skip
+            taken = self._is_taken(code)
+        if taken:
+            envelope.written()
+        return taken
+
+    def _is_taken(self, code: int) -> bool:
         if code == ddsc.RETCODE_TIMEOUT:
             return False
         if code < 0:
@@ -189,7 +221,7 @@ class Reader:
         self.entity._delete(self.entity._ref)
 
     def typed(self, raw: Any) -> Any:
-        """The sample as an object of its IDL type. Raises SampleError."""
+        """The sample as an object of its IDL type; None: it is not for now. Raises SampleError."""
         if isinstance(raw, idl_types.SampleError):
             raise raw
         return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
@@ -202,15 +234,16 @@ class Node:
         """Open the participant.
 
         Args:
-            domain_id: 0 .. 232.
-            partition: the job; participants of different partitions do not see each other's data.
+            domain_id: 0 .. 232. partition: the job; participants of different partitions do not see each other's data.
             network: checked and turned into the configuration of the domain.
             fast: use the ctypes path; None: if its self-test passes.
 
         Raises:
-            ConfigError: wrong interface or configuration.
-            BusError: no participant could be made.
+            ConfigError: wrong interface or configuration. BusError: no participant could be made.
         """
+        self.needs_crc = True  # over the payload of frames
+        self.standing = Standing()
+        self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         ddsc.keep_memory()
         xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
         _acquire_domain(domain_id, xml)
@@ -237,6 +270,9 @@ class Node:
             self.close()
             raise BusError(f"DDS in domain {domain_id} does not start: {error.msg or error.code}") from None
 
+    def start(self, receiver: Any) -> None:
+        """What it has to say by itself, it says from now on, on the receive thread of its bus."""
+
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
         """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers."""
         policies = [
@@ -258,12 +294,13 @@ class Node:
             policies.append(Policy.IgnoreLocal.Participant)
         entity = DataWriter(self._publisher, self._dds_topic(topic), qos=Qos(*policies))
         entity.set_status_mask(DDSStatus.PublicationMatched)
-        return Writer(topic, entity, self.fast)
+        return self.make_writer(topic, entity, self.fast)
 
     def topic_reader(self, topic: Topic) -> Reader:
         """A reader; DDS starts to fill it at once."""
+        reliable = Policy.Reliability.Reliable(duration(seconds=topic.block_s))
         policies = [
-            Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
+            reliable if topic.reliable else Policy.Reliability.BestEffort,
             Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
             Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
         ]

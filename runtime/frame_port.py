@@ -40,12 +40,16 @@ class FramePort:
         self._sender = sender
         self._stall_timeout_s = stall_timeout_s
         self._closed: Callable[[FramePort], None] | None = closed
-        self.leaves_machine = node.leaves_machine
+        # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
+        # take a quarter of the time of a collective of some MB.
+        self.needs_crc = node.leaves_machine and node.needs_crc
         self.shared_memory = node.shared_memory
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
-        self._counting = threading.Condition()
+        self._counting = threading.RLock()
+        self._written = threading.Condition(self._counting)
         self._writing = 0
+        self._is_refusing = False
         self.inline_bytes: Counter[str] = Counter()  # written by :meth:`write`, by topic
 
     def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
@@ -80,17 +84,19 @@ class FramePort:
                 self._writing -= 1
                 if written:
                     self.inline_bytes[writer.topic.name] += sum(map(len, frame))
-                self._counting.notify_all()
+                if self._is_refusing:  # somebody may be waiting for this
+                    self._written.notify_all()
         return written
 
     def stop_writing(self) -> None:
         """Refuse further writes, and wait (not for long) for those under way, whose writer must not go. Blocks."""
         self._refuse_writes()
-        with self._counting:
-            self._counting.wait_for(lambda: self._writing == 0, timeout=_REMOVAL_S)
+        with self._written:
+            self._written.wait_for(lambda: self._writing == 0, timeout=_REMOVAL_S)
 
     def _refuse_writes(self) -> None:
         with self._counting:
+            self._is_refusing = True
             closed, self._closed = self._closed, None
         if closed is not None:
             closed(self)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from gradbus.runtime.errors import FrameError
 
 MAGIC = b"AG2\0"
+SEALED_MAGIC = b"GBS\0"  # of an envelope, see gradbus.runtime.security
 VERSION = 2
 CHUNK_BYTES = 1 << 20  # measured: 1 MiB is best or equal, 128 KiB costs twice the time
 MAX_CHUNK_BYTES = 8 << 20
@@ -29,6 +30,7 @@ CONTROLLER = 0xFFFF_FFFF  # sender id of the controller; clients and ranks count
 _HEAD = struct.Struct("<4sBBH Q II Q IHH III QQ I4xI".replace(" ", ""))
 HEADER_BYTES = _HEAD.size
 _CRC_AT = HEADER_BYTES - 4
+_SENDER_AT = 20
 
 
 class Kind(IntEnum):
@@ -48,7 +50,7 @@ class Flags(IntFlag):
     FINAL = 2
     NON_FINITE = 4
     SEALED = 8
-    HEAD_CRC = 16  # the CRC-32 covers header and name alone: for data that does not leave the machine
+    HEAD_CRC = 16  # the CRC-32 covers header and name alone: for data that does not leave the machine, or is sealed
     SHARED = 32  # the slice lies in memory of the sender's; the frame has a descriptor in its place
 
 
@@ -175,8 +177,10 @@ def _fits(seq: int, seq_cnt: int, total_bytes: int, offset: int, size: int) -> b
 
     With this, frames of one payload and one chunk size that are all there cover every byte exactly once.
     """
+    if seq_cnt == 1:
+        return offset == 0 and size == total_bytes <= MAX_CHUNK_BYTES
     if total_bytes == 0:
-        return (seq_cnt, offset, size) == (1, 0, 0)
+        return False
     chunk_bytes = offset // seq if seq else size
     return (
         0 < chunk_bytes <= MAX_CHUNK_BYTES
@@ -184,6 +188,17 @@ def _fits(seq: int, seq_cnt: int, total_bytes: int, offset: int, size: int) -> b
         and seq_cnt == chunk_count(total_bytes, chunk_bytes)
         and size == min(chunk_bytes, total_bytes - offset)
     )
+
+
+def sender_of(data: Any) -> int:
+    """The sender that the bytes of a frame say. Nothing is checked but that they have one.
+
+    Raises:
+        FrameError: ``short``.
+    """
+    if len(data) < HEADER_BYTES:
+        raise FrameError("short", f"frame of {len(data)} bytes, the header alone has {HEADER_BYTES}")
+    return int.from_bytes(data[_SENDER_AT : _SENDER_AT + 4], "little")
 
 
 def parse(data: Any) -> Frame:
@@ -198,6 +213,11 @@ def parse(data: Any) -> Frame:
     (magic, version, kind, flags, job, round_id, sender, incarnation, transfer, part, name_bytes, world, seq, seq_cnt,
      total_bytes, offset, size, crc) = _HEAD.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
+        if magic == SEALED_MAGIC:
+            raise FrameError(
+                "sealed",
+                "a process of this job seals what it sends, and this one does not: set bus.security alike for all",
+            )
         raise FrameError("magic", f"frame starts with {magic.hex()}, expected {MAGIC.hex()}")
     if version != VERSION:
         raise FrameError("version", f"frame of version {version}, this program speaks {VERSION}")

@@ -10,7 +10,7 @@ final type. Offsets are the same in XCDR2, but for the double of TrainCmd.
 
 # No "from __future__ import annotations" here: the binding reads the annotations of the fields as objects.
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from cyclonedds.idl import IdlStruct
@@ -55,7 +55,8 @@ def _serialize_packed(
 
     A function and not a base class: the binding takes the first base of a type for its IDL parent.
     """
-    return b"".join((sample.prefix(len(sample.data)), sample.data, bytes(-len(sample.data) % 4)))
+    *before, data = (getattr(sample, field.name) for field in fields(sample))
+    return b"".join((sample.prefix(*before, len(data)), data, bytes(-len(data) % 4)))
 
 
 @dataclass
@@ -94,9 +95,10 @@ class ClientUpdateType(IdlStruct, typename="gradbus.ClientUpdate"):
 
     serialize = _serialize_packed
 
-    def prefix(self, size: int) -> bytes:
+    @staticmethod
+    def prefix(client_id: int, round_id: int, num_samples: int, size: int) -> bytes:
         """The bytes before a payload of ``size`` bytes."""
-        return ENCAPSULATION + struct.pack("<iiqI", self.client_id, self.round_id, self.num_samples, size)
+        return ENCAPSULATION + struct.pack("<iiqI", client_id, round_id, num_samples, size)
 
     @classmethod
     def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
@@ -115,9 +117,10 @@ class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
 
     serialize = _serialize_packed
 
-    def prefix(self, size: int) -> bytes:
+    @staticmethod
+    def prefix(round_id: int, size: int) -> bytes:
         """The bytes before a payload of ``size`` bytes."""
-        return ENCAPSULATION + struct.pack("<iI", self.round_id, size)
+        return ENCAPSULATION + struct.pack("<iI", round_id, size)
 
     @classmethod
     def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
@@ -135,7 +138,8 @@ class FrameType(IdlStruct, typename="gradbus.Frame"):
 
     serialize = _serialize_packed
 
-    def prefix(self, size: int) -> bytes:
+    @staticmethod
+    def prefix(size: int) -> bytes:
         """The bytes before a payload of ``size`` bytes."""
         return ENCAPSULATION + _SIZE.pack(size)
 

@@ -7,8 +7,9 @@ small msgpack bodies with a schema (:mod:`gradbus.runtime.control`), one frame e
 from __future__ import annotations
 
 import os
+import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradbus.runtime.control import Body
 from gradbus.runtime.frames import Frame
@@ -25,6 +26,11 @@ class Identity:
 
     sender: int
     incarnation: int
+
+
+def process_name() -> str:
+    """This process, for a person: ``host:pid``."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def new_incarnation() -> int:
@@ -74,11 +80,22 @@ class ModelBlob:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A control message and who sent it."""
+    """A control message and who sent it.
+
+    Attributes:
+        number: 32 bits: among those of its bus, and so of its sender. One that had to wait for DDS is overtaken by the
+            next: who keeps only the newest of a kind asks :func:`is_later`.
+    """
 
     sender: int
     incarnation: int
     body: Body
+    number: int = field(default=0, compare=False, repr=False)
+
+
+def is_later(number: int, than: int) -> bool:
+    """Whether a control message was sent after another one of the same sender; they are counted modulo 2^32."""
+    return 0 < (number - than) & 0xFFFF_FFFF < 0x8000_0000
 
 
 @dataclass(frozen=True, slots=True)

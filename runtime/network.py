@@ -10,6 +10,8 @@ force. So a document from the user (``CYCLONEDDS_URI``) is parsed here first and
 from __future__ import annotations
 
 import difflib
+import functools
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +110,21 @@ def leaves_machine(document: str) -> bool:
     return not listed or any(element.get("name") != "lo" for element in listed)
 
 
+def has_peers_elsewhere(document: str) -> bool:
+    """Whether the configuration names machines that are not this one."""
+    addresses = [str(peer.get("Address", peer.get("address", ""))) for peer in ET.fromstring(document).iter("Peer")]
+    return not all(_is_here(address) for address in addresses)
+
+
+def _is_here(address: str) -> bool:
+    """Whether the address of a peer, which may have a port, is one of this machine's own loopback."""
+    host = address.partition(":")[0] if address.count(":") == 1 else address
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
     multicast = "true" if config.multicast else "false"
     document = ET.Element("CycloneDDS")
@@ -190,7 +207,22 @@ def _parse_user(document: str) -> ET.Element:
                 near = difflib.get_close_matches(section.tag, _SECTIONS, n=1)
                 hint = f"; did you mean <{near[0]}>?" if near else ""
                 raise ConfigError(f"{where}: unknown section <{section.tag}> below <Domain>{hint}")
+            for element in section.iter():
+                # Cyclone does not look at capitals. Who decides what leaves the machine must not either.
+                element.tag = _names().get(element.tag.casefold(), element.tag)
+                if element.tag.casefold() == "networkinterfaceaddress":
+                    raise ConfigError(
+                        f"{where}: <{element.tag}> is the old way to name an interface; write <Interfaces>"
+                        f'<NetworkInterface name="..."/></Interfaces> below <General>'
+                    )
     return root
+
+
+@functools.cache
+def _names() -> dict[str, str]:
+    """Elements of our own document as they are written, by their names without capitals."""
+    ours = _base(NetworkConfig(peers=("127.0.0.1",), loss_per_mille=1), loopback=True)
+    return {element.tag.casefold(): element.tag for element in ours.iter()}
 
 
 def _merge(ours: ET.Element, theirs: ET.Element) -> None:

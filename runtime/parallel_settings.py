@@ -20,6 +20,7 @@ OWN_BUSINESS = frozenset(
         "profile_dir",
         "profile_window_steps",
         "report_every_steps",
+        "history_dir",
         "join_timeout_s",
         "collective_timeout_s",
         "checkpoint_timeout_s",
@@ -62,6 +63,7 @@ class DataParallelConfig(Settings):
             others to save; a large model on a slow disk takes its time.
         profile_window_steps: steps of one line of means and maxima. profile_dir: where they go; None: in memory only.
         report_every_steps: a line in the log after every so many steps; 0: none.
+        history_dir: where what happened is noted, for ``gradbus check``; None: nowhere.
     """
 
     epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
@@ -102,6 +104,7 @@ class DataParallelConfig(Settings):
     profile_window_steps: Annotated[int, Field(ge=1)] = 50
     profile_dir: Path | None = None
     report_every_steps: Annotated[int, Field(ge=0)] = 0
+    history_dir: Path | None = None
 
     @field_validator("warmup", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from gradbus.runtime.json_text import lines_of, parse_json
 from gradbus.runtime.logs import get_logger
 
 FORMAT = 1
@@ -79,6 +80,9 @@ class ProfileSummary:
         """The inverse; keys that are not known are left out. Raises LookupError, TypeError...: it is not one."""
         known: dict[str, Any] = {item.name: values[item.name] for item in fields(cls) if item.name in values}
         known.pop("windows", None)
+        for name in ("rank", "steps", "failed_steps", "first_step", "last_step", "dropped_events"):
+            if known.get(name) is not None:
+                known[name] = _whole(known[name])
         return cls(**known | {name: _from_plain(values[name]) for name in ("mean", "max", "total", "outside")})
 
 
@@ -135,9 +139,17 @@ class Tally:
     @classmethod
     def of(cls, window: Mapping[str, Any]) -> Self:
         """The inverse of :meth:`WindowStats.to_json`, to rounding. Raises LookupError, TypeError...: it is not one."""
-        steps = int(window["steps"])
+        steps = _whole(window["steps"])
         sums = {name: amount * steps for name, amount in _from_plain(window["mean"]).items()}
-        return cls(steps, int(window["first_step"]), int(window["last_step"]), sums, _from_plain(window["max"]))
+        return cls(steps, _whole(window["first_step"]), _whole(window["last_step"]), sums, _from_plain(window["max"]))
+
+
+def _whole(value: Any) -> int:
+    """A count or a number of a step, as any program can hold it."""
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError("a number out of range")
+    return number
 
 
 def add_amounts(to: Amounts, more: Amounts) -> None:
@@ -201,20 +213,19 @@ def read_summary(path: Path) -> ProfileSummary | None:
         OSError: the file cannot be read.
     """
     rank, tally, summary = None, Tally(), None
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-                match line["kind"]:
-                    case "start":
-                        rank, tally, summary = int(line["rank"]), Tally(), None
-                    case "window":
-                        rank = int(line["rank"])
-                        tally.add(Tally.of(line))
-                    case "summary":
-                        summary = ProfileSummary.from_json(line)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+    for text in lines_of(path):
+        try:
+            line = parse_json(text)
+            match line["kind"]:
+                case "start":
+                    rank, tally, summary = _whole(line["rank"]), Tally(), None
+                case "window":
+                    rank = _whole(line["rank"])
+                    tally.add(Tally.of(line))
+                case "summary":
+                    summary = ProfileSummary.from_json(line)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            continue
     if summary is not None or rank is None:
         return summary
     return ProfileSummary(

@@ -19,16 +19,22 @@ from gradbus.runtime.dds import Reader, Waiter, Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Message, PeerGone
 from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
 CARE_S = 0.002  # how often functions are called that look after something
 SPIN_S = 100e-6  # a visitor looks again and again for so long before it sleeps: a wake-up takes as long
+DOUBT_S = 10.0  # how often at most to say that something is not understood
 VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
+_DOUBTS = frozenset({"sealed", "not sealed", "other key", "other level"})  # of other settings, or of nobody's business
 _MAX_SENDERS = 65_536  # remembered for one process: it cannot make us grow without end
+
+
+log = get_logger("bus")
 
 
 class Channel:
@@ -89,9 +95,12 @@ class Receiver(threading.Thread):
         self._wanted = threading.Event()
         self._cares: list[Callable[[], bool]] = []
         self._new_cares: deque[Callable[[], bool]] = deque()
+        self.each_turn: Callable[[], None] | None = None  # called on the thread, at least once a second
         self._senders: dict[int, set[tuple[int, int]]] = {}  # writer handle -> who has been heard from it
         self.rejected: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
+        self.doubt = ""  # what was wrong with samples of processes that are set up in another way
+        self._doubted_s = -DOUBT_S
         self.fault: BaseException | None = None
 
     # Called on the loop
@@ -110,6 +119,14 @@ class Receiver(threading.Thread):
         """Call ``then`` on the thread when all that DDS holds now has been taken."""
         self._after_drain.append(then)
         self._waiter.wake()
+
+    def look(self) -> None:
+        """Look at all topics again: some of their readers have more than DDS knows of."""
+        self._waiter.wake()
+
+    def rematched(self) -> None:
+        """Matched endpoints count from now on, or do not any more, for another reason than DDS's. On the thread."""
+        self._post(self._on_matched)
 
     def consumed(self, channel: Channel, count: int) -> None:
         """The loop has consumed messages; a reader that was left alone is looked at again when half is free."""
@@ -143,13 +160,14 @@ class Receiver(threading.Thread):
                 if not self._turn.acquire(timeout=VISIT_S):
                     return
             try:
-                spin_until_s = time.monotonic() + SPIN_S
-                while not self._stop_flag and not done() and (left_s := until_s - time.monotonic()) > 0:
-                    if time.monotonic() < spin_until_s:
-                        self._take_turn(0.0)
-                        os.sched_yield()
-                    else:
+                now_s = time.monotonic()
+                spin_until_s = now_s + SPIN_S
+                while not self._stop_flag and not done() and (left_s := until_s - now_s) > 0:
+                    if now_s > spin_until_s:
                         self._take_turn(min(left_s, VISIT_S))
+                    elif not self._take_turn(0.0):
+                        os.sched_yield()  # to DDS's own threads, which bring what is waited for. Not when it is here
+                    now_s = time.monotonic()
             except OSError as error:  # of DDS
                 self._fail(error)
             finally:
@@ -200,19 +218,22 @@ class Receiver(threading.Thread):
         self._stop_flag = True
         self._wanted.set()
 
-    def _take_turn(self, timeout_s: float) -> None:
-        """Wait for news and deal with them. By whoever holds the turn."""
-        self._attach_arrivals()
-        self._delete_removals()
+    def _take_turn(self, timeout_s: float) -> bool:
+        """Wait for news and deal with them. By whoever holds the turn. False: there were none."""
+        if self._arrivals or self._removals:
+            self._attach_arrivals()
+            self._delete_removals()
         while self._new_cares:  # one that is asked for again while it says that it need not be called is called again
             function = self._new_cares.popleft()
             if function not in self._cares:
                 self._cares.append(function)
         numbers = self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s)
+        if self.each_turn is not None:
+            self.each_turn()
         if self._cares:
             self._cares = [function for function in self._cares if function()]
         if not numbers and not self._after_drain:
-            return
+            return False
         waiting = len(self._after_drain)  # those that came before this turn
         if Waiter.WOKEN in numbers:  # seldom: something is to be attached, removed, resumed or told
             channels: Collection[Channel] = self._channels
@@ -224,9 +245,11 @@ class Receiver(threading.Thread):
             changes = self._look(changed) if changed else _NO_CHANGES
         for channel in channels:
             self._drain(channel)
-        self._tell(changes)
+        if changes is not _NO_CHANGES:
+            self._tell(changes)
         for _ in range(waiting):
             self._after_drain.popleft()()
+        return True
 
     def _attach_arrivals(self) -> None:
         while self._arrivals:
@@ -339,9 +362,13 @@ class Receiver(threading.Thread):
     def _check(self, channel: Channel, raw: Any, source: int) -> Message | Frame | None:
         try:
             sample = channel.reader.typed(raw)
+            if sample is None:
+                return None
             message = channel.reader.topic.to_message(sample)
         except FrameError as error:
             self.rejected[error.reason] += 1
+            if error.reason in _DOUBTS:
+                self._doubt(error)
             return None
         except (SampleError, ValueError, TypeError, OverflowError):
             self.rejected["sample"] += 1
@@ -353,6 +380,14 @@ class Receiver(threading.Thread):
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.reader.topic.name] += len(data)
         return message
+
+    def _doubt(self, error: FrameError) -> None:
+        """Remember it, and say so if that is news: anybody can send such samples, as many as he likes."""
+        if str(error) != self.doubt:
+            self.doubt = str(error)
+            if time.monotonic() > self._doubted_s + DOUBT_S:
+                self._doubted_s = time.monotonic()
+                log.warning("samples are not understood", reason=error.reason, why=self.doubt)
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

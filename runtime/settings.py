@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import os
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json, read_text
+
+MAX_FILE_BYTES = 256 << 10  # of a configuration
+MAX_FILE_MEMORY = 32 << 20  # that reading one may take: tables within tables take most
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -28,7 +32,7 @@ class Settings(BaseModel):
 
 
 class BusSettings(Settings):
-    """How to reach the others. See :func:`gradbus.connect`."""
+    """How to reach the others. See :func:`gradbus.connect`, and docs/security.md for what protects it."""
 
     job: str = "default"
     domain: Annotated[int, Field(ge=0, le=232)] = 0
@@ -39,6 +43,12 @@ class BusSettings(Settings):
     lease_s: Positive | None = None
     stall_timeout_s: Positive = 30.0
     shared_memory: bool = True
+    security: Literal["none", "psk", "identity"] = "none"
+    key_file: Path | None = None
+    controller_key: str = ""
+    allow_file: Path | None = None
+    insecure: bool = False
+    faults: str = ""
 
 
 class FederatedConfig(Settings):
@@ -62,7 +72,11 @@ class FederatedConfig(Settings):
         codec: of the clients' updates. density: share of values kept by s4 and sq8. chunk_elems: values that share a
             scale in q8 and sq8. codec_version: 2, or 1 for the original bytes.
         downlink_codec: of the global model on its way to the clients; a lossy one sends differences.
-        strategy: server optimizer: fedavg, fedavgm, fedadam.
+        strategy: server optimizer: fedavg, fedavgm, fedadam; or, against hostile clients, median, trimmed_mean, krum,
+            multi_krum, which hold all updates of a round in memory; see gradbus.actors.robust.
+        byzantine: how many of the clients of a round these shall bear; it decides the least ``min_clients``.
+        krum_keep: updates that multi_krum averages; None: as many as it may.
+        robust_budget_bytes: memory that these may take for the updates of a round.
         server_lr, server_momentum, server_beta2, server_tau: its constants; see gradbus.actors.strategy.
         state_dir: where checkpoints go; None: none are made. keep_checkpoints: how many.
         resume: continue from the newest checkpoint in ``state_dir``, if there is one.
@@ -70,7 +84,14 @@ class FederatedConfig(Settings):
         eval_every: evaluate after every so many rounds, and after the last; 0: never.
         receive_budget_bytes: updates on their way in at one time, together; one is always let in. Updates that lie in
             the memory of clients on the same machine are not on their way: they are read there, one at a time.
-        max_samples: a client that says it has more than that is refused.
+        max_samples: an update that says it is of more samples is refused, as a lie.
+        cap_samples: an update of more samples counts as one of so many; None: samples are taken as they are said.
+        clip_norm: an update whose L2 norm is larger is scaled down to it; None: none is.
+        max_strikes: a client with so many bad updates is kept out; 0: none is. See gradbus.actors.conduct.
+        quarantine_rounds: for so many rounds; 0: for good.
+        history_dir: where what happened is noted, for ``gradbus check``; see :mod:`gradbus.runtime.history`. None:
+            nowhere. history_payloads: keep the bytes of all updates and models as well, so that every round can be
+            computed again; for small models.
     """
 
     rounds: Annotated[int, Field(ge=1, le=1_000_000)] = 10
@@ -93,7 +114,10 @@ class FederatedConfig(Settings):
     chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
     codec_version: Literal[1, 2] = 2
     downlink_codec: CodecName = "fp32"
-    strategy: Literal["fedavg", "fedavgm", "fedadam"] = "fedavg"
+    strategy: Literal["fedavg", "fedavgm", "fedadam", "median", "trimmed_mean", "krum", "multi_krum"] = "fedavg"
+    byzantine: Annotated[int, Field(ge=0, le=100_000)] = 1
+    krum_keep: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    robust_budget_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     server_lr: Positive = 1.0
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     server_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
@@ -105,6 +129,12 @@ class FederatedConfig(Settings):
     eval_every: Annotated[int, Field(ge=0)] = 1
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
+    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    clip_norm: Positive | None = None
+    max_strikes: Annotated[int, Field(ge=0, le=1000)] = 3
+    quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
+    history_dir: Path | None = None
+    history_payloads: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> FederatedConfig:
@@ -125,12 +155,20 @@ class ClientConfig(Settings):
         state_dir: where the residual of a lossy codec is kept over a restart; None: in memory only.
         controller_timeout_s: give up when no controller has been heard for so long.
         report_failures: send the traceback of a failed training function to the controller.
+        history_dir: where what happened is noted, for ``gradbus check``; None: nowhere.
     """
 
     state_dir: Path | None = None
     controller_timeout_s: Positive = 600.0
     report_failures: bool = True
+    history_dir: Path | None = None
 
+
+_MAX_FAULTS = 20  # that are told; to look for the nearest right key takes its time
+_MAX_TEXT = 200
+_MAX_DEPTH = 32
+_SHORT = reprlib.Repr()  # of values: no deeper, no longer than a person reads
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _MAX_TEXT
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -167,22 +205,26 @@ def load_settings(
     for item in overrides:
         key, sign, text = item.partition("=")
         if not sign or not key:
-            raise ConfigError(f"--set {item!r}: expected section.key=value, for example federated.rounds=20")
+            raise ConfigError(f"--set {_short(item)!r}: expected section.key=value, for example federated.rounds=20")
         _put(merged, key.strip().split("."), text)
     return check_settings(kind, merged, where=where)
 
 
 def check_settings(kind: type[S], values: Mapping[str, Any], *, where: str) -> S:
     """The values as settings. Raises ConfigError in words that a person understands."""
+    if _is_deep(values):
+        raise ConfigError(f"{where}: sections and lists are nested more than {_MAX_DEPTH} deep")
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(kind, fault) for fault in error.errors(include_url=False, include_context=False)]
+        faults = error.errors(include_url=False, include_context=False)
+        lines = [_explain(kind, fault) for fault in faults[:_MAX_FAULTS]]
+        lines += [f"and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
         raise ConfigError(f"{where}: " + "; ".join(lines)) from None
 
 
 def _explain(kind: type[BaseModel], fault: Any) -> str:
-    location = [str(step) for step in fault["loc"]]
+    location = [_short(str(step)) for step in fault["loc"]]
     name = ".".join(location) or "settings"
     if fault["type"] == "extra_forbidden":
         known = _known_keys(kind, location[:-1])
@@ -194,8 +236,34 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     message: str = fault["msg"].removeprefix("Value error, ")
     if not location:
         return message
-    found = "" if isinstance(fault["input"], Mapping) else f", got {fault['input']!r}"  # a rule over a whole section
+    over_a_section = isinstance(fault["input"], Mapping)
+    found = "" if over_a_section else f", got {_shown(fault['input'])}"
     return f"{name}: {message[:1].lower()}{message[1:]}{found}"
+
+
+def _is_deep(values: Mapping[str, Any]) -> bool:
+    """Deeper than what can be written down again, or told of in an error."""
+    level: list[Any] = [values]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, Mapping) else value)
+            if isinstance(inner, Mapping | list | tuple)
+        ]
+    return bool(level)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # a number of thousands of digits, which TOML can have as 0x...
+        return f"a {type(value).__name__} that is too long to be shown"
+
+
+def _short(text: str) -> str:
+    """As much as a person reads."""
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 
 def _known_keys(kind: type[BaseModel], location: list[str]) -> list[str]:
@@ -208,13 +276,15 @@ def _known_keys(kind: type[BaseModel], location: list[str]) -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"configuration {path} is not a UTF-8 text file") from None
+    except ValueError as error:
+        raise ConfigError(f"configuration {path} is no configuration: it has {error}") from None
     try:
-        loaded = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        loaded = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
         raise ConfigError(f"configuration {path} is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from None
     if not isinstance(loaded, dict):
@@ -232,12 +302,12 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 def _put(values: dict[str, Any], path: list[str], text: str) -> None:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         value = text
     for step in path[:-1]:
         inner = values.setdefault(step, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{'.'.join(path)}: {step!r} is not a section")
+            raise ConfigError(f"{_short('.'.join(path))}: {_short(step)!r} is not a section")
         values = inner
     values[path[-1]] = value

@@ -28,6 +28,7 @@ class Topic:
         block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
         to_message: from the fields of a sample to a message.
         ignore_local: what a process writes does not come back to its own reader.
+        reliable: its readers ask for what they miss, and its writers wait for them.
 
     Raises (to_message):
         FrameError: the bytes are not a message of this topic.
@@ -43,6 +44,7 @@ class Topic:
     may_drop: bool
     to_message: Callable[[Any], Message | frames.Frame]
     ignore_local: bool = False
+    reliable: bool = True
 
 
 def _train_cmd(sample: Any) -> TrainCmd:
@@ -71,7 +73,13 @@ def _control(sample: Any) -> Control:
     frame = frames.parse(sample.data)
     if frame.key.kind is not frames.Kind.CONTROL or frame.seq_cnt != 1:
         raise FrameError("mismatch", f"control topic: frame of {frame.key} in {frame.seq_cnt} parts")
-    return Control(frame.key.sender, frame.key.incarnation, control.decode(frame.data))
+    key = frame.key
+    return Control(key.sender, key.incarnation, control.decode(frame.data), key.transfer)
+
+
+class Overheard:
+    """What a bus subscribes to that only looks on: gives Control messages, some of which may be missing. Nobody waits
+    for such a reader, whatever becomes of its process."""
 
 
 TOPICS: dict[type[Any], Topic] = {
@@ -82,6 +90,10 @@ TOPICS: dict[type[Any], Topic] = {
     # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
     Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control),
 }
+READABLE: dict[type[Any], Topic] = TOPICS | {
+    Overheard: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, reliable=False),
+}
+"""What a bus may subscribe to: each topic, and a second way to read one of them."""
 
 
 def _collective(sample: Any) -> frames.Frame:

@@ -1,13 +1,25 @@
 """What holds for every test. Helpers that a test imports live beside it."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import memory_maps
 import pytest
 
+if TYPE_CHECKING:
+    from gradbus.experiments.namespaces import Host
+
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: figures are drawn without a screen
+
+
+# Hundreds of processes are started here. Each that may not keep what it has compiled takes 2 s longer, for torch alone.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +35,22 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if before is not None:
         sys.modules["torch"].set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """The test leaves no shared memory mapped or open."""
+    with memory_maps.nothing_more_at_the_end():
+        yield
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two machines, made of network namespaces; where none can be made the test is skipped."""
+    from gradbus.experiments.namespaces import NoNamespaces, two_hosts
+
+    try:
+        with two_hosts() as pair:
+            yield pair
+    except NoNamespaces as error:
+        pytest.skip(str(error))

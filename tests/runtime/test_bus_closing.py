@@ -229,15 +229,18 @@ def test_an_error_inside_the_block_passes_through_the_close(run: Run, place: dic
     run(main)
 
 
-def test_a_view_on_received_bytes_outlives_the_bus(run: Run, place: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [1000, 256_000])  # what is small is copied, what is large lies in memory of DDS
+def test_a_view_on_received_bytes_outlives_the_bus(run: Run, place: dict[str, Any], size: int) -> None:
+    payload = bytes(number % 251 for number in range(size))
+
     async def main() -> memoryview:
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
             inbox = other.subscribe(ModelBlob)
             await reads(one, ModelBlob)
-            await one.send_model(MODEL, bytes(range(256)) * 1000)
+            await one.send_model(MODEL, payload)
             message = await inbox.get()
             assert isinstance(message, ModelBlob)
             return message.frame.data
 
     view = run(main)
-    assert bytes(view) == bytes(range(256)) * 1000
+    assert bytes(view) == payload

@@ -20,6 +20,8 @@ from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 from gradbus.runtime.network import NetworkConfig
 from gradbus.runtime.topics import TOPICS
 
+pytestmark = pytest.mark.faults
+
 both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "binding"])
 CONTROL = FrameKey(Kind.CONTROL, 0, 0, CLIENT.sender, CLIENT.incarnation, 1)
 

@@ -100,7 +100,7 @@ def collectives() -> dict[str, Any]:
     """The methods of a group that give a handle, by name."""
     methods = inspect.getmembers(Group, inspect.isfunction)
     hidden = [name for name, _ in methods if name.startswith("_")]
-    return {name: method for name, method in methods if name not in ("subgroup", "calls_may_block", *hidden)}
+    return {name: method for name, method in methods if name not in ("subgroup", "calls_may_block", "at_step", *hidden)}
 
 
 def test_every_collective_is_there_with_its_arguments(page: str) -> None:

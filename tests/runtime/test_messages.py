@@ -30,6 +30,10 @@ def test_the_only_error_in_nested_groups_is_found_and_of_several_none_is_hidden(
     assert single_error(BaseExceptionGroup("", [ExceptionGroup("", [lonely])])) is lonely
     several = ExceptionGroup("", [lonely, other])
     assert single_error(BaseExceptionGroup("", [several])) is several
+    apart = ExceptionGroup("", [ExceptionGroup("", [lonely]), ExceptionGroup("", [other])])
+    assert single_error(apart) is apart
+    twice = ExceptionGroup("", [ExceptionGroup("", [lonely]), ExceptionGroup("", [ValueError("a")])])
+    assert single_error(twice) is lonely
     stop = asyncio.CancelledError()
     assert single_error(BaseExceptionGroup("", [stop])) is stop
 

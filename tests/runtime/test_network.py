@@ -11,7 +11,7 @@ import pytest
 import gradbus
 from gradbus.runtime import network
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network import NetworkConfig, build_xml
+from gradbus.runtime.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
 
 
 def built(config: NetworkConfig, document: str | None = None) -> ET.Element:
@@ -117,6 +117,32 @@ def test_an_element_of_the_user_replaces_ours_and_the_rest_stays() -> None:
 def test_a_section_that_we_do_not_have_is_added() -> None:
     tree = built(NetworkConfig(), domain("<Tracing><Verbosity>warning</Verbosity></Tracing>"))
     assert text(tree, "Tracing/Verbosity") == "warning"
+
+
+@pytest.mark.usefixtures("two_interfaces")
+def test_what_leaves_the_machine_is_known_whatever_the_capitals_of_the_users_document() -> None:
+    """Cyclone does not look at them."""
+    inner = '<General><interfaces><networkinterface name="eth0"/></interfaces></General>'
+    document = build_xml(NetworkConfig(), user_document=domain(inner))
+    assert leaves_machine(document)
+    assert [e.get("name") for e in ET.fromstring(document).iter("NetworkInterface")] == ["eth0"]
+    inner = '<Discovery><PEERS><peer ADDRESS="192.0.2.10"/></PEERS></Discovery>'
+    assert has_peers_elsewhere(build_xml(NetworkConfig(), user_document=domain(inner)))
+    assert "old way" in refused(domain("<General><NetworkInterfaceAddress>eth0</NetworkInterfaceAddress></General>"))
+
+
+@pytest.mark.parametrize(
+    ("address", "elsewhere"),
+    [
+        ("127.0.0.1", False), ("127.0.0.1:7410", False), ("localhost", False), ("localhost:7410", False),
+        ("[::1]", False), ("192.0.2.10", True), ("127.evil.example", True), ("localhost.evil.example", True),
+        ("239.255.0.1", True),
+    ],
+)  # fmt: skip
+def test_a_peer_is_on_this_machine_if_its_address_is_and_not_if_it_only_begins_like_one(
+    address: str, elsewhere: bool
+) -> None:
+    assert has_peers_elsewhere(build_xml(NetworkConfig(peers=(address,)))) is elsewhere
 
 
 @pytest.mark.usefixtures("two_interfaces")

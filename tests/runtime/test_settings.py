@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 from pydantic import Field, ValidationError
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.settings import BusSettings, ClientConfig, FederatedConfig, Settings, check_settings, load_settings
+from gradbus.runtime.settings import (
+    MAX_FILE_BYTES,
+    BusSettings,
+    ClientConfig,
+    FederatedConfig,
+    Settings,
+    check_settings,
+    load_settings,
+)
 
 
 class Program(Settings):
@@ -119,7 +128,34 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(overrides: list[str]
 
 
 def test_an_unknown_key_that_is_near_to_nothing_is_answered_with_all_that_are_known() -> None:
-    assert "known here: controller_timeout_s, report_failures, state_dir" in refused(ClientConfig, values={"zzz": 1})
+    assert "known here: controller_timeout_s, history_dir, report_failures, state_dir" in refused(
+        ClientConfig, values={"zzz": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("deep.json", '{"bus": {"domain": ' + "[" * 900 + "]" * 900 + "}}", "nested more than 32 deep"),
+        ("nested.json", '{"bus": {"domain": ' + "[" * 29 + "]" * 29 + "}}", r"bus.domain: .*, got \[\["),
+        ("dotted.toml", ".".join(["a"] * 1000) + " = 1", "nested more than 32 deep"),
+        ("deeper.json", "[" * 100_000, "nested too deeply"),
+        ("deeper.toml", "a = " + "[" * 5000, "not valid TOML"),
+        ("long.json", '{"bus": {"domain": "' + "x" * 100_000 + '"}}', "bus.domain: .*, got 'xxx"),
+        ("long.toml", "bus.domain = 0x" + "f" * 50_000, "bus.domain: "),
+        ("key.json", '{"' + "k" * 100_000 + '": 1}', "unknown key 'kkk"),
+        ("many.json", "{" + ", ".join(f'"key{number}": 1' for number in range(5000)) + "}", "and 4980 more"),
+        ("large.json", " " * (MAX_FILE_BYTES + 1), "it has more than 262144 bytes"),
+    ],
+)
+def test_a_file_that_nobody_wrote_by_hand_gets_an_answer_that_can_be_read(
+    name: str, text: str, found: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    told = refused(path=path)
+    assert re.search(found, told)
+    assert len(told) < 10_000
 
 
 def test_every_wrong_key_is_named_at_once(config_file: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +16,12 @@ from memory_maps import mapped, open_files
 from gradbus.runtime import shared_memory
 from gradbus.runtime.shared_memory import FREE_FROM, MAX_BYTES, Segment, SharedMemoryFault, attach, is_here, machine
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd"),
+    pytest.mark.usefixtures("nothing_is_left"),
+]
 
 SIZE = 64 * 1024
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Whatever a test does, nothing is mapped or open afterwards, without any help of the garbage collector."""
-    gc.collect()
-    before = mapped(), open_files()
-    gc.disable()
-    try:
-        yield
-        assert (mapped(), open_files()) == before
-    finally:
-        gc.enable()
 
 
 def changed(place: str, part: int, value: str) -> str:

@@ -18,6 +18,7 @@ from gradbus.runtime.topics import TOPICS, collective_topic
 
 TYPES = {
     "U32": "uint32",
+    "World": "uint32",
     "U64": "uint64",
     "Round": "round",
     "Name": "name",
@@ -25,6 +26,9 @@ TYPES = {
     "Seconds": "seconds",
     "Seqs": "seqs",
     "Ranks": "ranks",
+    "Ids": "ids",
+    "Waits": "waits",
+    "Counts": "counts",
     "bool": "bool",
     "float": "float",
     "Annotated[float, Field(gt=0, le=1)]": "float",

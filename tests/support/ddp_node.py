@@ -50,7 +50,7 @@ async def _work(spec: dict[str, Any], say: Say) -> None:
         gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus,
         join_group(bus, rank=spec["rank"], world=spec["world"], timeout_s=30.0, collective_timeout_s=30.0) as group,
     ):
-        worker = Worker(group, Task(spec, say), config)
+        worker = Worker(group, Task(spec, say), config, fail_at=spec.get("fail_at", ""))
         say({"event": "started"})
         try:
             summary = await worker.run()

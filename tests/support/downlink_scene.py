@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from gradbus.runtime.errors import BusError
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.messages import Identity, ModelBlob
 from gradbus.runtime.sealed_memory import PayloadMemory, read
+from gradbus.runtime.security.standing import Standing
 
 RUN, SESSION, DIM, CHUNK_BYTES = 0xABC, 1, 3000, 1024
 LOSSY = ["q8", "s4", "sq8"]
@@ -44,6 +46,7 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.memory = PayloadMemory(switched_on=True)
+        self.standing = Standing()
         self.said: list[ModelHere] = []
         self.sent: list[Sent] = []
         self.writers: list[tuple[type, int]] = []
@@ -82,6 +85,9 @@ class FakeBus:
                 await self.news.wait()
 
 
+_numbers = itertools.count(1)
+
+
 @dataclass
 class Scene:
     bus: FakeBus
@@ -101,7 +107,7 @@ class Scene:
     def join(self, client_id: int, memory: str, holds: int = -1) -> None:
         """A client is there, and says that it reads this memory, and which round's model it holds."""
         hello = Hello(PROTOCOL, DIM, 0, True, SESSION, "idle", -1, holds, "", -1, memory)
-        self.members.hello(client_id, 1, hello, now_s=0.0, next_round=1)
+        self.members.hello(client_id, 1, hello, now_s=0.0, next_round=1, number=next(_numbers))
 
 
 def random_vector(seed: int) -> Tensor:

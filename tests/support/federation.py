@@ -1,7 +1,7 @@
 """Real processes of a federated run, for tests: started here, ended by their ids.
 
 They are forked from a server that has torch loaded and nothing else running (DDS starts only after the fork), because
-loading torch takes seconds; in another network namespace they are started from scratch.
+loading torch takes seconds. In another network namespace, too: each enters it before it starts DDS.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+from gradbus.experiments.history import read_history
+from gradbus.experiments.history_check import Finding, check
 
 DIM = 200_000
 
@@ -95,37 +100,60 @@ class Node:
 
 
 class Federation(AbstractContextManager["Federation"]):
-    """Starts controllers and clients of one job, and ends those that are left."""
+    """Starts controllers and clients of one job, and ends those that are left. What they have noted must then hold.
+
+    Attributes:
+        history: where they note it. may_break: invariants that this test breaks on purpose.
+    """
 
     def __init__(self, *, domain: int, **common: Any) -> None:
         self._common = {"job": f"test-{os.getpid()}-{time.monotonic_ns()}", "domain": domain, "dim": DIM, **common}
         self._nodes: list[Node] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="gradbus-history-")
+        self.history = Path(self._folder.name)
+        self.may_break: set[str] = set()
 
     def _start(self, prefix: tuple[str, ...], spec: dict[str, Any]) -> Node:
         spec = {**self._common, **spec}
+        if prefix[:3] == ("ip", "netns", "exec"):  # a fork may enter it as well, and has torch loaded
+            prefix, spec = (), {**spec, "namespace": prefix[3]}
         node = Node(*(_spawn(prefix, spec) if prefix else _fork(spec)))
         self._nodes.append(node)
         return node
 
     def controller(self, *, prefix: tuple[str, ...] = (), **federated: Any) -> Node:
-        """A controller; the settings are those of FederatedConfig, and ``fail_at``, ``network``, ``refuse_memory``: it
-        cannot open that of others."""
+        """A controller; the settings are those of FederatedConfig, and ``fail_at``, ``faults``, ``network``,
+        ``security``, ``refuse_memory``: it cannot open that of others; ``max_file_bytes``: no file grows beyond
+        ``bytes`` after ``round``; ``jump``: the clock jumps by ``seconds`` after ``round``."""
         fail_at = federated.pop("fail_at", None)
-        own = ("network", "clock_offset_s", "refuse_memory")
+        own = ("network", "faults", "clock_offset_s", "refuse_memory", "max_file_bytes", "jump", "security")
         elsewhere = {name: federated.pop(name) for name in own if name in federated}
-        rules = {"eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": 1.0, "round_timeout_s": 30.0, **federated}
+        rules = {
+            "eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": 1.0, "round_timeout_s": 30.0,
+            "history_dir": str(self.history), **federated,
+        }  # fmt: skip
         return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at, **elsewhere})
 
     def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
         """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains
         until the path exists, or until it is called off. ``die_after_offer``: when it has offered an update.
-        ``refuse_memory``: as of the controller. ``read_delay_s``: models in memory are read so much
-        later."""
+        ``refuse_memory``, ``fail_at``, ``faults``: as of the controller. ``read_delay_s``: models in memory are read
+        so much later. ``train_s``: how long training takes. ``jump``: the clock jumps by ``seconds`` in ``round``."""
+        spec["client"] = {"history_dir": str(self.history), **spec.get("client", {})}
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 
-    def __exit__(self, *_: object) -> None:
-        for node in self._nodes:
-            node.end()
+    def findings(self) -> dict[str, Finding]:
+        """What the checker of histories says so far, by invariant."""
+        return {finding.name: finding for finding in check(read_history(self.history))}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._folder:
+            for node in self._nodes:
+                node.end()
+            if error is None and any(self.history.glob("controller.jsonl")):
+                findings = self.findings()
+                broken = {name: found.violations for name, found in findings.items() if found.violations}
+                assert broken.keys() <= self.may_break, broken
 
 
 def _fork(spec: dict[str, Any]) -> tuple[Any, Iterable[dict[str, Any]]]:

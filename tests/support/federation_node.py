@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,6 +21,8 @@ from typing import Any
 
 from memory_maps import mapped, open_files
 
+from gradbus.experiments.namespaces import enter_namespace
+
 if __name__ == "__main__":  # this folder is for the import of helpers only
     sys.path.remove(str(Path(__file__).parent))
 
@@ -28,10 +31,12 @@ import torch
 import gradbus
 from gradbus.actors import Client, Controller, intake, model_memory
 from gradbus.models import NullTask
-from gradbus.runtime import logs, sealed_memory
+from gradbus.runtime import failpoints, logs, sealed_memory
 from gradbus.runtime.control import Hello, Offer
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.faulty_bus import FaultyBus
 from gradbus.runtime.messages import Identity, TrainCmd
+from gradbus.runtime.security import Security
 from gradbus.runtime.shared_memory import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
 
@@ -41,18 +46,38 @@ Say = Callable[[dict[str, Any]], None]
 async def _controller(spec: dict[str, Any], say: Say) -> None:
     config = gradbus.FederatedConfig(**spec["federated"])
     if "clock_offset_s" in spec:
-        now_ns, offset_ns = time.time_ns, int(spec["clock_offset_s"] * 1e9)
-        time.time_ns = lambda: now_ns() + offset_ns
+        _jump(spec["clock_offset_s"])
     network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
-    async with gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus:
+    place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
+    async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         controller = Controller(bus, NullTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
         say({"event": "started"})
         async for report in controller.rounds():
+            _after_round(spec, report.round_id)
             say({"event": "round", "run_id": controller.run_id, **report.to_json()})
         reports = [report.to_json() for report in controller.progress.reports]
-        say({"event": "done", "reports": reports, "rejected": dict(bus.rejected), **_traffic(bus)})
+        say(
+            {"event": "done", "reports": reports, "rejected": dict(bus.rejected), "fired": _fired(bus), **_traffic(bus)}
+        )
     del controller
     _tell_what_is_left(say)
+
+
+def _jump(seconds: float) -> None:
+    """Set the clock of this process; the monotonic one goes on, as it does when a machine's clock is set."""
+    now_ns, now_s = time.time_ns, time.time
+    time.time_ns = lambda: now_ns() + int(seconds * 1e9)
+    time.time = lambda: now_s() + seconds
+
+
+def _after_round(spec: dict[str, Any], round_id: int) -> None:
+    """What happens to this process in, or after, a round."""
+    if spec.get("jump", {}).get("round") == round_id:
+        _jump(spec["jump"]["seconds"])
+    limit = spec.get("max_file_bytes", {})
+    if limit.get("round") == round_id:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit["bytes"], limit["bytes"]))
 
 
 async def _client(spec: dict[str, Any], say: Say) -> None:
@@ -65,6 +90,8 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
         def train(self, model: Any, **arguments: Any) -> Any:
             round_id = arguments["round_id"]
             say({"event": "training", "round": round_id})
+            _after_round(spec, round_id)
+            time.sleep(spec.get("train_s", 0.0))
             gate = hold.get(str(round_id))
             while gate is not None and not Path(gate).exists() and not arguments["should_stop"]():
                 time.sleep(0.005)
@@ -79,16 +106,27 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
 
     config = gradbus.ClientConfig(**spec.get("client", {}))
     network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
-    async with gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus:
+    place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
+    async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         if "die_after_bytes" in spec:
             threading.Thread(target=_die_in_mid_upload, args=(bus, spec["die_after_bytes"]), daemon=True).start()
         client = Client(bus, Task(spec["dim"], delta="seeded"), client_id=spec["client_id"], config=config)
         say({"event": "started"})
         summary = await client.run()
         counts = {"rounds": summary.rounds, "refused": summary.refused, "bytes_up": summary.bytes_up}
-        say({"event": "done", **counts, **_traffic(bus)})
+        say({"event": "done", **counts, "fired": _fired(bus), **_traffic(bus)})
     del client
     _tell_what_is_left(say)
+
+
+def _fired(bus: gradbus.Bus) -> dict[str, int]:
+    """Faults that fired, of those that the test has ordered."""
+    return dict(bus.faults.fired) if isinstance(bus, FaultyBus) else {}
+
+
+def _security(spec: dict[str, Any]) -> Security:
+    said = spec.get("security", {"insecure": True})  # in a network namespace nobody else is there
+    return Security(**{name: Path(value) if name.endswith("_file") else value for name, value in said.items()})
 
 
 def _traffic(bus: gradbus.Bus) -> dict[str, dict[str, int]]:
@@ -118,7 +156,9 @@ def _tell_warnings(say: Say) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._log, name)
 
-    for module in (intake, model_memory, sealed_memory):
+    from gradbus.runtime.security import porter  # loads cryptography
+
+    for module in (intake, model_memory, sealed_memory, porter):
         module.log = Log(module.log)  # type: ignore[attr-defined]
 
 
@@ -166,8 +206,11 @@ def _die_in_mid_upload(bus: gradbus.Bus, sent_bytes: int) -> None:
 
 def run(spec: dict[str, Any], say: Say) -> int:
     """Play the role; returns the exit code."""
-    logs.configure(level=os.environ.get("TEST_LOG", "warning"))
+    logs.configure(level=os.environ.get("TEST_LOG", "warning" if "faults" not in spec else "error"))
+    os.environ[failpoints.ENVIRONMENT] = spec.get("fail_at") or ""
     torch.set_num_threads(1)
+    if "namespace" in spec:
+        enter_namespace(spec["namespace"])
     _tell_what_is_said(say, dies=spec.get("die_after_offer", False))
     _tell_warnings(say)
     if spec.get("refuse_memory"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.conduct import Conduct, Strike
 from gradbus.actors.intake import Intake
 from gradbus.actors.rounds import Round
 from gradbus.actors.strategy import FedAvg
@@ -22,6 +23,7 @@ from gradbus.runtime import frames
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import Grant, Offer, Receipt
 from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.history import History
 from gradbus.runtime.messages import ClientUpdate, Identity
 from gradbus.runtime.sealed_memory import PayloadMemory
 
@@ -89,6 +91,7 @@ class Hall:
     round: Round
     base: Tensor
     changes: list[None] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(10.0):
@@ -110,18 +113,26 @@ class Hall:
 
 
 @contextlib.asynccontextmanager
-async def hall_of(*, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False) -> AsyncIterator[Hall]:
+async def hall_of(
+    *, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False, history: History | None = None
+) -> AsyncIterator[Hall]:
     bus, strategy, base = FakeBus(), HeldFedAvg(DIM), torch.zeros(DIM)
     if not held:
         strategy.go_on.set()
     changes: list[None] = []
+    strikes: list[Strike] = []
+
+    async def note(strike: Strike) -> None:
+        strikes.append(strike)
+
     with ComputeThread("intake-test") as compute:
         intake = Intake(
             bus, Identity(CONTROLLER, 1), strategy, compute, dim=DIM, run_id=RUN,  # type: ignore[arg-type]
             max_bytes=codecs.get("fp32").max_bytes(DIM), budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
-            on_change=lambda: (changes.append(None), bus.news.set())[0],
+            conduct=Conduct(max_strikes=2, quarantine_rounds=3), on_strike=note,
+            on_change=lambda: (changes.append(None), bus.news.set())[0], history=history,
         )  # fmt: skip
-        hall = Hall(bus, strategy, intake, None, base, changes)  # type: ignore[arg-type]
+        hall = Hall(bus, strategy, intake, None, base, changes, strikes)  # type: ignore[arg-type]
         hall.open_round(1, clients)
         running = asyncio.create_task(intake.run())
         try:

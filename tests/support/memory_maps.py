@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -19,3 +21,15 @@ def open_files() -> int:
         with contextlib.suppress(OSError):  # that of the folder itself
             count += "memfd:gradbus" in os.readlink(f"/proc/self/fd/{name}")
     return count
+
+
+@contextlib.contextmanager
+def nothing_more_at_the_end() -> Iterator[None]:
+    """Whatever is done inside, nothing more is mapped or open afterwards, without any help of the garbage collector."""
+    gc.disable()  # what others have left for it stays as it is, and counts before and after
+    before = mapped(), open_files()
+    try:
+        yield
+        assert (mapped(), open_files()) == before
+    finally:
+        gc.enable()

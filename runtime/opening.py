@@ -1,0 +1,78 @@
+"""What comes before a bus: its name and its security are checked, and DDS is opened off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from gradbus.runtime.dds import Node
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.network import NetworkConfig, Profile, build_xml
+from gradbus.runtime.security.settings import Level, Security, check_exposure
+
+log = get_logger("bus")
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a DDS partition; * ? [ would be patterns there
+
+
+def check_job(job: str, domain: int) -> None:
+    """Raises ConfigError: no such name, or no such domain, can be."""
+    if not _JOB_NAME.fullmatch(job):
+        raise ConfigError(f"job name {job!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    if not 0 <= domain <= 232:
+        raise ConfigError(f"domain {domain}: expected 0 to 232")
+
+
+def profile_config(
+    profile: Profile, interface: str, peers: Sequence[str], *, lease_s: float | None, shared_memory: bool
+) -> NetworkConfig:
+    """A profile with its usual settings. Raises ConfigError: there is no such profile."""
+    if profile not in ("loopback", "network"):
+        raise ConfigError(f"network {profile!r}: expected 'loopback' or 'network'")
+    return NetworkConfig(
+        profile=profile, interface=interface, peers=tuple(peers), lease_s=lease_s, shared_memory=shared_memory
+    )
+
+
+def node_maker(
+    job: str, *, domain: int, network: NetworkConfig, fast: bool | None, security: Level | Security
+) -> Callable[[], Node]:
+    """What opens the participant of a job, protected as ``security`` says.
+
+    Raises:
+        ConfigError: the network is wrong, or reached without protection, or the key cannot be read.
+    """
+    if not isinstance(security, Security):
+        security = Security(level=security)
+    exposed = check_exposure(security, build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI")))
+    if security.level == "none":
+        if exposed:
+            log.warning("not protected", interface=network.interface, effect="anybody there can read and join in")
+        return partial(Node, domain_id=domain, partition=job, network=network, fast=fast)
+    if security.level == "identity":
+        from gradbus.runtime.security.identity_opening import identity_node  # loads cryptography
+
+        return identity_node(job, security, domain_id=domain, network=network, fast=fast)
+    from gradbus.runtime.security.endpoints import SealedNode  # loads cryptography
+    from gradbus.runtime.security.job_key import load_job_key
+    from gradbus.runtime.security.seal import PskKeys, Seal
+
+    seal = Seal(job, PskKeys(job, load_job_key(security.key_file)))
+    return partial(SealedNode, domain_id=domain, partition=job, network=network, fast=fast, seal=seal)
+
+
+async def open_node(make: Callable[[], Node]) -> Node:
+    """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
+    opening = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
+            node = await opening
+            await asyncio.to_thread(node.close)
+        raise
