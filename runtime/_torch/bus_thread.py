@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradbus.runtime.bus import Bus, connect
 from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.security.settings import security_of
 from gradbus.runtime.settings import BusSettings, Settings, load_settings
 
 _PREFIX = "GRADBUS_BUS__"
@@ -91,8 +92,9 @@ class BusThread:
         )  # fmt: skip
         try:
             async with connect(
-                self.job, domain=settings.domain, network=network, stall_timeout_s=settings.stall_timeout_s
-            ) as bus:
+                self.job, domain=settings.domain, network=network, stall_timeout_s=settings.stall_timeout_s,
+                security=security_of(settings),
+            ) as bus:  # fmt: skip
                 self._opened.set_result(bus)
                 await self._stop.wait()
         except Exception as error:

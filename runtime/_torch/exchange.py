@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.operation import RECEIPT, Operation
 from gradbus.runtime.collectives.stream import IntoMemory
-from gradbus.runtime.collectives.tensors import Bytes, as_bytes, is_plain
+from gradbus.runtime.collectives.tensors import Bytes, as_bytes, dtype_name, is_plain
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.frames import Frame
 from gradbus.torch.shapes import described, in_words
@@ -72,7 +72,7 @@ class Exchange(Refusing):
             self.await_receipts(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
         if self._to_all is not None:
             self.send(None, 0, as_bytes(self._to_all), meta=_meta(self._to_all))
-        for other in self.others:
+        for other in self.others if self._to else ():
             if other in self._to:
                 self.send(other, 0, as_bytes(self._to[other]), meta=_meta(self._to[other]))
         if self._own is not None:
@@ -106,9 +106,9 @@ class _Filling(IntoMemory):
         self._sender = sender
 
     def feed(self, frame: Frame, meta: str) -> bool:
-        room = _meta(self._tensor)
-        same_dtype = not meta or meta == room or meta.partition(" ")[0] == room.partition(" ")[0]
+        same_dtype = not meta or meta.partition(" ")[0] == dtype_name(self._tensor.dtype)
         if frame.total_bytes != len(self._memory) or not same_dtype:
+            room = _meta(self._tensor)
             self._refuse(self._sender, room)
             raise CollectiveError(
                 f"sends {in_words(meta)}, {frame.total_bytes} bytes, where this rank has room for {in_words(room)}, "

@@ -17,6 +17,7 @@ from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.torch import bus_thread
 from gradbus.torch.meeting import WORLD, Claim, agreed_name
+from gradbus.torch.stall import WARNING_S
 
 WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
 _LEAVE_S = 10.0
@@ -124,7 +125,7 @@ class _Life:
         try:
             async with join_group(
                 thread.bus, rank=rank, world=world, name=name, timeout_s=max(timeout_s, _FORM_S),
-                collective_timeout_s=timeout_s,
+                collective_timeout_s=timeout_s, stall_warning_s=WARNING_S,
             ) as group:  # fmt: skip
                 self._joined.set_result(group)
                 await self._watch_until_left()

@@ -11,7 +11,7 @@ from gradbus.runtime.collectives.exchanges import Barrier
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import plain
 from gradbus.torch.exchange import Exchange, landing, overlap, same_memory
-from gradbus.torch.shapes import check
+from gradbus.torch.shapes import are_ready, check
 from gradbus.torch.task import Task, copies, together
 
 _OWN_LATER_BYTES = 256 << 10
@@ -27,18 +27,21 @@ class Moves:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Task:
         """``outputs[r]`` gets the tensor of rank r; their sizes may differ."""
         self._check_count("outputs", outputs)
-        check(tensor, *outputs)
-        _check_dtypes(outputs, tensor)
-        lands = [landing(output) for output in outputs]
-        source = plain(tensor)
+        lands, source = outputs, tensor
+        if not are_ready(tensor, outputs):  # all others wait for what is done before the payload leaves
+            check(tensor, *outputs)
+            _check_dtypes(outputs, tensor)
+            lands, source = [landing(output) for output in outputs], plain(tensor)
         into = dict(enumerate(lands))
         land = into.pop(self.rank)
         if any(overlap(source, other) for other in into.values()):
             source = source.clone()
         own = _own_part(land, source)
         operation = Exchange("all_gather", self.rank, self.world, to_all=source, into=into, own=own)
-        elsewhere = [pair for pair in zip(outputs, lands, strict=True) if pair[0] is not pair[1]]
-        return Task("all_gather", [operation], list(outputs), copies(elsewhere) if elsewhere else None)
+        elsewhere = None
+        if lands is not outputs:
+            elsewhere = copies([pair for pair in zip(outputs, lands, strict=True) if pair[0] is not pair[1]])
+        return Task("all_gather", [operation], list(outputs), elsewhere)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> Task:
         """Part r of the output gets the tensor of rank r."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.tensors import check_sendable, dtype_name
+from gradbus.runtime.collectives.tensors import MAX_DIMS, can_be_sent, check_sendable, dtype_name
 from gradbus.torch.register import NAME
 from gradbus.torch.task import Task
 
@@ -24,6 +24,26 @@ def check(*tensors: Tensor) -> None:
                 f'each kind of device a backend of its own: init_process_group("cpu:dds,cuda:nccl")'
             )
         check_sendable(tensor)
+
+
+def are_ready(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether tensors are as most are, and can be sent or filled as they are: with nothing that :func:`check` would
+    refuse, of one dtype, in plain memory, without gradients. It looks at each thing once, and makes nothing."""
+    dtype = tensor.dtype
+    return can_be_sent(dtype) and _is_ready(tensor, dtype) and all(_is_ready(other, dtype) for other in others)
+
+
+def _is_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and tensor.dim() <= MAX_DIMS
+    )
 
 
 @lru_cache(maxsize=1024)

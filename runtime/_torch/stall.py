@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.stalls import MAX_LINES, who
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.task import Task
 
 VARIABLE = "GRADBUS_STALL_WARNING_S"
 WARNING_S = 60.0
-MAX_LINES = 20  # of one look; how many more there are is said in one line
 
 log = get_logger("torch")
 
@@ -108,18 +107,6 @@ class StallReport:
             "waiting_s": round(now_s - waiting.since_s, 1), "call_no": operations[0].key.call,
             "what": waiting.task.what, "group": self._group, "rank": self._rank,
         }  # fmt: skip
-
-
-def who(operations: list[Operation], rank: int) -> tuple[list[int], list[int]]:
-    """Ranks that have made the call, and ranks that this rank waits for and that have not, as far as it knows.
-
-    That something is owed by a rank does not mean that it has not called: in all_reduce by shards a rank's sum comes
-    when all others have called. Who has sent anything at all has called. Of the others only those are missing that this
-    rank waits for: a receiver of a broadcast knows nothing of the other receivers.
-    """
-    heard = {rank}.union(*(operation.heard for operation in operations))
-    owing = {other for operation in operations if not operation.done for other in operation.missing}
-    return sorted(heard), sorted(owing - heard)
 
 
 def begins(name: str, task: Task, size_bytes: int) -> Waiting:

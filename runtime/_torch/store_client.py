@@ -133,7 +133,8 @@ class Client:
 
     def _nobody(self) -> str:
         what = "there is a rank 0, which does not answer" if self._writer.matched else "there is no rank 0"
-        return f"{what}. Start it, and check that all use the same domain, job and network interface"
+        doubt = f". It was heard that {self._bus.doubt}" if self._bus.doubt else ""
+        return f"{what}. Start it, and check that all use the same domain, job and network interface{doubt}"
 
     # Requests
 

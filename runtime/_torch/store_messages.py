@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from gradbus.runtime import frames
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import FrameKey, Kind
+from gradbus.runtime.packing import Limits, PackingError, unpack
 
 VERSION = 1
 MAX_KEY_BYTES = 1024  # in UTF-8
@@ -24,6 +25,11 @@ MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one fram
 MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
 MAX_KEYS = 4096  # of a message
 MAX_OPEN = 1024  # requests of a process that wait for their answers
+MAX_MEMORY = 2 * frames.MAX_CHUNK_BYTES  # that reading a message may take
+_LIMITS = Limits(
+    frames.MAX_CHUNK_BYTES, text_bytes=MAX_KEY_BYTES, binary_bytes=MAX_VALUE_BYTES, items=MAX_KEYS, fields=32,
+    containers=16,
+)  # fmt: skip
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
 
@@ -174,12 +180,9 @@ def decode(data: bytes | memoryview) -> Message:
         FrameError: ``store``: not msgpack within the limits, of an unknown kind, or against the schema.
     """
     try:
-        raw = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, use_list=True, max_str_len=MAX_KEY_BYTES,
-            max_bin_len=MAX_VALUE_BYTES, max_array_len=MAX_KEYS, max_map_len=32, max_ext_len=0,
-        )  # fmt: skip
-    except Exception as error:  # msgpack raises many kinds
-        raise FrameError("store", f"store message is not msgpack within limits: {type(error).__name__}") from None
+        raw = unpack(data, _LIMITS)
+    except PackingError as error:
+        raise FrameError("store", f"store message is not msgpack within limits: {error}") from None
     if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
         raise FrameError("store", "store message is not [kind, fields]")
     kind = _KINDS.get(raw[0])

@@ -29,7 +29,6 @@ INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake anothe
 INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
-_ONE_CHUNK = range(1)
 BELL = 2  # part of the frame that says: there is a letter for you
 
 
@@ -54,9 +53,7 @@ class DdsLink:
         self._identity = identity
         self._world = world
         self._group_id = 0
-        # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
-        # take a quarter of the time of a collective of some MB.
-        self._flags = int(frames.Flags.NONE if port.leaves_machine else frames.Flags.HEAD_CRC)
+        self._flags = int(frames.Flags.NONE if port.needs_crc else frames.Flags.HEAD_CRC)
         rank = identity.sender
         self._readers = [port.open_reader(collective_topic(name), take) for name in (group, f"{group}/{rank}")]
         self._all = port.open_writer(collective_topic(group))
@@ -94,18 +91,20 @@ class DdsLink:
         """See :class:`.operation.Link`."""
         readers = self._others if to is None else (to,)
         writer = self._all if to is None else self._inboxes[to]
-        numbers = range(frames.chunk_count(len(payload))) if only is None else only
-        slots = self._slots if len(payload) >= SHARED_BYTES else None
+        size = len(payload)
+        slots = self._slots if size >= SHARED_BYTES else None
         if slots is not None and not slots.reaches(readers):
             slots = None
         frame_key = self._frame_key(key, part, wire_name(key.name, signature, meta))
-        if slots is None and len(payload) <= self.inline_bytes and numbers == _ONE_CHUNK:
-            head = frames.head(frame_key, payload.data, 0, len(payload), flags=self._flags, world=self._world)
-            if self._write(writer, readers, (head, payload.data)):
+        if slots is None and only is None and size <= min(self.inline_bytes, frames.CHUNK_BYTES):
+            data = payload.data
+            head = frames.head(frame_key, data, 0, size, flags=self._flags, world=self._world)
+            if self._write(writer, readers, (head, data)):
                 if written is not None:
                     written(0)
-                finished(len(payload))
+                finished(size)
                 return None
+        numbers = range(frames.chunk_count(size)) if only is None else only
         outgoing = Outgoing(
             frame_key, payload, numbers, self._flags, self._world, slots=slots, readers=readers, written=written,
             finished=finished,

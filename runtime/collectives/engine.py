@@ -27,6 +27,7 @@ _SHARED = int(Flags.SHARED)
 _Call = tuple[int, str, str]  # round, name, lane
 
 
+@lru_cache(maxsize=1024)
 def wire_name(name: str, signature: str, meta: str) -> str:
     """What a frame carries as its name: the three parts, separated and padded by NUL.
 
@@ -130,6 +131,12 @@ class Engine:
     def pending(self) -> int:
         """Collectives that have not ended."""
         return len(self._pending)
+
+    @property
+    def waiting(self) -> list[Operation]:
+        """Those themselves."""
+        with self._lock:
+            return list(self._pending.values())
 
     @property
     def early_bytes(self) -> int:

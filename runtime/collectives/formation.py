@@ -14,6 +14,7 @@ again has another incarnation, hence another hash: frames of its former life bel
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from gradbus.runtime.control import GroupHello
@@ -45,8 +46,10 @@ class _Heard:
 class Formation:
     """The state of one rank while a group forms."""
 
-    def __init__(self, group: str, me: Member, world: int, options: int) -> None:
+    def __init__(self, group: str, me: Member, world: int, options: int, former: Collection[int] = ()) -> None:
+        """``former``: incarnations of ranks that this process has been on the same bus, whose words may still come."""
         self.group = group
+        self._former = former
         self.me = me
         self.world = world
         self.options = options
@@ -67,7 +70,7 @@ class Formation:
         if said.group != self.group:
             return False
         if rank == self.me.rank:
-            if incarnation == self.me.incarnation:
+            if incarnation == self.me.incarnation or incarnation in self._former:
                 return False
             if incarnation > self.me.incarnation:  # it came later: it is the one that gives up
                 return False

@@ -90,6 +90,11 @@ class Group(ObjectCollectives):
         which is faster. By default nothing that takes more than a millisecond is done there."""
         self._membership.calls_may_block()
 
+    def at_step(self, step: int, epoch: int) -> None:
+        """Note where this rank's training is, for ``gradbus status``."""
+        place = self._membership.pulses.place
+        place.step, place.epoch = step, epoch
+
     # Facts
 
     @property
@@ -319,6 +324,7 @@ def _barrier_timeout(operation: Operation, timeout_s: float) -> Exception:
 async def join_group(
     bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
     collective_timeout_s: float = 60.0, early_bytes: int = 256 << 20, max_payload_bytes: int = 4 << 30,
+    stall_warning_s: float = 10.0,
 ) -> AsyncIterator[Group]:  # fmt: skip
     """Form a group with the other ranks of the same job, and leave it at the end of the block.
 
@@ -333,6 +339,8 @@ async def join_group(
         early_bytes: payload that is kept at most for collectives not called here yet; what exceeds it is dropped, and
             the call for it fails.
         max_payload_bytes: of one payload of another rank, where its size is not known beforehand.
+        stall_warning_s: a collective that waits for so long gets a line in the log that names the ranks it waits for,
+            again after twice the time, and so on. 0: none does.
 
     Raises:
         ConfigError: rank, world or name are wrong, or the ranks do not fit together.
@@ -348,8 +356,9 @@ async def join_group(
         if not value > 0:
             raise ConfigError(f"{what} must be > 0, got {value}")
     membership = Membership(
-        bus, name, rank, world, early_bytes=early_bytes, early_age_s=max(60.0, 2 * collective_timeout_s)
-    )
+        bus, name, rank, world, early_bytes=early_bytes, early_age_s=max(60.0, 2 * collective_timeout_s),
+        stall_warning_s=stall_warning_s,
+    )  # fmt: skip
     ok, reason = False, "could not form the group"
     try:
         await membership.form(timeout_s)

@@ -13,6 +13,7 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.collectives.dds_link import BELL, DdsLink
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import Formation, Member
+from gradbus.runtime.collectives.pulse import Pulses
 from gradbus.runtime.collectives.shared import LetterProgress, Shared
 from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError
@@ -32,7 +33,10 @@ log = get_logger("group")
 class Membership:
     """Owns what a rank has in DDS for one group."""
 
-    def __init__(self, bus: Bus, group: str, rank: int, world: int, *, early_bytes: int, early_age_s: float) -> None:
+    def __init__(
+        self, bus: Bus, group: str, rank: int, world: int, *, early_bytes: int, early_age_s: float,
+        stall_warning_s: float = 0.0,
+    ) -> None:  # fmt: skip
         """Open topics and listen. Only from inside the event loop of the bus; :meth:`close` undoes it."""
         bus.claim(group)
         self._bus = bus
@@ -40,7 +44,8 @@ class Membership:
         self.identity = Identity(rank, new_incarnation())
         me = Member(rank, self.identity.incarnation, f"{socket.gethostname()} (process {os.getpid()})")
         options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8).digest()
-        self.formation = Formation(group, me, world, int.from_bytes(options, "little"))
+        self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
+        bus.incarnations.append(self.identity.incarnation)
         self._inbox = bus.subscribe(Control)
         bus.open_writer(Control)
         self._port = bus.frame_port()
@@ -57,6 +62,8 @@ class Membership:
         self._left: set[int] = set()
         self._replied_s = 0.0
         self._has_complained = False
+        self.pulses = Pulses(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
+        self._pulse: asyncio.Task[None] | None = None
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
 
     def _open_shared(self, rank: int, world: int) -> Shared | None:
@@ -126,6 +133,8 @@ class Membership:
             if self._shared.letters is not None:
                 self.engine.progress = LetterProgress(self._shared.letters, self._port, self._link)
         await self._say_hello()  # the others may only be waiting for this
+        name = f"gradbus-pulse-{self.formation.group}-{self.formation.me.rank}"
+        self._pulse = asyncio.create_task(self.pulses.run(), name=name)
 
     async def _say_hello(self) -> None:
         digest = self.formation.digest
@@ -148,8 +157,9 @@ class Membership:
             what += f" (ranks {list(unlinked)} were heard, but data does not get through both ways)"
         owed = missing or unlinked
         return BarrierTimeout(
-            what, missing=owed, ready=formation.world - len(owed), needed=formation.world, timeout_s=timeout_s
-        )
+            what, missing=owed, ready=formation.world - len(owed), needed=formation.world, timeout_s=timeout_s,
+            doubt=self._bus.doubt,
+        )  # fmt: skip
 
     # What comes in
 
@@ -266,6 +276,8 @@ class Membership:
 
     async def close(self, *, ok: bool, reason: str) -> None:
         """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them."""
+        if self._pulse is not None:
+            self._pulse.cancel()
         self.engine.close(BusClosed(f"this rank has left group {self.formation.group!r}"))
         drained = False
         try:
@@ -286,6 +298,8 @@ class Membership:
             try:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._watcher
+                if self._pulse is not None:
+                    await asyncio.wait([self._pulse])
                 await self._port.close()
             finally:
                 self._unshare()

@@ -10,12 +10,18 @@ from typing import Any
 
 import msgpack
 
+from gradbus.runtime import packing
 from gradbus.runtime.collectives.exchanges import AllGather, Broadcast, Gather, Receive, Scatter, Send
 from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveError
 
-MAX_OBJECT_BYTES = 4 << 20  # as Python objects they may take a hundred times as much
+MAX_OBJECT_BYTES = 4 << 20
+MAX_OBJECT_MEMORY = 64 * MAX_OBJECT_BYTES  # that an object of so many bytes may take: small maps and texts take most
+_LIMITS = packing.Limits(
+    MAX_OBJECT_BYTES, text_bytes=MAX_OBJECT_BYTES, binary_bytes=MAX_OBJECT_BYTES, items=MAX_OBJECT_BYTES,
+    fields=MAX_OBJECT_BYTES, containers=1 << 18, any_keys=True,
+)  # fmt: skip
 
 
 def pack(value: Any) -> bytes:
@@ -28,6 +34,11 @@ def pack(value: Any) -> bytes:
         ) from None
     if len(packed) > MAX_OBJECT_BYTES:
         raise ValueError(f"an object of {len(packed)} bytes, at most {MAX_OBJECT_BYTES}; send a tensor or bytes")
+    if len(packed) > _LIMITS.containers:  # only then can it have more lists and maps: each takes a byte
+        try:
+            packing.unpack(packed, _LIMITS)
+        except packing.PackingError as error:
+            raise ValueError(f"nobody would take this object: {error}; send it in parts, or as a tensor") from None
     return packed
 
 
@@ -36,10 +47,9 @@ def unpack(data: bytes) -> Any:
     if not isinstance(data, bytes):
         raise CollectiveError("a tensor came where an object was expected")
     try:
-        # No container or text can be longer than the message: msgpack allocates nothing beyond that.
-        return msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except Exception as error:  # msgpack raises many kinds
-        raise CollectiveError(f"what came is no object in msgpack: {type(error).__name__}") from None
+        return packing.unpack(data, _LIMITS)
+    except packing.PackingError as error:
+        raise CollectiveError(f"what came is no object in msgpack within the limits: {error}") from None
 
 
 def unpack_all(values: Sequence[bytes] | None) -> list[Any] | None:

@@ -89,7 +89,7 @@ class Outgoing:
                 written, until_s = self._written, time.monotonic() + SLOT_WAIT_S
             elif time.monotonic() > until_s:
                 self._over_dds = True  # somebody holds on to the slots: the rest travels in the frames
-            elif wait():
+            if wait() and not self._over_dds:
                 time.sleep(10 * LOOK_S)
                 continue
             with self._lock:

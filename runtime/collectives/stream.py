@@ -32,9 +32,7 @@ class Stream:
         Raises:
             CollectiveError: it contradicts what is known of the payload.
         """
-        if frame.offset != frame.seq * CHUNK_BYTES or frame.seq_cnt != chunk_count(
-            frame.total_bytes, chunk_bytes=CHUNK_BYTES
-        ):
+        if frame.offset != frame.seq * CHUNK_BYTES or frame.seq_cnt != chunk_count(frame.total_bytes):
             raise CollectiveError(f"sent chunks of {frame.chunk_bytes} bytes where {CHUNK_BYTES} were expected")
         if self._have is None:
             if self._total_bytes is not None and frame.total_bytes != self._total_bytes:

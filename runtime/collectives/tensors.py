@@ -38,6 +38,11 @@ def describe(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {','.join(map(str, tensor.shape))}"
 
 
+def can_be_sent(dtype: torch.dtype) -> bool:
+    """Whether there is a name for it on the wire."""
+    return dtype in _NAMES
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Its name on the wire. Raises ValueError for one that cannot be sent (quantised types, for example)."""
     name = _NAMES.get(dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch_node import Ranks, play
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 SOON_S = 2.0 + 1.5  # a lease of 1 s, and a machine that does other things, too
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Collection
 
 import pytest
 
@@ -19,8 +20,8 @@ def member(rank: int, incarnation: int = 100) -> Member:
     return Member(rank, incarnation + rank, f"host{rank} (process {rank})")
 
 
-def formation(rank: int, world: int, incarnation: int = 100) -> Formation:
-    return Formation("world", member(rank, incarnation), world, OPTIONS)
+def formation(rank: int, world: int, incarnation: int = 100, former: Collection[int] = ()) -> Formation:
+    return Formation("world", member(rank, incarnation), world, OPTIONS, former)
 
 
 def tell(said_by: Formation, hears: Formation) -> bool:
@@ -180,6 +181,14 @@ def test_a_rank_that_is_gone_is_missing_until_it_starts_again_but_not_if_it_has_
     assert here.missing == ()
     here.gone(0, here.me.incarnation)
     assert here.missing == ()
+
+
+def test_a_rank_that_is_back_on_its_bus_is_not_frightened_by_its_own_former_words() -> None:
+    before, stranger, now = formation(1, 2, 100), formation(1, 2, 200), formation(1, 2, 500, former=(101,))
+    assert tell(before, now) is False
+    assert now.missing == (0,)
+    with pytest.raises(ConfigError, match="rank 1 is taken"):
+        tell(stranger, now)
 
 
 def test_the_later_one_of_two_processes_with_one_rank_gives_up_and_names_the_other() -> None:

@@ -10,8 +10,10 @@ from bus_helpers import Run
 from group_node import LEASE_S, as_ranks
 
 import gradbus
-from gradbus.runtime.collectives import Group
+from gradbus.runtime.collectives import Group, Member
+from gradbus.runtime.control import GroupHello
 from gradbus.runtime.errors import CollectiveError, PeerLost
+from gradbus.runtime.messages import Control, Identity
 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
@@ -64,6 +66,33 @@ def test_after_a_loss_the_survivors_and_a_new_start_form_the_group_anew(run: Run
         async with asyncio.TaskGroup() as tasks:
             for number in range(3):
                 tasks.create_task(rank(number))
+
+    run(main)
+
+
+def test_a_rank_that_is_back_on_its_bus_may_hear_what_its_former_start_said(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as here, gradbus.connect(**place) as there:
+
+            async def rank(number: int) -> tuple[Member, ...]:
+                async with gradbus.join_group((here, there)[number], rank=number, world=2, timeout_s=20.0) as group:
+                    return group.members
+
+            with here.subscribe(Control) as heard:
+                (members, _) = await asyncio.gather(rank(0), rank(1))
+                back = asyncio.create_task(rank(1))
+                while True:
+                    word = await heard.get()
+                    if (
+                        isinstance(word, Control)
+                        and isinstance(word.body, GroupHello)
+                        and word.incarnation > members[1].incarnation
+                    ):
+                        break
+                former = Identity(1, members[1].incarnation)
+                for _ in range(5):
+                    await here.publish(former, word.body)
+                await asyncio.gather(rank(0), back)
 
     run(main)
 

@@ -12,7 +12,7 @@ from federation import Node
 from group_node import Ranks
 from group_scripts import lives, steps_until_the_end
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 NETWORK = {"lease_s": 1.0}
 # A lost rank is noticed when its lease has ended, 1 s after its last sign of life. The rest is for a machine whose

@@ -236,6 +236,7 @@ def test_who_leaves_because_a_rank_has_died_names_that_rank_to_those_who_have_no
     async def script(group: Group) -> None:
         await group.barrier()
         if group.rank == 0:
+            await waiting.wait()
             group._engine.lose(1, "its process is gone")  # as when its lease has ended, here before elsewhere
             try:
                 await group.all_gather("x", b"")
@@ -243,11 +244,15 @@ def test_who_leaves_because_a_rank_has_died_names_that_rank_to_those_who_have_no
                 if not in_order:
                     raise
         if group.rank == 2:
+            handle = group.all_gather("x", b"")
+            waiting.set()  # it is through the barrier, and expects something of both
             with pytest.raises(PeerLost, match="rank 1: gone, as rank 0 says") as caught:
-                await group.all_gather("x", b"")
+                await handle
             assert caught.value.ranks == (1,)
         if group.rank == 1:
             await until(lambda: 2 in group.lost)
+
+    waiting = asyncio.Event()
 
     async def main() -> list[Any]:
         return await asyncio.gather(*(_run(place, rank, script) for rank in range(3)), return_exceptions=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from group_node import Ranks
 from group_scripts import every_collective, steps_until_the_end, traffic_of_collectives
-from namespaces import Host, NoNamespaces, two_hosts
+
+from gradbus.experiments.namespaces import Host
 
 pytestmark = pytest.mark.slow
 
@@ -53,15 +53,6 @@ def test_a_rank_killed_while_it_multicasts_a_large_vector_is_named_in_time(algor
 
 
 # Networks of their own, in which nobody else sends
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as pair:
-            yield pair
-    except NoNamespaces as error:
-        pytest.skip(str(error))
 
 
 def traffic(

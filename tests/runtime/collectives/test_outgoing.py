@@ -74,6 +74,19 @@ def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> No
     assert payload.outgoing.done
 
 
+def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots, chunks=4)
+
+    def visitor_sends_one_more() -> bool:
+        payload.outgoing.advance(payload.write)
+        return True
+
+    by_writer_thread = list(payload.outgoing.samples(visitor_sends_one_more))
+    assert by_writer_thread == []
+    assert payload.numbers() == [0, 1, 2, 3]
+    assert payload.outcomes == [4 * CHUNK_BYTES]
+
+
 def test_what_dds_does_not_take_now_is_written_next(ranks: Ranks) -> None:
     payload = Payload(ranks.shared[0].slots)
     assert not payload.outgoing.advance(full)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +95,6 @@ def test_a_rank_that_stands_still_with_slots_does_not_hold_up_the_others_and_all
 
 
 # One process
-
-
-@pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """Nothing is mapped or open afterwards, without any help of the garbage collector."""
-    gc.collect()
-    before = mapped(), open_files()
-    gc.disable()
-    try:
-        yield
-        assert (mapped(), open_files()) == before
-    finally:
-        gc.enable()
 
 
 @pytest.fixture
