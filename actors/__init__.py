@@ -4,6 +4,7 @@ from gradbus.actors.client import Client
 from gradbus.actors.controller import Controller
 from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.report import ClientSummary, Progress, RoundReport
+from gradbus.actors.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.actors.worker import Worker
@@ -13,6 +14,7 @@ __all__ = [
     "Client",
     "ClientSummary",
     "Controller",
+    "CoordinateMedian",
     "DataParallelTask",
     "EpochReport",
     "EvalOutcome",
@@ -20,11 +22,14 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FederatedTask",
+    "Krum",
+    "MultiKrum",
     "Progress",
     "RoundReport",
     "ShardCounts",
     "Strategy",
     "TrainOutcome",
+    "TrimmedMean",
     "Worker",
     "WorkerSummary",
 ]

@@ -13,32 +13,35 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 
 import torch
 
 from gradbus import codecs
+from gradbus.actors.attendance import Attendance
 from gradbus.actors.codec_options import codec_options
 from gradbus.actors.downlink import Downlink
 from gradbus.actors.evaluation import Evaluation
+from gradbus.actors.failures import Failures
 from gradbus.actors.flat_model import FlatModel
-from gradbus.actors.gathering import Gathering
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
 from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
-from gradbus.actors.report import Progress, RoundReport
+from gradbus.actors.report import Progress, RoundReport, report_of
+from gradbus.actors.rival import Rivals, claim_job
 from gradbus.actors.rounds import CLIENT_LOST, TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
-from gradbus.actors.strategy import Strategy, make_strategy
-from gradbus.actors.task import EvalOutcome, FederatedTask
+from gradbus.actors.strategies import make_strategy, within_limits
+from gradbus.actors.strategy import Strategy
+from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import RoundTimeout, WriteTimeout
-from gradbus.runtime.failpoints import ENVIRONMENT, FailPoint
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
+from gradbus.runtime.probe import Probe
 from gradbus.runtime.settings import FederatedConfig
 from gradbus.runtime.tasks import single_error
 
@@ -70,10 +73,12 @@ class Controller:
         self._config = config
         self._given_strategy = strategy
         self._identity = Identity(CONTROLLER, new_incarnation())
-        self._fail = FailPoint(fail_at if fail_at is not None else os.environ.get(ENVIRONMENT))
+        self._probe = Probe("controller", config.history_dir, payloads=config.history_payloads, fail_at=fail_at)
+        self._history = self._probe.history
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
         self._wakeup = asyncio.Event()
+        self._failures = Failures()
         self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
         # Made by _open, off the loop: building a model and reading a checkpoint take their time.
         self._model: FlatModel
@@ -84,7 +89,8 @@ class Controller:
     def _open(self) -> None:
         config = self._config
         self._model = FlatModel(self._task.build_model())
-        self._strategy = self._given_strategy or make_strategy(config, self._model.dim)
+        self._strategy = within_limits(self._given_strategy or make_strategy(config, self._model.dim), config)
+        self._strategy.check(config)
         self._state = RunState(config, self._model, self._strategy)
         # Later than every start before, whatever the clock says.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
@@ -102,18 +108,22 @@ class Controller:
         down = codecs.get(config.downlink_codec, **codec_options(config.downlink_codec, config))
         self._downlink = Downlink(
             self._bus, self._identity, self._compute, down, self._members, run_id=state.run_id, weights=state.weights,
-            held=state.held,
+            held=state.held, history=self._history,
+        )  # fmt: skip
+        self._attendance = Attendance(
+            self._bus, self._identity, self._members, state.conduct, config, self.progress,
+            sleep_until=self._sleep_until, changed=self._membership_changed,
         )  # fmt: skip
         up = codecs.get(config.codec, **codec_options(config.codec, config))
         self._intake = Intake(
             self._bus, self._identity, self._strategy, self._compute, dim=dim, run_id=state.run_id,
             max_bytes=up.max_bytes(dim), budget_bytes=config.receive_budget_bytes, max_samples=config.max_samples,
-            on_change=self._changed,
+            conduct=state.conduct, on_strike=self._attendance.on_strike, on_change=self._changed, history=self._history,
         )  # fmt: skip
         self._evaluation = Evaluation(self._task, self._model, state.weights, self._compute, config)
         self._presence = Presence(
             self._bus, self._identity, self._members, self._intake, self.progress, run_id=state.run_id,
-            heartbeat_s=config.heartbeat_s, changed=self._membership_changed,
+            heartbeat_s=config.heartbeat_s, changed=self._membership_changed, open_round=lambda: self._round,
         )  # fmt: skip
         for report in state.history:
             self.progress.add(report)
@@ -169,14 +179,16 @@ class Controller:
         finished, reason = False, "the controller was stopped"
         try:
             await self._compute.run(self._open)
+            await claim_job(self._bus, self._identity, config.heartbeat_s)
             self._connect()
             state = self._state
+            await self._compute.run(state.note_start, self._history)
             resumed_at_end = state.round_id >= config.rounds
             with self._bus.subscribe(ClientUpdate, Control) as inbox:
                 async with asyncio.TaskGroup() as group:
                     reception = self._reception = Reception(
-                        self._bus, self._identity, self._members, self._intake, self._downlink, config,
-                        run_id=state.run_id, next_round=self._next_round,
+                        self._bus, self._identity, self._members, self._intake, self._downlink, state.conduct, config,
+                        run_id=state.run_id, next_round=self._next_round, rivals=Rivals(self._bus.job, self._identity),
                         changed=self._membership_changed, failed=self._client_failed,
                     )  # fmt: skip
                     helpers = [
@@ -186,7 +198,8 @@ class Controller:
                     ]
                     try:
                         if state.round_id < config.rounds:
-                            await self._wait_for_clients()
+                            await self._attendance.gather(state.round_id + 1)
+                            reception.has_begun = True
                             await self._compute.run(state.save_initial)
                             with unless_taken("model", state.round_id):
                                 await self._downlink.publish_full(state.round_id)
@@ -218,32 +231,9 @@ class Controller:
                 self._downlink.close()
             if hasattr(self, "_state"):
                 self._state.close()
+            self._probe.end(phase=self.progress.phase, reason=reason, rejected=dict(self._bus.rejected))
 
     # Who is there
-
-    async def _wait_for_clients(self, accepted: Collection[int] = ()) -> None:
-        """The subscription barrier: enough clients are matched both ways and have been welcomed.
-
-        ``accepted``: clients that need not be there, for their updates count already.
-        """
-        config, round_id = self._config, self._state.round_id + 1
-        self.progress.phase = "waiting"
-        gathering = Gathering(
-            minimum=config.min_clients, expected=config.num_clients, now_s=time.monotonic(),
-            timeout_s=config.start_timeout_s, grace_s=config.start_grace_s,
-            what=f"round {round_id} cannot start: clients",
-        )  # fmt: skip
-        while not gathering.may_start(ready := sorted({*accepted, *self._ready(round_id)}), time.monotonic()):
-            # Nothing tells when our own side has matched, which may be after the client's last word.
-            await self._sleep_until(min(gathering.next_check_s(), time.monotonic() + self._config.heartbeat_s))
-        if len(ready) < (config.num_clients or 0):
-            log.warning("starting without all clients", ready=ready, expected=config.num_clients)
-
-    def _ready(self, round_id: int) -> list[int]:
-        """Clients that said they are ready, as far as our own side is matched as well."""
-        ready = self._members.ready(round_id)
-        # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
-        return ready if self._bus.matched_readers(TrainCmd) and self._bus.matched_writers(ClientUpdate) else []
 
     def _next_round(self) -> int:
         """The first round that a client which comes now takes part in."""
@@ -259,13 +249,14 @@ class Controller:
                 self._intake.dropped[CLIENT_LOST] += 1
                 log.warning("client lost", client=client_id, round=round_id)
         self.progress.clients = tuple(sorted(member.client_id for member in self._members))
+        self.progress.out = self._state.conduct.out(self._state.round_id + 1)
         self._presence.on_left()
         self._changed()
 
     def _client_failed(self, client_id: int, round_id: int, text: str) -> None:
         if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
             return  # said before: it is repeated until the next command
-        log.error("training failed on a client", client=client_id, round=round_id, traceback=text)
+        self._failures.note(client_id, round_id, text)
         self._round.fail(client_id, TRAINING_FAILED)
         self._intake.dropped[TRAINING_FAILED] += 1
         self._changed()
@@ -295,8 +286,8 @@ class Controller:
         await self._compute.run(self._strategy.begin, round_id, self._downlink.held)
         accepted: set[int] = set()
         for attempt in range(1, self._config.max_attempts + 1):
-            if len(accepted.union(self._ready(round_id))) < self._config.min_clients:
-                await self._wait_for_clients(accepted)
+            if len(accepted.union(self._attendance.ready(round_id))) < self._config.min_clients:
+                await self._attendance.gather(round_id, accepted)
             round_, outcome = await self._collect(round_id, accepted)
             accepted = round_.accepted
             if outcome is not Outcome.TOO_FEW:
@@ -311,25 +302,28 @@ class Controller:
         """Command the round and take in updates until it is over."""
         config = self._config
         round_ = Round(
-            round_id, self._ready(round_id), minimum=config.min_clients, quorum=config.quorum,
+            round_id, self._attendance.ready(round_id), minimum=config.min_clients, quorum=config.quorum,
             now_s=time.monotonic(), deadline_s=config.round_timeout_s, grace_s=config.grace_s, accepted=accepted,
         )  # fmt: skip
-        self._fail.reached("before_command", round_id)
+        self._probe.reached("before_command", round_id)
         self._round = round_
         self._intake.open(round_)
         self.progress.phase, self.progress.round_id = "training", round_id
+        self.progress.out = self._state.conduct.out(round_id)
         self._changed()
+        if self._history.on:
+            await self._compute.run(self._note_command, round_)
         command = TrainCmd(round_id, config.subset_size, config.epochs, config.lr, config.seed)
         self._intake.timing.commanded()
         with unless_taken("command", round_id):
             await self._bus.publish(self._identity, command)
-        self._fail.reached("after_command", round_id)
+        self._probe.reached("after_command", round_id)
         try:
             reached = len(accepted)
             while (outcome := round_.verdict(time.monotonic())) is None:
                 if len(round_.accepted) > reached:
                     reached = len(round_.accepted)
-                    self._fail.reached("mid_collect", round_id)
+                    self._probe.reached("mid_collect", round_id)
                 await self._sleep_until(round_.next_check_s())
         finally:
             await self._intake.close()
@@ -339,34 +333,28 @@ class Controller:
 
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
         """From the sum of the updates to the published, durable model."""
-        round_id, state, tally = round_.round_id, self._state, self._intake.tally
+        round_id, state = round_.round_id, self._state
         collected_s = time.perf_counter()
         self.progress.phase = "aggregating"
         await self._downlink.quiesce()
-        self._fail.reached("after_collect_before_aggregate", round_id)
+        self._probe.reached("after_collect_before_aggregate", round_id)
         crc32 = await self._compute.run(self._finish)
         aggregated_s = time.perf_counter()
-        self._fail.reached("after_aggregate_before_commit", round_id)
-        report = RoundReport(
-            round_id=round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
-            expected=len(round_.expected), num_samples=tally.num_samples, loss=tally.loss(), bytes_up=tally.bytes_up,
-            bytes_up_shared=tally.bytes_up_shared, train_s=tally.train_s, encode_s=tally.encode_s,
-            dropped=self._intake.take_dropped(),
-            wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
-            aggregate_s=tally.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
-            command_s=self._intake.timing.first_command_s - started_s, timeline=self._intake.timing.timelines(),
-            weights_crc32=crc32,
+        self._probe.reached("after_aggregate_before_commit", round_id)
+        report = report_of(
+            round_, outcome, attempt, self._intake, crc32=crc32, started_s=started_s, collected_s=collected_s,
+            aggregated_s=aggregated_s, strikes=state.conduct.take_new(), marks=self._strategy.marks(),
         )  # fmt: skip
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._downlink.prepare(round_id)
-        await self._compute.run(state.commit, report, self._downlink.held_apart)
+        await self._compute.run(self._make_durable, report)
         committed_s = time.perf_counter()
-        self._fail.reached("after_commit_before_publish", round_id)
+        self._probe.reached("after_commit_before_publish", round_id)
         with unless_taken("model", round_id):
             await self._downlink.publish()
         published_s = time.perf_counter()
-        self._fail.reached("after_publish", round_id)
-        evaluation = await self._evaluate(round_id)
+        self._probe.reached("after_publish", round_id)
+        evaluation = await self._evaluation.after(round_id, self.progress)
         report = state.amend(
             report, bytes_down=size * max(1, len(self._members)),
             bytes_down_shared=size * min(self._downlink.told, self._members.sharing),
@@ -387,14 +375,16 @@ class Controller:
         self._strategy.finish(self._state.weights)
         return zlib.crc32(self._state.weights.numpy().data)
 
+    def _note_command(self, round_: Round) -> None:
+        expected, counted = sorted(round_.expected), sorted(round_.accepted)
+        self._history.note("commanded", round=round_.round_id, expected=expected, counted=counted)
+
+    def _make_durable(self, report: RoundReport) -> None:
+        self._state.commit(report, self._downlink.held_apart)
+        self._downlink.note_commit(report)
+
     async def _evaluate_resumed(self) -> None:
         """The round before a crash was committed, but may not have been evaluated."""
-        reports = self.progress.reports
-        if reports and reports[-1].accuracy is None and (outcome := await self._evaluate(reports[-1].round_id)):
-            reports[-1] = self._state.amend(reports[-1], accuracy=outcome.accuracy, eval_loss=outcome.loss)
-
-    async def _evaluate(self, round_id: int) -> EvalOutcome | None:
-        if not self._evaluation.due(round_id):
-            return None
-        self.progress.phase = "evaluating"
-        return await self._evaluation.run()
+        last = self.progress.reports[-1] if self.progress.reports else None
+        if last and last.accuracy is None and (found := await self._evaluation.after(last.round_id, self.progress)):
+            self.progress.reports[-1] = self._state.amend(last, accuracy=found.accuracy, eval_loss=found.loss)

@@ -15,8 +15,10 @@ from gradbus.runtime.control import Grant, NeedUpdate, Receipt
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Identity
+from gradbus.runtime.probe import Probe, no_probe
 
 REPEAT_AFTER_S = 0.5  # without an answer, offer again
+ANSWERS = (Grant, NeedUpdate, Receipt)
 
 log = get_logger("client")
 
@@ -29,8 +31,9 @@ class Delivery:
         bytes_up: bytes of updates sent so far, repairs included, or read by the controller from this process's memory.
     """
 
-    def __init__(self, bus: Bus, identity: Identity) -> None:
+    def __init__(self, bus: Bus, identity: Identity, probe: Probe | None = None) -> None:
         self._bus = bus
+        self._probe = probe or no_probe()
         self._identity = identity
         self._update: Update | None = None
         self._receipt: Receipt | None = None
@@ -63,6 +66,7 @@ class Delivery:
                 self._heard.clear()
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, update.offer)
+                    self._probe.reached("after_offer", update.key.round_id)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REPEAT_AFTER_S):
                         await self._heard.wait()
@@ -98,6 +102,7 @@ class Delivery:
         """Send, unless the last answer is still being obeyed: what is missing then will be asked for again."""
         if self._sending is None or self._sending.done():
             self._has_sent = True
+            self._probe.reached("after_grant_before_upload", update.key.round_id)
             name = f"client-{self._identity.sender}-send"
             self._sending = group.create_task(self._send(update, only), name=name)
 

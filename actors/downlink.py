@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from gradbus.actors.members import Members
 from gradbus.actors.norms import l2_norm
+from gradbus.actors.report import RoundReport
 from gradbus.codecs import Codec, CodecError, DenseBlock, parse, residual_step
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import ModelHere, NeedModel
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
+from gradbus.runtime.history import History, model_name
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Identity, ModelBlob
 from gradbus.runtime.sealed_memory import SHARED_BYTES, Sealed
@@ -37,13 +40,14 @@ log = get_logger("controller")
 @dataclass(slots=True, eq=False)
 class _Message:
     """A model as it is sent. ``sealed``: a copy in memory for the clients of this machine, once there is one.
-    ``sharing``: held while it is made and told of, for somebody may ask meanwhile."""
+    ``sharing``: held while it is made and told of, for somebody may ask meanwhile. ``signing``: while it is signed."""
 
     key: FrameKey
     payload: Any
     flags: int = int(Flags.NONE)
     sealed: Sealed | None = None
     sharing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    signing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def size(self) -> int:
@@ -63,7 +67,7 @@ class Downlink:
 
     def __init__(
         self, bus: Bus, identity: Identity, compute: ComputeThread, codec: Codec, members: Members, *, run_id: int,
-        weights: Tensor, held: Tensor | None = None,
+        weights: Tensor, held: Tensor | None = None, history: History | None = None,
     ) -> None:  # fmt: skip
         self._bus = bus
         self._members = members
@@ -71,6 +75,8 @@ class Downlink:
         self._compute = compute
         self._codec = codec
         self._run_id = run_id
+        self._history = history or History(None, "controller")
+        self._held_crc32 = 0
         self._weights = weights
         self.held = weights if held is None else held
         self.residual_norm = 0.0
@@ -108,7 +114,22 @@ class Downlink:
         else:
             payload = await self._compute.run(self._next_difference)
             self._current = _Message(self._next_key(), payload, int(Flags.DELTA))
+        if self._history.keeps_payloads or (self._history.on and self.held_apart is not None):
+            await self._compute.run(self._keep, self._current.payload)
         return self._current.size
+
+    def _keep(self, payload: Any) -> None:
+        if self.held_apart is not None:
+            self._held_crc32 = zlib.crc32(self.held.numpy().data)
+        self._history.keep(model_name(self._run_id, self._round_id), payload)
+
+    def note_commit(self, report: RoundReport) -> None:
+        """The round is durable: note what it has come to, and what clients will hold after it."""
+        self._history.note(
+            "committed", round=report.round_id, clients=list(report.clients), num_samples=report.num_samples,
+            crc32=report.weights_crc32, outcome=report.outcome, attempt=report.attempt, dropped=dict(report.dropped),
+            held_crc32=report.weights_crc32 if self.held_apart is None else self._held_crc32,
+        )  # fmt: skip
 
     async def publish(self) -> int:
         """Send the prepared message to all clients. Returns its bytes."""
@@ -124,6 +145,7 @@ class Downlink:
 
     async def _share(self, message: _Message) -> bool:
         """Whether the clients that can read it in memory have been told where it lies: there are some."""
+        await self._sign(message)
         async with message.sharing:
             if message.sealed is None and message.size >= SHARED_BYTES and self._members.sharing:
                 message.sealed = await self._compute.run(self._bus.memory.put, message.payload)
@@ -135,7 +157,7 @@ class Downlink:
         key = message.key
         await self._bus.publish(
             self._identity,
-            ModelHere(key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place),
+            ModelHere(key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place, key.name),
         )
 
     async def welcome(self, client_id: int) -> None:
@@ -161,7 +183,16 @@ class Downlink:
         add_into(self.held, payload)
         return payload
 
+    async def _sign(self, message: _Message) -> None:
+        """Where models are signed, nobody gets one that is not. Its signature is the name of its frames."""
+        standing = self._bus.standing
+        async with message.signing:
+            if standing.signs_models and not message.key.name:
+                name = await self._compute.run(standing.sign_model, message.key, message.flags, message.payload)
+                message.key = message.key._replace(name=name)
+
     async def _send(self, message: _Message, only: Sequence[int] | None = None) -> None:
+        await self._sign(message)
         await self._bus.send_model(message.key, message.payload, flags=message.flags, only=only)
 
     def on_need(self, client_id: int, need: NeedModel, group: asyncio.TaskGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.report import Progress
 from gradbus.actors.task import EvalOutcome, FederatedTask
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.settings import FederatedConfig
@@ -22,13 +23,13 @@ class Evaluation:
         self._compute = compute
         self._config = config
 
-    def due(self, round_id: int) -> bool:
-        """Whether the model after this round is to be evaluated."""
+    async def after(self, round_id: int, progress: Progress) -> EvalOutcome | None:
+        """Quality of the weights as they are now, after this round; None if it is not due, or if the task has no way to
+        tell."""
         every = self._config.eval_every
-        return every > 0 and (round_id % every == 0 or round_id == self._config.rounds)
-
-    async def run(self) -> EvalOutcome | None:
-        """Quality of the weights as they are now; None if the task has no way to tell."""
+        if not every or (round_id % every and round_id != self._config.rounds):
+            return None
+        progress.phase = "evaluating"
         return await self._compute.run(self._evaluate)
 
     def _evaluate(self) -> EvalOutcome | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from gradbus.runtime.errors import BarrierTimeout
 
@@ -15,16 +15,24 @@ class Gathering:
     """
 
     def __init__(
-        self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float, what: str
-    ) -> None:
+        self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float, what: str,
+        excused: Collection[int] = (), doubt: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            what: begins the error. excused: ids that are not waited for, as far as they are among those expected.
+            doubt: what the bus has noticed of those who are missing, see ``Bus.doubt``.
+        """
         self._minimum = minimum
         self._expected = expected
-        self._wanted = max(expected or 0, minimum)
+        self._excused = excused
+        self._wanted = max((expected or 0) - sum(i < (expected or 0) for i in excused), minimum)
         self._timeout_s = timeout_s
         self._deadline_at_s = now_s + timeout_s
         self._grace_s = grace_s
         self._grace_until_s: float | None = None
         self._what = what
+        self._doubt = doubt
 
     def may_start(self, ready: Sequence[int], now_s: float) -> bool:
         """Whether to start with these clients now.
@@ -40,9 +48,10 @@ class Gathering:
             return now_s >= self._grace_until_s
         self._grace_until_s = None
         if now_s >= self._deadline_at_s:
+            here = {*ready, *self._excused}
             raise BarrierTimeout(
-                self._what, missing=[i for i in range(self._expected or 0) if i not in ready], ready=len(ready),
-                needed=self._minimum, timeout_s=self._timeout_s,
+                self._what, missing=[i for i in range(self._expected or 0) if i not in here], ready=len(ready),
+                needed=self._minimum, timeout_s=self._timeout_s, doubt=self._doubt(),
             )  # fmt: skip
         return False
 

@@ -12,16 +12,17 @@ nothing from the budget either. Where it cannot be read, it is granted and sent 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gradbus import codecs
+from gradbus.actors.conduct import Conduct, Strike
 from gradbus.actors.rounds import Round
-from gradbus.actors.strategy import Strategy
+from gradbus.actors.strategy import NoRoom, Strategy
+from gradbus.actors.tally import Tally
 from gradbus.actors.timeline import RoundTiming
 from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.assembler import Assembler, Verdict
@@ -30,6 +31,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import Grant, NeedUpdate, Offer, Receipt
 from gradbus.runtime.errors import FrameError, WriteTimeout
 from gradbus.runtime.frames import FrameKey, Kind
+from gradbus.runtime.history import History, update_name
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Identity
 from gradbus.runtime.sealed_memory import read
@@ -38,6 +40,7 @@ from gradbus.runtime.topics import TOPICS
 
 REPAIR_AFTER_S = 0.3  # without a new frame, ask for those that are missing
 STALL_AFTER_S = 10.0  # without a new frame, give the place to somebody else
+_NOTED = 100  # refusals of one kind in a round that a history tells one by one
 
 log = get_logger("controller")
 
@@ -57,32 +60,13 @@ class _Transfer:
     payload: memoryview | None = None  # complete
 
 
-@dataclass(slots=True)
-class Tally:
-    """What the updates of a round say, together."""
-
-    bytes_up: int = 0
-    bytes_up_shared: int = 0
-    num_samples: int = 0
-    losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
-    train_s: float = 0.0
-    encode_s: float = 0.0
-    aggregate_s: float = 0.0
-
-    def loss(self) -> float | None:
-        """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""
-        # Anything beyond is as good as none, and could overflow the sum; NaN is not below it either.
-        known = sorted((samples, loss) for samples, loss in self.losses if abs(loss) < 1e100)
-        total = sum(samples for samples, _ in known)
-        return math.fsum(samples * loss for samples, loss in known) / total if total else None
-
-
 class Intake:
     """The way in for the updates of one round at a time. All methods are called on the loop."""
 
     def __init__(
         self, bus: Bus, identity: Identity, strategy: Strategy, compute: ComputeThread, *, dim: int, run_id: int,
-        max_bytes: int, budget_bytes: int, max_samples: int, on_change: Callable[[], None],
+        max_bytes: int, budget_bytes: int, max_samples: int, conduct: Conduct,
+        on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None], history: History | None = None,
     ) -> None:  # fmt: skip
         """An intake with no round open.
 
@@ -90,7 +74,9 @@ class Intake:
             max_bytes: the longest an encoded update can be.
             budget_bytes: bytes on their way in at one time; one update is always let in.
             max_samples: the most samples a client may claim.
+            conduct: where bad updates are noted. on_strike: called when one was.
             on_change: called when an update was counted or refused.
+            history: notes them as well.
         """
         self._bus = bus
         self._identity = identity
@@ -101,7 +87,10 @@ class Intake:
         self._max_bytes = max_bytes
         self._budget_bytes = budget_bytes
         self._max_samples = max_samples
+        self._conduct = conduct
+        self._on_strike = on_strike
         self._on_change = on_change
+        self._history = history or History(None, "controller")
         self._assembler = Assembler()
         self._round: Round | None = None
         self._offers: dict[int, tuple[int, Offer]] = {}  # client -> (incarnation, offer), in order of arrival
@@ -151,6 +140,8 @@ class Intake:
             await self._receipt(client_id, incarnation, offer, accepted=True)
         elif round_ is None or offer.run_id != self._run_id or offer.round_id != round_.round_id:
             await self._refuse(client_id, incarnation, offer, "stale", f"round {offer.round_id} is not open")
+        elif (why := self._conduct.why_out(client_id, offer.round_id)) is not None:
+            await self._refuse(client_id, incarnation, offer, "quarantine", why)
         elif (why := round_.may_send(client_id)) is not None:
             await self._refuse(
                 client_id, incarnation, offer, "unexpected", f"client {client_id} is {why} in this round"
@@ -271,11 +262,13 @@ class Intake:
         started_s = time.perf_counter()
         self.timing.adding(transfer.client_id)
         try:
-            await self._compute.run(self._add, transfer.client_id, payload, offer.num_samples)
+            await self._compute.run(self._add, transfer.key, payload, offer)
         except NonFiniteError as error:
             await self._reject(transfer.client_id, transfer.incarnation, offer, "non-finite", str(error))
         except CodecError as error:
             await self._reject(transfer.client_id, transfer.incarnation, offer, "malformed", str(error))
+        except NoRoom as error:
+            await self._reject(transfer.client_id, transfer.incarnation, offer, "no room", str(error), bad=False)
         except ValueError as error:
             await self._reject(transfer.client_id, transfer.incarnation, offer, "refused", str(error))
         else:
@@ -295,8 +288,14 @@ class Intake:
         finally:
             self._transfers.pop(transfer.key, None)
 
-    def _add(self, client_id: int, payload: memoryview, num_samples: int) -> None:
-        self._strategy.add(client_id, codecs.parse(payload, expected_dim=self._dim), num_samples)
+    def _add(self, key: FrameKey, payload: memoryview, offer: Offer) -> None:
+        """Off the loop. It is noted before its client hears of it, also by who is killed in between."""
+        self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), offer.num_samples)
+        self._history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
+        self._history.note(
+            "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
+            num_samples=offer.num_samples, bytes=offer.total_bytes, crc32=self._history.checksum(payload),
+        )  # fmt: skip
 
     async def _grant_more(self) -> None:
         """Grant offers in order of arrival while the budget lasts."""
@@ -344,16 +343,24 @@ class Intake:
             self._complete.remove(transfer)
         self._assembler.forget(key)
 
-    async def _reject(self, client_id: int, incarnation: int, offer: Offer, reason: str, text: str) -> None:
-        """The update is bad. The client need not be waited for in this round."""
+    async def _reject(
+        self, client_id: int, incarnation: int, offer: Offer, reason: str, text: str, *, bad: bool = True
+    ) -> None:
+        """The update does not count. The client need not be waited for in this round. ``bad``: it is to blame."""
         log.warning("update dropped", client=client_id, round=offer.round_id, reason=reason, detail=text)
         if self._round is not None:
             self._round.fail(client_id, reason)
             self._on_change()
         await self._refuse(client_id, incarnation, offer, reason, text)
+        strike = self._conduct.strike(client_id, offer.round_id, reason, text) if bad else None
+        if strike is not None:
+            await self._on_strike(strike)
 
     async def _refuse(self, client_id: int, incarnation: int, offer: Offer, reason: str, text: str) -> None:
         self.dropped[reason] += 1
+        if self.dropped[reason] <= _NOTED:  # who offers without end fills no disk; the count is noted with the round
+            facts = {"client": client_id, "incarnation": incarnation, "reason": reason}
+            self._history.note("refused", round=offer.round_id, **facts)
         await self._receipt(client_id, incarnation, offer, accepted=False, reason=text)
 
     async def _receipt(

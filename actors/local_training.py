@@ -16,10 +16,12 @@ from gradbus.actors.norms import l2_distance, l2_norm
 from gradbus.actors.residuals import Residuals
 from gradbus.actors.task import FederatedTask
 from gradbus.codecs import Codec, NonFiniteError
-from gradbus.runtime.control import Offer, Welcome
+from gradbus.runtime.control import Offer, Receipt, Welcome
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.messages import Identity, TrainCmd
+from gradbus.runtime.probe import Probe, no_probe
 from gradbus.runtime.sealed_memory import PayloadMemory, Sealed
+from gradbus.runtime.turns import TRAINING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +45,11 @@ class LocalTraining:
     """One client's model, task and residuals. All methods are for the compute thread."""
 
     def __init__(
-        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals, memory: PayloadMemory
-    ) -> None:
+        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals, memory: PayloadMemory,
+        probe: Probe | None = None,
+    ) -> None:  # fmt: skip
+        self._probe = probe or no_probe()
+        self._probe.note("started", incarnation=identity.incarnation)
         self._task = task
         self._identity = identity
         self._model = model
@@ -61,12 +66,20 @@ class LocalTraining:
         heard_s: float,
     ) -> Update:  # fmt: skip
         """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command was heard, by
-        ``time.perf_counter``.
+        ``time.perf_counter``. Where many clients share a process, they take turns: see :mod:`gradbus.runtime.turns`.
 
         Raises:
             ValueError: training made the model non-finite. And whatever the task raises.
         """
+        with TRAINING.take(should_stop):
+            return self._train(welcome, command, base, transfer, should_stop, heard_s)
+
+    def _train(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
+        heard_s: float,
+    ) -> Update:  # fmt: skip
         identity = self._identity
+        self._probe.reached("before_training", command.round_id)
         self._residuals.start_run(welcome.run_id)
         started_s = time.perf_counter()
         self._model.write(base)
@@ -91,6 +104,11 @@ class LocalTraining:
             wait_s=max(0.0, started_s - heard_s), update_norm=l2_distance(self._model.read(), base),
             residual_norm=0.0 if residual is None else l2_norm(residual),
         )  # fmt: skip
+        self._probe.note(
+            "offered", run=f"{welcome.run_id:016x}", round=offer.round_id, transfer=transfer, bytes=offer.total_bytes,
+            num_samples=offer.num_samples, crc32=self._probe.history.checksum(payload),
+        )  # fmt: skip
+        self._probe.reached("after_training_before_offer", command.round_id)
         # From here on it lies in one place only, also for frames.
         return Update(key, offer, payload if sealed is None else sealed.payload, residual, sealed)
 
@@ -107,10 +125,18 @@ class LocalTraining:
         except NonFiniteError as error:
             raise ValueError(f"training made the model non-finite: {error}. Lower the learning rate") from None
 
-    def accepted(self, update: Update) -> None:
-        """The update counts: what it did not say is owed from here on."""
+    def answered(self, update: Update, receipt: Receipt) -> None:
+        """The controller has said what became of the update. If it counts, what it did not say is owed from here on."""
+        self._probe.note(
+            "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
+            accepted=receipt.accepted, reason=receipt.reason,
+        )  # fmt: skip
+        if not receipt.accepted:
+            return
+        self._probe.reached("after_receipt_before_residual", update.key.round_id)
         if update.residual is not None:
             self._residuals.accepted(update.key.round_id, update.residual)
+        self._probe.reached("after_residual", update.key.round_id)
 
     def close(self) -> None:
         """Let another process use the directory of the residuals."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gradbus.runtime.control import PROTOCOL, Hello
+from gradbus.runtime.messages import is_later
 
 MAX_MEMBERS = 65_536  # whoever can send a Hello cannot make the table grow without end
 
@@ -24,9 +25,11 @@ class Member:
     """One client, as last heard.
 
     Attributes:
+        hello: the last thing it has said of itself, and ``number``: of that message.
         from_round: the first round it takes part in.
         heard_s: when it was heard last.
         model_round: the round of the newest model that it is known to have held in this session; -1: none.
+        out_until: before this round it must not take part, whoever is missing.
     """
 
     client_id: int
@@ -34,7 +37,9 @@ class Member:
     hello: Hello
     heard_s: float
     from_round: int
+    number: int
     model_round: int = -1
+    out_until: int = 0
 
 
 @dataclass(slots=True)
@@ -93,6 +98,11 @@ class Members:
         member = self._members.get(client_id)
         return None if member is None else member.incarnation
 
+    def heard_at_s(self, client_id: int) -> float | None:
+        """When this client was heard last."""
+        member = self._members.get(client_id)
+        return None if member is None else member.heard_s
+
     def shares_memory(self, client_id: int) -> bool:
         """Whether this client says that it reads the controller's memory."""
         member = self._members.get(client_id)
@@ -121,9 +131,16 @@ class Members:
         return member
 
     def hello(
-        self, client_id: int, incarnation: int, hello: Hello, *, now_s: float, next_round: int
-    ) -> tuple[Answer, str]:
-        """A client says Hello: what to answer, and why where it is refused."""
+        self, client_id: int, incarnation: int, hello: Hello, *, now_s: float, next_round: int, number: int,
+        out_until: int = 0,
+    ) -> tuple[Answer, str]:  # fmt: skip
+        """A client says Hello: what to answer, and why where it is refused.
+
+        Args:
+            number: of the message. What a later one has overtaken shows that its client lives, and nothing else: it may
+                say of one that has been welcomed since that it is not ready.
+            next_round: the first round that whoever is new takes part in, and ``out_until`` this client.
+        """
         if hello.protocol != PROTOCOL:
             return Answer.REFUSE, f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
         if hello.dim != self._dim or hello.layout != self._layout:
@@ -134,17 +151,23 @@ class Members:
             return Answer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
         if member is not None and incarnation != member.incarnation:
             # Which of the two is older does not matter, and a clock that was set back would get it wrong.
-            return self._meet_rival(member, incarnation, hello, now_s, next_round)
+            return self._meet_rival(member, incarnation, hello, now_s, next_round, number, out_until)
         if member is None:  # new, or back after it was taken for dead: it has to hear from which round on it counts
-            self._members[client_id] = Member(client_id, incarnation, hello, now_s, next_round)
+            from_round = max(next_round, out_until)
+            self._members[client_id] = Member(
+                client_id, incarnation, hello, now_s, from_round, number, out_until=out_until
+            )
             return Answer.WELCOME, ""
-        member.hello, member.heard_s = hello, now_s
+        member.heard_s = now_s
+        if not is_later(number, member.number):
+            return Answer.NOTHING, ""
+        member.hello, member.number = hello, number
         self.holds(client_id, incarnation, hello.model_round)
         knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
         return (Answer.NOTHING if knows else Answer.WELCOME), ""
 
     def _meet_rival(
-        self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int
+        self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int, number: int, out_until: int
     ) -> tuple[Answer, str]:
         rival = self._rivals.get(member.client_id)
         if rival is None or rival.incarnation != incarnation:
@@ -155,7 +178,9 @@ class Members:
         if member.heard_s > rival.since_s + self._rival_after_s / 2:
             return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
         del self._members[member.client_id]
-        return self.hello(member.client_id, incarnation, hello, now_s=now_s, next_round=next_round)
+        return self.hello(
+            member.client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, out_until=out_until
+        )
 
     def remove(self, client_id: int, incarnation: int) -> bool:
         """It has left, or DDS has lost it. True if it was a member."""
@@ -165,9 +190,16 @@ class Members:
         self._rivals.pop(client_id, None)
         return True
 
+    def keep_out(self, client_id: int, until: int) -> None:
+        """It must not take part before round ``until``. Its next Hello is answered with a Welcome that says so."""
+        member = self._members.get(client_id)
+        if member is not None:
+            member.out_until = until
+            member.from_round = max(member.from_round, until)
+
     def admit(self, round_id: int) -> list[Member]:
         """Let those in who came while an attempt at this round failed: the next one needs them. Returns them."""
-        late = [member for member in self._members.values() if member.from_round > round_id]
+        late = [m for m in self._members.values() if m.from_round > round_id >= m.out_until]
         for member in late:
             member.from_round = round_id
         return late

@@ -14,8 +14,11 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Flags, FrameKey
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ModelBlob
+from gradbus.runtime.probe import Probe, no_probe
+from gradbus.runtime.security.standing import Standing
 
 log = get_logger("client")
+DOUBT_S = 10.0  # between two words about models that the controller has not published
 
 
 class ModelCopy:
@@ -27,10 +30,15 @@ class ModelCopy:
         progressed_s: when the last new frame came.
     """
 
-    def __init__(self, dim: int, max_bytes: int) -> None:
-        """``max_bytes``: the longest a message can be."""
+    def __init__(
+        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None, standing: Standing | None = None
+    ) -> None:
+        """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
+        and a header. ``probe``: is told of the models. ``standing``: says whether they are the controller's."""
+        self._probe = probe or no_probe()
+        self._standing = standing or Standing()
         self._dim = dim
-        self._max_bytes = max_bytes
+        self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
@@ -39,6 +47,7 @@ class ModelCopy:
         self.vector: Tensor | None = None
         self.progressed_s = time.monotonic()
         self.dropped = 0
+        self._doubted_s = float("-inf")
 
     def start(self, run_id: int) -> None:
         """Follow this run from here on. The model so far is worth nothing: a controller that starts sends its own."""
@@ -51,15 +60,16 @@ class ModelCopy:
         :meth:`decode` and :meth:`adopt`."""
         frame, key = message.frame, message.frame.key
         known = key in self._keys
-        if key in self._in_memory or not self._follow(key, frame.flags):
+        if key in self._in_memory or not self._follow(key, frame.flags, frame.total_bytes):
             return None
         if not known:  # one that is complete, and is being decoded, does not begin anew
             self._assembler.expect(key, max_bytes=self._max_bytes)
         try:
             verdict = self._assembler.feed(frame)
         except FrameError as error:
-            self.dropped += 1
-            log.warning("model frame dropped", reason=error.reason, detail=str(error))
+            self._drop(error)
+            if key.name and error.reason == "mismatch":  # either may be a member's: it begins anew, and is asked for
+                self._forget(lambda known: known == key)
             return None
         if verdict is Verdict.REPEATED:
             return None
@@ -69,7 +79,9 @@ class ModelCopy:
     def expect(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
         """The controller has this model in its memory. Whether it is to be read there, for :meth:`decode` and
         :meth:`adopt`; frames of it, which may come as well, are not looked at then."""
-        if total_bytes > self._max_bytes or key in self._in_memory or not self._follow(key, flags):
+        if total_bytes > self._max_bytes or key in self._in_memory:
+            return False
+        if not self._follow(key, flags, total_bytes):
             return False
         self._assembler.forget(key)
         self._in_memory.add(key)
@@ -84,14 +96,14 @@ class ModelCopy:
             self.progressed_s = float("-inf")
         return wanted
 
-    def _follow(self, key: FrameKey, flags: int) -> bool:
+    def _follow(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
         """Whether this transfer is being taken in; if not, that begins, where it is of use."""
         if key in self._keys:
             return True
         if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
         newest = max((known.round_id for known in self._keys), default=-1)
-        if key.round_id < newest:
+        if key.round_id < newest or not self._is_published(key, flags, total_bytes):
             return False
         self._forget(lambda known: known.round_id < key.round_id)  # at most the newest model is being collected,
         if len(self._keys) >= 2:  # in full and as a difference
@@ -99,20 +111,48 @@ class ModelCopy:
         self._keys[key] = flags
         return True
 
+    def _is_published(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
+        """Whether the controller has signed for it, where models are signed: before anything changes for it."""
+        try:
+            self._standing.check_model(key, flags, total_bytes)
+        except FrameError as error:
+            self._drop(error)
+            return False
+        return True
+
+    def _drop(self, error: FrameError) -> None:
+        self.dropped += 1
+        if time.monotonic() > self._doubted_s + DOUBT_S:  # whoever forges one can forge many
+            self._doubted_s = time.monotonic()
+            log.warning("model frame dropped", reason=error.reason, detail=str(error))
+
     def _useful(self, flags: int, round_id: int) -> bool:
         return not flags & Flags.DELTA or round_id == self.round_id + 1
 
     def decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
         """The model that the payload says; None: it is no use. For the compute thread, and changes nothing."""
+        vector = self._decode(key, payload)
+        if vector is not None and self._probe.history.on:
+            self._probe.note(
+                "decoded", run=f"{key.job:016x}", session=key.incarnation, round=key.round_id, transfer=key.transfer,
+                crc32=self._probe.history.checksum(vector.numpy().data),
+            )  # fmt: skip
+        return vector
+
+    def _decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
         flags, base = self._keys.get(key), self.vector
         try:
+            if key.name:  # the signature of what was followed
+                from gradbus.runtime.security.model_signature import check_payload
+
+                check_payload(key, payload)
             if flags is None or not flags & Flags.DELTA:
                 return None if flags is None else _dense(payload, self._dim)
             if base is None:
                 return None
             vector = base.clone()
             add_into(vector, payload)
-        except CodecError as error:
+        except (CodecError, FrameError) as error:
             log.warning("model dropped", round=key.round_id, reason=str(error))
             return None
         return vector

@@ -59,7 +59,9 @@ class ModelMemory:
     def expect(self, session: int, said: ModelHere) -> FrameKey | None:
         """The controller of this session has a model in its memory. Its key, if it is to be read."""
         flags = Flags.DELTA if said.delta else Flags.NONE
-        key = FrameKey(Kind.MODEL, said.run_id, said.round_id, CONTROLLER, session, said.transfer)
+        key = FrameKey(
+            Kind.MODEL, said.run_id, said.round_id, CONTROLLER, session, said.transfer, said.signature
+        )  # fmt: skip
         wanted = self.here and is_here(said.memory) and self._copy.expect(key, int(flags), said.total_bytes)
         return key if wanted else None
 

@@ -7,14 +7,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from gradbus.actors.heartbeat import status_of
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
 from gradbus.actors.report import Progress
+from gradbus.actors.rounds import Round
 from gradbus.runtime.bus import Bus
-from gradbus.runtime.control import Bye, Status
-from gradbus.runtime.errors import BusError, WriteTimeout
+from gradbus.runtime.control import Bye
+from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import Identity
+from gradbus.runtime.messages import Identity, process_name
 
 BYE_S = 2.0  # how long clients are waited for at the end
 
@@ -35,9 +37,9 @@ class Presence:
 
     def __init__(
         self, bus: Bus, identity: Identity, members: Members, intake: Intake, progress: Progress, *, run_id: int,
-        heartbeat_s: float, changed: Callable[[], None],
+        heartbeat_s: float, changed: Callable[[], None], open_round: Callable[[], Round | None],
     ) -> None:  # fmt: skip
-        """``changed``: called when clients were found dead."""
+        """``changed``: called when clients were found dead. ``open_round``: the round that is open."""
         self._bus = bus
         self._identity = identity
         self._members = members
@@ -46,16 +48,19 @@ class Presence:
         self._run_id = run_id
         self._heartbeat_s = heartbeat_s
         self._changed = changed
+        self._open_round = open_round
         self._left = asyncio.Event()
 
     async def beat(self) -> None:
         """Say that the controller lives, and notice clients that do not. Runs until cancelled."""
+        host = process_name()
         while True:
-            at = self._progress
+            status = status_of(
+                self._progress, self._open_round(), self._members, self._intake.dropped, run_id=self._run_id,
+                host=host, now_s=time.monotonic(),
+            )  # fmt: skip
             with contextlib.suppress(BusError):  # the next one will do
-                await self._bus.publish(
-                    self._identity, Status(self._run_id, at.round_id, at.phase, at.ready, at.expected)
-                )
+                await self._bus.publish(self._identity, status)
             dead = self._members.expire(time.monotonic())
             for member in dead:
                 log.warning("client silent", client=member.client_id, host=member.hello.host)
@@ -73,7 +78,7 @@ class Presence:
         """
         until_s = time.monotonic() + (BYE_S if ok else 0.0)
         while True:
-            with contextlib.suppress(BusError):
+            with contextlib.suppress(BusError, JobTaken):  # of a job that is another's it is not the end
                 await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096]))
             if (not len(self._members) and not linger) or time.monotonic() >= until_s:
                 return

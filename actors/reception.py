@@ -10,12 +10,14 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from gradbus.actors.conduct import FOR_GOOD, Conduct
 from gradbus.actors.downlink import Downlink
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Answer, Member, Members
+from gradbus.actors.rival import Rivals
 from gradbus.runtime.bus import Bus, Subscription
 from gradbus.runtime.control import Failed, Hello, Leave, NeedModel, Offer, Refused, Welcome
-from gradbus.runtime.errors import BusClosed, GradbusError
+from gradbus.runtime.errors import BusClosed, GradbusError, JobTaken
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, PeerGone
@@ -28,17 +30,20 @@ class Reception:
     """Turns messages into events of the controller."""
 
     def __init__(
-        self, bus: Bus, identity: Identity, members: Members, intake: Intake, downlink: Downlink,
+        self, bus: Bus, identity: Identity, members: Members, intake: Intake, downlink: Downlink, conduct: Conduct,
         config: FederatedConfig, *, run_id: int, next_round: Callable[[], int], changed: Callable[[], None],
-        failed: Callable[[int, int, str], None],
+        failed: Callable[[int, int, str], None], rivals: Rivals,
     ) -> None:  # fmt: skip
         """``next_round``: the first round that a client which comes now takes part in. ``changed``: the table of
-        members did. ``failed``: a client's training raised, with its traceback."""
+        members did. ``failed``: a client's training raised, with its traceback. ``rivals``: other controllers."""
+        self._rivals = rivals
+        self.has_begun = False  # the clients are ours: who comes now stays away
         self._bus = bus
         self._identity = identity
         self._members = members
         self._intake = intake
         self._downlink = downlink
+        self._conduct = conduct
         self._config = config
         self._run_id = run_id
         self._next_round = next_round
@@ -54,6 +59,8 @@ class Reception:
                 raise BusClosed("the bus was closed under a running controller: stop the controller first") from None
             try:
                 await self._handle(message, group)
+            except JobTaken:
+                raise
             except GradbusError as error:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))
             except Exception:  # a mistake of ours: one message must not end a run of days
@@ -68,7 +75,7 @@ class Reception:
                 await self._intake.on_frame(message)
             case Control(sender=sender, incarnation=incarnation, body=body) if sender != CONTROLLER:
                 if isinstance(body, Hello):
-                    await self._hello(sender, incarnation, body)
+                    await self._hello(sender, incarnation, body, message.number)
                 elif self._members.heard(sender, incarnation, time.monotonic()) is None:
                     pass  # not a member: its Hello will come
                 elif isinstance(body, Offer):
@@ -84,16 +91,23 @@ class Reception:
                     self._gone(sender, incarnation)
             case PeerGone(sender=sender, incarnation=incarnation):
                 self._gone(sender, incarnation)
+            case _ if not self.has_begun and (taken := self._rivals.hear_early(message)) is not None:
+                raise taken
             case _:
-                pass  # our own words, or another controller's
+                pass  # our own words, or those of a controller that will stay away
 
-    async def _hello(self, client_id: int, incarnation: int, hello: Hello) -> None:
+    async def _hello(self, client_id: int, incarnation: int, hello: Hello, number: int) -> None:
         before = self._members.get(client_id, incarnation)
         earlier = self._members.incarnation_of(client_id)
-        was_ready = before is not None and before.hello.ready and before.hello.session == self._identity.incarnation
-        answer, why = self._members.hello(
-            client_id, incarnation, hello, now_s=time.monotonic(), next_round=self._next_round()
-        )
+        was_ready = before is not None and self._is_ready(before)
+        next_round, out_until = self._next_round(), self._conduct.out_until(client_id)
+        if out_until == FOR_GOOD:
+            answer, why = Answer.REFUSE, self._conduct.why_out(client_id, next_round) or ""
+        else:
+            answer, why = self._members.hello(
+                client_id, incarnation, hello, now_s=time.monotonic(), next_round=next_round, number=number,
+                out_until=out_until,
+            )  # fmt: skip
         if earlier is not None and self._members.get(client_id, earlier) is None:
             self._intake.forget(client_id, earlier)  # an older start of it, which is gone
             self._changed()
@@ -104,12 +118,13 @@ class Reception:
         member = self._members.get(client_id, incarnation)
         if answer is Answer.WELCOME and member is not None:
             await self.welcome(member)
-        if member is not None and (
-            before is None or was_ready != (hello.ready and hello.session == self._identity.incarnation)
-        ):
+        if member is not None and (before is None or was_ready != self._is_ready(member)):
             if before is None:
                 log.info("client joined", client=client_id, host=hello.host, from_round=member.from_round)
             self._changed()
+
+    def _is_ready(self, member: Member) -> bool:
+        return member.hello.ready and member.hello.session == self._identity.incarnation
 
     async def welcome(self, member: Member) -> None:
         """Tell a client from which round on it takes part, and by which rules."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
+from gradbus.runtime.probe import Probe, no_probe
 
 PIECE_BYTES = (
     64 << 20
@@ -67,8 +68,11 @@ def _padded(layout: Sequence[str], length: int) -> list[str]:
 class Replicas:
     """One rank's copy of the model among those of the group."""
 
-    def __init__(self, group: Group, compute: ComputeThread, model: nn.Module, *, timeout_s: float) -> None:
-        """``timeout_s``: of each exchange."""
+    def __init__(
+        self, group: Group, compute: ComputeThread, model: nn.Module, probe: Probe | None = None, *, timeout_s: float
+    ) -> None:
+        """``timeout_s``: of each exchange. ``probe``: is told of the hashes that are compared."""
+        self._probe = probe or no_probe()
         self._group = group
         self._compute = compute
         self._model = model
@@ -106,7 +110,7 @@ class Replicas:
 
     async def hash(self) -> int:
         """Of this rank's parameters."""
-        return await self._compute.run(lambda: fingerprint(self._model.parameters()))
+        return await self._compute.run(self._hash)
 
     async def check(self, step: int) -> int:
         """The hash of the parameters, which is that of all ranks.
@@ -114,13 +118,20 @@ class Replicas:
         Raises:
             ReplicasDiverged: it is not; the error names the ranks.
         """
-        own = await self.hash()
+        own = await self._compute.run(self._hash, step)
         payloads = await self._group.all_gather(
             "worker/hash", own.to_bytes(8, "little"), round_id=step, timeout_s=self._timeout_s
         )
         hashes = [int.from_bytes(payload, "little") for payload in payloads]
         if len(set(hashes)) > 1:
             raise ReplicasDiverged(step, hashes)
+        return own
+
+    def _hash(self, step: int | None = None) -> int:
+        """``step``: for which it is noted, if it is."""
+        own = fingerprint(self._model.parameters())
+        if step is not None:
+            self._probe.note("hash", step=step, hash=f"{own:016x}")
         return own
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gradbus.actors.conduct import Strike
 from gradbus.actors.timeline import ClientTimeline
+
+if TYPE_CHECKING:
+    from gradbus.actors.intake import Intake
+    from gradbus.actors.rounds import Outcome, Round
 
 TIMELINES_IN_MEMORY = 16  # newest rounds whose timelines stay in a list of reports; run directories keep all
 
@@ -32,6 +37,8 @@ class RoundReport:
         weights_crc32: CRC-32 over the float32 weights, little-endian: equal numbers, equal models.
         dropped: updates and frames that were not counted, by reason, in this round; with the clients that were lost.
         downlink_residual_norm: L2 norm of what the model's message to the clients did not say; 0 with a lossless codec.
+        strikes: bad updates in this round, by whom and why, and who is kept out since; the first, if there are many.
+        marks: clients whose updates the strategy did not take as they were, by what it did: ``clipped`` and so on.
         timeline: where the time went, by client; of the clients that counted last, where there are very many. Empty for
             rounds before a resume, and in :attr:`Progress.reports` for all but the newest rounds.
     """
@@ -62,6 +69,8 @@ class RoundReport:
     step_s: float = 0.0
     command_s: float = 0.0
     downlink_residual_norm: float | None = None
+    strikes: tuple[Strike, ...] = ()
+    marks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     timeline: tuple[ClientTimeline, ...] = ()
 
     @property
@@ -72,12 +81,49 @@ class RoundReport:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        timeline = [client.to_json() for client in self.timeline]
-        return {**values, "clients": list(self.clients), "dropped": dict(self.dropped), "timeline": timeline}
+        return {
+            **values, "clients": list(self.clients), "dropped": dict(self.dropped),
+            "strikes": [strike.to_json() for strike in self.strikes],
+            "marks": {mark: list(clients) for mark, clients in self.marks.items()},
+            "timeline": [client.to_json() for client in self.timeline],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> RoundReport:
+        """Of what :meth:`to_json` gave, without the timeline. Fields that are missing have their defaults."""
+        values = {key: value for key, value in entry.items() if key != "timeline"}
+        values["clients"] = tuple(entry.get("clients", ()))
+        values["strikes"] = tuple(Strike(**strike) for strike in entry.get("strikes", ()))
+        values["marks"] = {mark: tuple(clients) for mark, clients in entry.get("marks", {}).items()}
+        return cls(**values)
 
     def without_timeline(self) -> RoundReport:
         """The same, for what must not grow with the number of clients."""
         return replace(self, timeline=()) if self.timeline else self
+
+
+def report_of(
+    round_: Round, outcome: Outcome, attempt: int, intake: Intake, *, crc32: int, started_s: float, collected_s: float,
+    aggregated_s: float, strikes: tuple[Strike, ...] = (), marks: Mapping[str, tuple[int, ...]] | None = None,
+) -> RoundReport:  # fmt: skip
+    """What is known of a round at its commit: the intake's tally, and where the time went so far.
+
+    Args:
+        crc32: of the new weights.
+        started_s, collected_s, aggregated_s: by ``time.perf_counter``: its start, its end, and the new model.
+        strikes, marks: as in the report.
+    """
+    tally = intake.tally
+    return RoundReport(
+        round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
+        expected=len(round_.expected), num_samples=tally.num_samples, loss=tally.loss(), bytes_up=tally.bytes_up,
+        bytes_up_shared=tally.bytes_up_shared, train_s=tally.train_s, encode_s=tally.encode_s,
+        dropped=intake.take_dropped(),
+        wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
+        aggregate_s=tally.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
+        command_s=intake.timing.first_command_s - started_s, timeline=intake.timing.timelines(),
+        weights_crc32=crc32, strikes=strikes, marks=marks or {},
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -88,7 +134,7 @@ class Progress:
         phase: starting, waiting, training, aggregating, evaluating; at the end done, failed or stopped.
         round_id: the open round, or the last one. rounds: how many there will be.
         ready: updates that are in. expected: of so many. minimum: that suffice.
-        clients: ids of the clients that are there.
+        clients: ids of the clients that are there. out: of those that are kept out, and until which round.
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
         dropped: what was not counted in them, by reason.
     """
@@ -100,6 +146,7 @@ class Progress:
     expected: int = 0
     minimum: int = 1
     clients: tuple[int, ...] = ()
+    out: Mapping[int, int] = field(default_factory=dict)
     reports: list[RoundReport] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 

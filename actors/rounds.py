@@ -50,6 +50,7 @@ class Round:
         self._quorum = max(minimum, math.ceil(quorum * len(self.expected) - 1e-9))
         self._grace_s = grace_s
         self._quorum_at_s: float | None = None
+        self.opened_at_s = now_s
         self.deadline_at_s = now_s + deadline_s
 
     @property
@@ -87,7 +88,7 @@ class Round:
 
     def fail(self, client_id: int, reason: str) -> None:
         """The client lives, but it will not answer in this round."""
-        if client_id in self.open:
+        if client_id in self.open or self.failed.get(client_id) == TRAINING_FAILED:  # that one may still send
             self.failed[client_id] = reason
 
     def verdict(self, now_s: float) -> Outcome | None:

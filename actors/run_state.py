@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradbus.actors.conduct import Conduct
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.report import RoundReport
 from gradbus.actors.strategy import Strategy
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.history import History, weights_name
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.settings import FederatedConfig
 
@@ -30,6 +33,7 @@ class RunState:
         held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
         history: reports of the committed rounds, without timelines: a checkpoint holds the history of the whole run
             and is written in every round, so what it keeps of a round must not grow with the clients.
+        conduct: of the clients, see there.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
 
@@ -39,12 +43,14 @@ class RunState:
         self._strategy = strategy
         self._downlink_codec = config.downlink_codec
         self._store: CheckpointStore | None = None
+        self._config = config
         self.weights: Tensor = model.read()
         self.held: Tensor | None = None
         self.run_id = int.from_bytes(os.urandom(8), "little") or 1
         self.round_id = 0
         self.incarnation = 0
         self.history: list[RoundReport] = []
+        self.conduct = Conduct(config.max_strikes, config.quarantine_rounds)
         if config.init_path is not None:
             given = load_weights(config.init_path, assemble=model.vector_of)
             self._set_weights(given, f"initial weights {config.init_path}")
@@ -92,12 +98,26 @@ class RunState:
         self.run_id = int(meta["run_id"], 16)
         self.incarnation = int(meta["incarnation"])
         self.round_id = checkpoint.round_id
+        self.conduct.load_state(meta.get("conduct", []))
         known = {field.name for field in fields(RoundReport)}
         self.history = [
-            RoundReport(**{**{k: v for k, v in entry.items() if k in known}, "clients": tuple(entry["clients"])})
-            for entry in meta["history"]
+            RoundReport.from_json({k: v for k, v in entry.items() if k in known}) for entry in meta["history"]
         ]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
+
+    def note_start(self, history: History) -> None:
+        """Note where the run stands as this start of the controller takes it up."""
+        if not history.on:
+            return
+        weights = self.weights.numpy().data
+        crc32 = zlib.crc32(weights)
+        held_crc32 = crc32 if self.held is None else zlib.crc32(self.held.numpy().data)
+        history.keep(weights_name(self.run_id, self.round_id), weights)
+        history.note(
+            "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
+            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(),
+            federated=self._config.model_dump(mode="json"),
+        )  # fmt: skip
 
     def _kind(self) -> str:
         return "full" if self._downlink_codec == "fp32" else "lossy"
@@ -129,7 +149,7 @@ class RunState:
         meta = {
             "run_id": f"{self.run_id:016x}",
             "incarnation": self.incarnation, "layout": self._layout, "downlink_codec": self._downlink_codec,
-            "downlink": self._kind(), "strategy": type(self._strategy).__name__,
+            "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.conduct.state(),
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip
         self._store.save(Checkpoint(self.round_id, tensors, meta))

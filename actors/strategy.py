@@ -23,6 +23,10 @@ from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.settings import FederatedConfig
 
 
+class NoRoom(ValueError):
+    """There is no memory for one more update. Its client is not to blame."""
+
+
 class Strategy(ABC):
     """Turns the updates of a round into the next model. Called from the compute thread, one call at a time."""
 
@@ -46,6 +50,18 @@ class Strategy(ABC):
     @abstractmethod
     def finish(self, weights: Tensor) -> None:
         """Change ``weights``, float32, shape (D,), in place to the next model. At least one update has been added."""
+
+    @property
+    def name(self) -> str:
+        """For reports and checkpoints."""
+        return type(self).__name__
+
+    def check(self, config: FederatedConfig) -> None:  # noqa: B027 - most strategies work by any rules
+        """Asked once, before a run. Raises ConfigError: it cannot work by these rules."""
+
+    def marks(self) -> Mapping[str, tuple[int, ...]]:
+        """Clients of this round whose updates it did not take as they were, by what it did: for the round's report."""
+        return {}
 
     def state(self) -> Mapping[str, Tensor]:
         """Tensors that have to be kept from round to round."""
@@ -138,16 +154,3 @@ class FedAdam(_WithBuffers):
         m.mul_(self._beta1).add_(delta32, alpha=1 - self._beta1)
         v.mul_(self._beta2).addcmul_(delta32, delta32, value=1 - self._beta2)
         weights.addcdiv_(m, v.sqrt().add_(self._tau), value=self._lr)
-
-
-def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
-    """The strategy that the configuration names."""
-    match config.strategy:
-        case "fedavg":
-            return FedAvg(dim)
-        case "fedavgm":
-            return FedAvgM(dim, lr=config.server_lr, momentum=config.server_momentum)
-        case "fedadam":
-            return FedAdam(
-                dim, lr=config.server_lr, beta1=config.server_momentum, beta2=config.server_beta2, tau=config.server_tau
-            )

@@ -29,6 +29,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.probe import Probe
 from gradbus.runtime.profile import Profile, StepProfile
 
 
@@ -53,6 +54,7 @@ class Worker:
     def __init__(
         self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
         on_open: Callable[[], object] = lambda: None, make_exchange: MakeExchange | None = None,
+        fail_at: str | None = None,
     ) -> None:  # fmt: skip
         """A worker that has not started.
 
@@ -62,11 +64,13 @@ class Worker:
             config: the rules, equal on all ranks.
             on_open: called once the ranks fit together and the state is restored: from then on it is this run.
             make_exchange: of gradients, in place of the one that ``config.exchange`` names; the same on all ranks.
+            fail_at: a fail point for tests; by default from the environment.
         """
         self._group = group
         self._on_open = on_open
         self._config = config = config or DataParallelConfig()
         self._log = get_logger("worker", rank=group.rank)
+        self._probe = Probe(f"rank-{group.rank}", config.history_dir, fail_at=fail_at)
         self._compute = ComputeThread(f"worker-{group.rank}")
         self._training = ShardTraining(config, group, task, self._compute.should_stop, make_exchange=make_exchange)
         jsonl = None if config.profile_dir is None else config.profile_dir / f"profile-rank-{group.rank}.jsonl"
@@ -137,11 +141,15 @@ class Worker:
                 yield report
             if not self._checked:
                 self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
+        except Exception as error:
+            self._probe.note("failed", step=self.step, error=type(error).__name__, text=str(error)[:500])
+            raise
         finally:
             self._seconds = time.perf_counter() - started_s
             self._compute.close()
             self._training.close()
             self.profile.close()
+            self._probe.end(step=self.step, done=self._is_done)
             if self._state is not None:
                 self._state.close()
 
@@ -164,7 +172,9 @@ class Worker:
         check_equal("settings", [hello["settings"] for hello in hellos])
         check_equal_layouts([hello["layout"] for hello in hellos])
         self._run_id = hellos[0]["run_id"]
-        self._replicas = Replicas(group, self._compute, self.model, timeout_s=config.collective_timeout_s)
+        self._replicas = Replicas(
+            group, self._compute, self.model, timeout_s=config.collective_timeout_s, probe=self._probe
+        )
         checkpoint = None
         if self._state is not None:
             checkpoint = await find_checkpoint(
@@ -176,6 +186,7 @@ class Worker:
         await self._replicas.spread_model()
         shared = await self._replicas.spread_named("worker/shared", self._training.exchange.shared_state())
         await self._compute.run(self._training.exchange.load_shared_state, shared)
+        self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
         self._log.info("started", world=group.world, step=self.step, exchange=config.exchange)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -234,9 +245,12 @@ class Worker:
 
     async def _one_step(self, plan: EpochPlan, clock: _Clock) -> None:
         position, started_s = self._position, time.perf_counter()
+        self._probe.reached("before_step", position.step + 1)
+        self._group.at_step(position.step, position.epoch)
         with self.profile.step(position.step) as measured:
             try:
                 sending = await self._compute.run(self._training.compute_and_send, plan, position, measured)
+                self._probe.reached("after_send", position.step + 1)
                 results = [await handle for handle in sending.handles]
                 skipped_by = await self._compute.run(self._training.finish, results, measured)
             except BaseException:
@@ -245,6 +259,7 @@ class Worker:
                 raise
             self._measure(sending, measured)
         position.step += 1
+        self._probe.reached("after_step", position.step)
         own_batches = plan.batches_in(self._group.rank, position.epoch_step)
         position.epoch_step += 1
         if not skipped_by:
@@ -335,10 +350,13 @@ class Worker:
         await self._barrier("worker/save")
         # Within an epoch its place means these batches; between two it means nothing, and there may be no next one.
         num_batches = await self._compute.run(self._training.num_batches, position.epoch) if position.epoch_step else 0
+        self._probe.reached("before_save", position.step)
         size = await self._compute.run(
             state.save, self._run_id, position, self.model, self._training.exchange, num_batches=num_batches,
             report=self._report,
         )  # fmt: skip
+        self._probe.note("saved", step=position.step)
+        self._probe.reached("after_save", position.step)
         await self._barrier("worker/saved")
         await self._compute.run(state.prune)
         self.profile.add_span("checkpoint", started_s, time.perf_counter())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from gradbus.models import NullTask
 from gradbus.runtime import sealed_memory
 from gradbus.runtime.control import Leave
 from gradbus.runtime.frames import CONTROLLER
+from gradbus.runtime.history import History
 from gradbus.runtime.messages import Identity
 
 DIM = 100_000
@@ -47,21 +50,22 @@ def run(
     *,
     check: Callable[[gradbus.Bus, gradbus.Controller], None] | None = None,
     network: gradbus.NetworkConfig | None = None,
+    client: gradbus.ClientConfig | None = None,
     at_end: Callable[[], None] = lambda: None,
 ) -> list[gradbus.RoundReport]:
     """A whole run; each client has its task. ``at_end``: called when the controller is done, and clients may not be."""
     job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
 
-    async def client(client_id: int, task: Any) -> None:
+    async def one(client_id: int, task: Any) -> None:
         async with gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
-            await gradbus.Client(bus, task, client_id=client_id).run()
+            await gradbus.Client(bus, task, client_id=client_id, config=client).run()
 
     async def main() -> list[gradbus.RoundReport]:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
             controller = gradbus.Controller(bus, NullTask(DIM), config)
             async with asyncio.TaskGroup() as group:
                 for client_id, task in enumerate(tasks):
-                    group.create_task(client(client_id, task))
+                    group.create_task(one(client_id, task))
                 reports = await controller.run()
                 at_end()
             if check is not None:
@@ -194,6 +198,23 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
     assert [report.clients for report in reports] == [(0,)] * 2
     assert isinstance(said[-1], Leave)
     assert [line for line in lines if line["log_level"] == "warning"] == []
+
+
+def test_what_is_noted_of_each_round_and_update_is_not_written_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = set[str](), set[str]()
+    write = History._write
+
+    def watched(self: History, line: bytes) -> None:
+        (here if threading.current_thread() is threading.main_thread() else elsewhere).add(json.loads(line)["event"])
+        write(self, line)
+
+    monkeypatch.setattr(History, "_write", watched)
+    config = gradbus.FederatedConfig(rounds=2, num_clients=2, eval_every=0, codec="sq8", history_dir=tmp_path)
+    run(config, [SlowTask([]), SlowTask([])], client=gradbus.ClientConfig(history_dir=tmp_path))
+    assert here == {"welcomed", "ended"}
+    assert elsewhere == {"started", "commanded", "offered", "counted", "receipt", "committed", "decoded"}
 
 
 def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:

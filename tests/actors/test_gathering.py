@@ -65,6 +65,24 @@ def test_with_too_few_it_waits_until_the_deadline_which_names_who_is_missing() -
     assert (caught.value.ready, caught.value.needed) == (1, 2)
 
 
+def test_clients_that_are_excused_are_neither_waited_for_nor_missing() -> None:
+    gathering = Gathering(
+        minimum=1, expected=3, now_s=0.0, timeout_s=TIMEOUT_S, grace_s=GRACE_S, what="round 4", excused={1}
+    )
+    assert not gathering.may_start([0], 0.0)
+    assert gathering.may_start([0, 2], 0.0)
+    with pytest.raises(BarrierTimeout, match=r"missing \[0, 2\]"):
+        gathering.may_start([], TIMEOUT_S)
+
+
+def test_an_id_that_nobody_expects_excuses_nobody() -> None:
+    gathering = Gathering(
+        minimum=1, expected=2, now_s=0.0, timeout_s=5.0, grace_s=1.0, what="round 1: clients", excused={7, 9}
+    )
+    assert not gathering.may_start([0], 0.0)
+    assert gathering.may_start([0, 1], 0.0)
+
+
 def test_where_nobody_knows_who_should_come_the_deadline_names_only_numbers() -> None:
     gathering = new_gathering(minimum=2, expected=None)
     with pytest.raises(BarrierTimeout, match="0 of 2 ready") as caught:

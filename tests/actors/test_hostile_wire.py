@@ -21,6 +21,8 @@ from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.messages import ClientUpdate, Identity, ModelBlob, TrainCmd
 from gradbus.runtime.shared_memory import machine
 
+pytestmark = pytest.mark.faults
+
 DIM = 20_000
 _domains = itertools.count(205)
 

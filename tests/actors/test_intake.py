@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.rounds import Round
+from gradbus.actors.strategy import NoRoom
 from gradbus.runtime.control import Receipt
+from gradbus.runtime.history import History
 
 # Offers and grants
 
@@ -223,6 +226,16 @@ def test_frames_of_several_clients_may_come_mixed_doubled_and_backwards() -> Non
 # What does not count
 
 
+def test_who_offers_without_end_does_not_fill_the_disk_with_refusals(tmp_path: Path) -> None:
+    async def test(hall: Hall) -> None:
+        for transfer in range(300):
+            await Sender(round_id=2, transfer=transfer).offer_to(hall)
+        assert hall.intake.dropped == {"stale": 300}
+
+    run_with(test, history=History(tmp_path, "controller"))
+    assert len((tmp_path / "controller.jsonl").read_text().splitlines()) == 100
+
+
 @pytest.mark.parametrize(
     ("sender", "reason", "words"),
     [
@@ -307,6 +320,38 @@ def test_a_bad_payload_is_refused_its_client_not_waited_for_and_the_sum_untouche
         assert (hall.mean() - good.delta).abs().max() < 1e-6
         await deliver(hall, Sender(2))  # the round goes on
         assert hall.round.accepted == {0, 2}
+
+    run_with(test)
+
+
+def test_bad_updates_are_strikes_and_who_has_too_many_is_turned_away_before_it_sends() -> None:
+    async def test(hall: Hall) -> None:
+        for round_id in (1, 2, 3):
+            hall.open_round(round_id)
+            sender = Sender(1, round_id=round_id, transfer=round_id, payload=non_finite())
+            await (deliver(hall, sender) if round_id < 3 else sender.offer_to(hall))
+        assert [(s.client_id, s.round_id, s.reason, s.out_until) for s in hall.strikes] == [
+            (1, 1, "non-finite", 0), (1, 2, "non-finite", 6),
+        ]  # fmt: skip
+        assert hall.bus.granted == [1, 1]
+        assert hall.intake.dropped == {"non-finite": 2, "quarantine": 1}
+        assert "client 1 is in quarantine, out until round 6 after strike 2" in hall.bus.all(Receipt)[-1].reason
+
+    run_with(test)
+
+
+def test_who_is_late_or_finds_no_room_gets_no_strike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise NoRoom("2 updates are all there is memory for")
+
+    async def test(hall: Hall) -> None:
+        await Sender(0, round_id=9).offer_to(hall)
+        await Sender(9).offer_to(hall)
+        monkeypatch.setattr(hall.strategy, "add", full)
+        await deliver(hall, Sender(1))
+        assert hall.strikes == []
+        assert hall.intake.dropped == {"stale": 1, "unexpected": 1, "no room": 1}
+        assert hall.round.failed == {1: "no room"}
 
     run_with(test)
 

@@ -10,7 +10,7 @@ import pytest
 from intake_hall import Hall, Sender, deliver, run_with
 
 from gradbus.actors import intake as intake_module
-from gradbus.actors.intake import Tally
+from gradbus.actors.tally import Tally
 from gradbus.runtime.control import Grant, NeedUpdate, Receipt
 from gradbus.runtime.errors import WriteTimeout
 

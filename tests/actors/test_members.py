@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -13,6 +14,7 @@ DIM, LAYOUT, SESSION = 1_199_882, 77, 9
 DEAD_AFTER_S = 2.5
 RIVAL_AFTER_S = 1.2
 GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1", -1)
+_numbers = itertools.count(1)
 
 
 def new_members() -> Members:
@@ -21,10 +23,11 @@ def new_members() -> Members:
 
 def greet(
     members: Members, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
-    **changes: object,
+    number: int | None = None, **changes: object,
 ) -> tuple[Answer, str]:  # fmt: skip
     hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
-    return members.hello(client_id, incarnation, hello, now_s=now_s, next_round=next_round)
+    number = next(_numbers) if number is None else number
+    return members.hello(client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number)
 
 
 def join(members: Members, client_id: int = 0, incarnation: int = 100, **options: object) -> None:
@@ -50,6 +53,19 @@ def test_a_client_whose_bus_is_not_matched_yet_is_a_member_but_not_ready() -> No
     assert members.ready(1) == []
     greet(members, session=SESSION, ready=True)
     assert members.ready(1) == [0]
+
+
+@pytest.mark.parametrize("newest", [7, 0], ids=["", "where the numbers begin anew"])
+def test_a_hello_that_a_later_one_has_overtaken_shows_that_its_client_lives_and_nothing_else(newest: int) -> None:
+    members = new_members()
+    greet(members, number=(newest - 2) & 0xFFFF_FFFF)
+    greet(members, session=SESSION, ready=True, now_s=1.0, number=newest)
+    overtaken = {"session": SESSION, "ready": False, "number": (newest - 1) & 0xFFFF_FFFF}
+    assert greet(members, now_s=2.0, **overtaken) == (Answer.NOTHING, "")  # type: ignore[arg-type]
+    assert members.ready(1) == [0]
+    assert members.heard_at_s(0) == 2.0
+    greet(members, session=SESSION, ready=False, number=newest + 1)
+    assert members.ready(1) == []
 
 
 def test_a_client_that_an_earlier_start_of_the_controller_welcomed_is_welcomed_again() -> None:
@@ -206,7 +222,7 @@ def test_a_member_that_does_not_know_its_first_round_is_told_again() -> None:
     members.get(0, 100).from_round = 2  # type: ignore[union-attr]
     for known, answer in ((3, Answer.WELCOME), (2, Answer.NOTHING)):
         hello = dataclasses.replace(GREETING, session=SESSION, next_round=known)
-        assert members.hello(0, 100, hello, now_s=1.0, next_round=9)[0] is answer
+        assert members.hello(0, 100, hello, now_s=1.0, next_round=9, number=next(_numbers))[0] is answer
 
 
 def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:

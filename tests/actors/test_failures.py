@@ -1,0 +1,103 @@
+"""A client's own exception: on the controller's side within a second, once with its traceback, and no escape codes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import json
+import os
+import time
+from typing import Any
+
+import pytest
+
+import gradbus
+from gradbus.actors import failures
+from gradbus.actors.failures import MAX_DISTINCT, MAX_TEXT, Failures
+from gradbus.experiments.logfile import LogFile
+from gradbus.models import NullTask
+
+_domains = itertools.count(219)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def error(self, event: str, **facts: Any) -> None:
+        self.lines.append({"event": event, "at_s": time.monotonic(), **facts})
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    log = Log()
+    monkeypatch.setattr(failures, "log", log)
+    return log
+
+
+def test_each_distinct_error_is_shown_once_and_then_counted(log: Log) -> None:
+    seen = Failures()
+    for round_id, address in ((1, "0x7f00aa"), (2, "0x7f00bb"), (3, "0x7f00cc")):
+        for client_id in (0, 1):
+            seen.note(client_id, round_id, f"Traceback ...\nValueError: <Net object at {address}> is odd\n")
+    seen.note(1, 4, "Traceback ...\nKeyError: 'x'")
+    assert [("traceback" in line, line["times"]) for line in log.lines] == [
+        (True, 1), (False, 2), (False, 3), (False, 4), (False, 5), (False, 6), (True, 1),
+    ]  # fmt: skip
+    assert log.lines[0]["error"] == "ValueError: <Net object at 0x7f00aa> is odd"
+    assert log.lines[-1]["traceback"] == "Traceback ...\nKeyError: 'x'"
+
+
+def test_a_client_that_makes_up_errors_fills_neither_memory_nor_screen(log: Log) -> None:
+    seen = Failures()
+    for number in range(500):
+        seen.note(0, number, f"{'x' * 100_000}\nError: {number}")
+    shown = [line for line in log.lines if "traceback" in line]
+    assert len(shown) == MAX_DISTINCT
+    assert all(len(line["traceback"]) <= MAX_TEXT for line in shown)
+    assert len(seen._seen) == MAX_DISTINCT + 1
+
+
+def test_a_traceback_comes_to_the_terminal_without_its_escape_codes() -> None:
+    lines: list[str] = []
+    tracebacks: list[str] = []
+    log = LogFile(io.StringIO(), lines.append, tracebacks.append)
+    entry = {"event": "training failed on a client", "level": "error", "client": 1, "error": "E: \x1b[2J",
+             "traceback": "Traceback:\n  line\nE: \x1b[2J\x07"}  # fmt: skip
+    log.write(json.dumps(entry) + "\n")
+    log.write('{"event": "client silent", "level": "warning", "client": 1}\n')
+    assert lines == ["training failed on a client client=1 error=E: \N{REPLACEMENT CHARACTER}[2J",
+                     "client silent client=1"]  # fmt: skip
+    assert tracebacks == ["  Traceback:\n    line\n  E: \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"]
+
+
+def test_the_controller_shows_it_within_a_second_and_the_round_goes_on(log: Log) -> None:
+    raised_s: list[float] = []
+
+    class Wrong(NullTask):
+        def train(self, model: Any, **arguments: Any) -> Any:
+            raised_s.append(time.monotonic())
+            raise ZeroDivisionError("the user's own mistake")
+
+    async def client(job: str, domain: int, client_id: int) -> None:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            await gradbus.Client(bus, (Wrong if client_id else NullTask)(100), client_id=client_id).run()
+
+    async def main() -> list[gradbus.RoundReport]:
+        job, domain = f"failing-{os.getpid()}", next(_domains)
+        config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0)
+        async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            for client_id in (0, 1):
+                group.create_task(client(job, domain, client_id))
+            return await gradbus.Controller(bus, NullTask(100), config).run()
+
+    reports = asyncio.run(main())
+    assert [report.clients for report in reports] == [(0,)] * 3
+    assert [report.dropped["training failed"] for report in reports] == [1, 1, 1]
+    assert [line["times"] for line in log.lines] == [1, 2, 3]
+    first = log.lines[0]
+    assert first["at_s"] - raised_s[0] < 1.0
+    assert "in train" in first["traceback"]
+    assert first["traceback"].endswith("ZeroDivisionError: the user's own mistake")
+    assert [line["client"] for line in log.lines] == [1, 1, 1]
