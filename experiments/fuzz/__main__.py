@@ -1,0 +1,204 @@
+"""``make fuzz SECONDS=300``: all targets one after the other, then a table of what was done and what it took.
+
+``python -m gradbus.experiments.fuzz --seconds 300 [TARGET ...]``. The exit code is 1 if an input broke a parser,
+or took more than twice the memory that the parser states; 2 if nothing could be fuzzed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gradbus.experiments.fuzz.catalogue import BROKEN, NAMES, TARGETS
+from gradbus.experiments.fuzz.target import RESIDENT_SLACK_BYTES
+from gradbus.experiments.live import size
+
+_START_S = 120.0  # on top of the time given: imports, seeds, and a corpus of an earlier run
+_KEPT_LINES = 40
+# Of glibc: memory of some size comes from the kernel, and goes back to it at once, so that it can be seen.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768", "MALLOC_ARENA_MAX": "1"}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one target.
+
+    Attributes:
+        executions: inputs that were read. corpus: of them, those that are kept because they reached something new.
+        peak_bytes: memory of one input at most, of Python and NumPy. resident_bytes: by which it made the process grow
+            at most, torch's memory included, to a MiB or so. worst, swollen: which inputs those were.
+        process_mb: the whole process, with what libFuzzer itself takes.
+        crashes: files with inputs that broke it. why: the end of what its process said, if it ended badly.
+    """
+
+    name: str
+    executions: int = 0
+    seconds: float = 0.0
+    corpus: int = 0
+    peak_bytes: int = 0
+    resident_bytes: int = 0
+    process_mb: int = 0
+    worst: str = ""
+    swollen: str = ""
+    crashes: list[Path] = field(default_factory=list)
+    why: str = ""
+
+    @property
+    def limit_bytes(self) -> int:
+        return TARGETS.get(self.name, BROKEN).limit_bytes
+
+    @property
+    def too_much(self) -> str:
+        """The input that took more memory than it may; empty: none did."""
+        if self.peak_bytes > 2 * self.limit_bytes:
+            return self.worst
+        return self.swollen if self.resident_bytes > 2 * self.limit_bytes + RESIDENT_SLACK_BYTES else ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.crashes and not self.why and not self.too_much
+
+
+def run(name: str, folder: Path, seconds: int) -> Outcome:
+    """Fuzz one target in a process of its own, then measure what its corpus takes in another."""
+    outcome = Outcome(name)
+    corpus, crashes = folder / name, folder / "crashes" / name
+    corpus.mkdir(parents=True, exist_ok=True)
+    crashes.mkdir(parents=True, exist_ok=True)
+    known = set(crashes.iterdir())
+    with tempfile.TemporaryDirectory(prefix="gradbus-fuzz-", dir=_memory()) as scratch:
+        started_s = time.monotonic()
+        code, said = _child(["fuzz", name, str(corpus), str(crashes), str(seconds)], seconds + _START_S, scratch)
+        outcome.seconds = time.monotonic() - started_s
+        outcome.executions = _stat(said, "number_of_executed_units")
+        outcome.process_mb = _stat(said, "peak_rss_mb")
+        outcome.crashes = sorted(set(crashes.iterdir()) - known)
+        if code != 0 or outcome.crashes:
+            outcome.why = "\n".join(said.splitlines()[-_KEPT_LINES:]) or f"exit code {code}"
+            return outcome
+        outcome.corpus = len(list(corpus.iterdir()))
+        code, said = _child(["measure", name, str(corpus)], _START_S + seconds, scratch, GIVES_BACK)
+    try:
+        facts = json.loads(said.splitlines()[-1])
+        outcome.peak_bytes, outcome.worst = facts["peak_bytes"], facts["worst"]
+        outcome.resident_bytes, outcome.swollen = facts["resident_bytes"], facts["swollen"]
+    except (ValueError, IndexError, KeyError, TypeError):
+        outcome.why = "\n".join(said.splitlines()[-_KEPT_LINES:]) or f"exit code {code}"
+    return outcome
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def _child(
+    arguments: Sequence[str], limit_s: float, scratch: str, more: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Its exit code, and what it said. ``scratch``: for its files; libFuzzer gives it no time to remove them."""
+    command = [sys.executable, "-P", "-m", "gradbus.experiments.fuzz.child", *arguments]
+    environment = {**os.environ, "TMPDIR": scratch, "OMP_NUM_THREADS": "1", **(more or {})}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environment,
+        errors="replace",
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+            said += f"\nit went on for more than {limit_s:g} s and was ended"
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, said
+
+
+def _stat(said: str, name: str) -> int:
+    found = re.findall(rf"^stat::{name}: +(\d+)", said, re.M)
+    return int(found[-1]) if found else 0
+
+
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """For people."""
+    table = Table(title="Parsers, fuzzed", title_justify="left")
+    for column in (
+        "target",
+        "executions",
+        "per second",
+        "corpus",
+        "crashes",
+        "memory",
+        "with torch",
+        "stated",
+        "process",
+    ):
+        table.add_column(column, justify="left" if column == "target" else "right")
+    for outcome in outcomes:
+        table.add_row(
+            outcome.name, f"{outcome.executions:,}", f"{outcome.executions / max(1e-9, outcome.seconds):,.0f}",
+            f"{outcome.corpus:,}", str(len(outcome.crashes)), size(outcome.peak_bytes), size(outcome.resident_bytes),
+            size(outcome.limit_bytes), f"{outcome.process_mb:,} MiB",
+        )  # fmt: skip
+    table.add_section()
+    crashes = sum(len(outcome.crashes) for outcome in outcomes)
+    table.add_row("all", f"{sum(o.executions for o in outcomes):,}", "", "", str(crashes), *[""] * 4)
+    return table
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make fuzz", description="Give parsers millions of inputs, guided by what they reach."
+    )
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"all by default: {', '.join(NAMES)}")
+    parser.add_argument("--seconds", type=int, default=300, help="for all targets together (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="corpus and crashes (%(default)s)")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.targets if name not in (*NAMES, "broken")]
+    if unknown:
+        parser.error(f"no target {unknown[0]!r}; there are {', '.join(NAMES)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = parse(arguments)
+    console = Console(width=max(110, Console().width))
+    if importlib.util.find_spec("atheris") is None:
+        print(
+            "make fuzz: needs atheris, which is not installed (Linux; it has no wheels for the newest Python). "
+            "Install it: pip install 'gradbus[fuzz]', or in this repository: make setup-fuzz",
+            file=sys.stderr,
+        )
+        return 2
+    names = options.targets or NAMES
+    seconds = max(1, options.seconds // len(names))
+    outcomes: list[Outcome] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for name in names:
+            outcomes.append(run(name, options.folder, seconds))
+            if not outcomes[-1].ok:
+                console.print(
+                    f"{name}: {outcomes[-1].why or 'too much memory: ' + outcomes[-1].too_much}", markup=False
+                )
+                for path in outcomes[-1].crashes:
+                    console.print(f"{name}: broken by {path}", markup=False)
+    console.print(table_of(outcomes))
+    return 0 if outcomes and all(outcome.ok for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

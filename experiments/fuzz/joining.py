@@ -1,0 +1,85 @@
+"""Targets: what is said about joining, and the list of those that may take part."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from gradbus.experiments.fuzz.target import Target, must
+from gradbus.runtime.errors import ConfigError, FrameError
+from gradbus.runtime.security import epoch, join_messages
+from gradbus.runtime.security.allow_list import AllowList, Entry, parse_allow_list
+from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.door import Door
+from gradbus.runtime.security.identity_key import NodeKey, new_node_key
+from gradbus.runtime.security.join_messages import Beacon, Confirm, Hello, Message, Refusal, Welcome
+from gradbus.runtime.security.said import Listener
+
+_JOB = "fuzz"
+_PARTY_BYTES = 64 << 10  # what controller and node may take for a message that they do not know
+
+
+@functools.cache
+def _parties() -> tuple[NodeKey, NodeKey, Door, Applicant]:
+    server, node = new_node_key("server"), new_node_key("robot-1")
+    door = Door(_JOB, server, AllowList((Entry(node.name, "client", node.public, ((1, 1),)),)))
+    return server, node, door, Applicant(_JOB, node, server.public, "client")
+
+
+def _read_joining(data: bytes) -> None:
+    """As it is, as a message of each kind, and as what is said about keys and by the controller."""
+    server, _, door, applicant = _parties()
+    for head in (b"", *(b"GBJ\0\1" + bytes([kind]) for kind in join_messages.Kind)):
+        with contextlib.suppress(FrameError):
+            signed = join_messages.parse(memoryview(head + data))
+            must(signed.whole == head + data, "a message is not what its bytes were")
+            must(join_messages.pack(signed.message) == signed.said, "a message comes back as another one")
+        for hear in (door.hear, applicant.hear, lambda data, now_s: applicant.hear_beacon(data, 1, now_s)):
+            try:
+                must(not hear(memoryview(head + data), 1.0), "a forgery got an answer")
+            except FrameError:
+                continue
+    must(not door.members and not door.is_busy and applicant.keys is None, "a forgery has left something behind")
+    with contextlib.suppress(FrameError):
+        must(epoch.pack(epoch.parse(memoryview(data))) == data, "a word about keys comes back as another one")
+    try:
+        Listener(_JOB, server.public, bytes(16)).heard(epoch.CONTROL, memoryview(data))
+    except FrameError:
+        return
+    must(False, "a word that the controller has not signed was taken")
+
+
+def _joining_seeds() -> list[bytes]:
+    some, key = bytes(range(16)), bytes(range(32))
+    _, _, door, _ = _parties()
+    messages: list[Message] = [
+        Beacon(some, 7, key), Hello(some, door.session, 7, 1, key, key, key, key, 0, "robot-1"),
+        Welcome(some, some, 7, 5, key, key), Confirm(door.session, some, key), Refusal(some, some, key, "no"),
+    ]  # fmt: skip
+    words = [epoch.pack(epoch.Have(3)), epoch.pack(epoch.Handed(3, key, (1, 2, 3), (4, 5)))]
+    packed = [join_messages.pack(message) + bytes(64) for message in messages]
+    return [*packed, *(one[6:] for one in packed), *words, bytes(200), b""]
+
+
+def _read_list(data: bytes) -> None:
+    try:
+        allowed = parse_allow_list(data.decode("ascii", "replace"), "here")
+    except ConfigError as error:
+        must(len(str(error)) < 600, "an error that nobody reads to its end")
+        return
+    must(parse_allow_list(allowed.text, "here").entries == allowed.entries, "a list comes back as another one")
+    for entry in allowed.entries:
+        for first, last in entry.ids:
+            must(allowed.owner_of(first) == allowed.owner_of(last) == entry.name, "an id of two nodes")
+
+
+def _list_seeds() -> list[bytes]:
+    one, other = ("ed25519:" + digit * 64 for digit in "ab")
+    lines = f"robot-1 client {one} 0-3,7\n", f"# us\ndesk observer {other}  # in the hall\n"
+    return [line.encode() for line in (*lines, "".join(lines), lines[0] * 2, "a b c d e", "")]
+
+
+TARGETS = {
+    "joining": Target(_read_joining, _PARTY_BYTES, _joining_seeds, max_len=join_messages.MAX_MESSAGE_BYTES),
+    "allow_list": Target(_read_list, 1 << 20, _list_seeds),
+}

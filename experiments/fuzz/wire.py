@@ -1,0 +1,224 @@
+"""Targets: what comes from the bus before anybody has looked at it."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from types import SimpleNamespace
+from typing import Any
+
+from gradbus.experiments.fuzz.target import Target, must
+from gradbus.runtime import control, frames, sealed_memory, shared_memory
+from gradbus.runtime.assembler import Assembler, Verdict
+from gradbus.runtime.collectives import engine, objects
+from gradbus.runtime.collectives.stream import NewPayload
+from gradbus.runtime.collectives.tensors import describe
+from gradbus.runtime.errors import CollectiveError, FrameError
+from gradbus.runtime.frames import CONTROLLER, Frame, FrameKey, Kind
+from gradbus.runtime.shared_memory import SharedMemoryFault
+from gradbus.runtime.topics import TOPICS, collective_topic, store_topic
+from gradbus.torch import store_messages
+
+_GRANTED_BYTES = 1 << 20
+_CRC = slice(frames.HEADER_BYTES - 4, frames.HEADER_BYTES)
+_TOPICS = (*TOPICS.values(), collective_topic("g"), store_topic())
+
+
+def with_crc(frame: bytes) -> bytes:
+    """The same with the right checksum: chance would never find it, and everything behind it would stay unseen."""
+    if len(frame) < frames.HEADER_BYTES:
+        return frame
+    head, rest = frame[: _CRC.start], frame[_CRC.stop :]
+    flags, name_bytes = struct.unpack_from("<H", head, 6)[0], struct.unpack_from("<H", head, 38)[0]
+    covers_all = not flags & frames.Flags.HEAD_CRC or flags & frames.Flags.SHARED
+    covered = rest if covers_all else rest[:name_bytes]
+    return head + zlib.crc32(covered, zlib.crc32(head)).to_bytes(4, "little") + rest
+
+
+def _parsed(data: bytes) -> Frame | None:
+    try:
+        return frames.parse(data)
+    except FrameError:
+        return None
+
+
+def _read_frame(data: bytes) -> None:
+    for candidate in (data, with_crc(data)):
+        frame = _parsed(candidate)
+        if frame is None:
+            continue
+        must(0 <= frame.seq < frame.seq_cnt <= frames.MAX_FRAMES, "the number of the frame is beyond their count")
+        must(frame.offset + frame.size <= frame.total_bytes, "the slice ends behind the payload")
+        must(len(frame.data) == (frames.DESCRIPTOR_BYTES if frame.flags & frames.Flags.SHARED else frame.size), "size")
+        sample = SimpleNamespace(
+            data=candidate, client_id=frame.key.sender, round_id=frame.key.round_id, num_samples=1, subset_size=0,
+            epochs=1, lr=0.1, seed=0,
+        )  # fmt: skip
+        for topic in _TOPICS:
+            try:
+                topic.to_message(sample)
+            except FrameError:
+                continue
+        assembler = Assembler()
+        try:
+            assembler.expect(frame.key, max_bytes=_GRANTED_BYTES)
+            verdict = assembler.feed(frame)
+        except FrameError:
+            continue
+        must((verdict is Verdict.COMPLETE) == (frame.seq_cnt == 1), "a payload is complete with its last frame")
+
+
+def _frames_of(key: FrameKey, payload: bytes, chunk_bytes: int, flags: int = 0) -> list[bytes]:
+    return [head + data for head, data in frames.split(key, payload, chunk_bytes=chunk_bytes, flags=flags)]
+
+
+def _frame_seeds() -> list[bytes]:
+    body = control.encode(control.Status(1, 2, "training", 3, 4))
+    seeds = _frames_of(FrameKey(Kind.UPDATE, 1, 2, 3, 4, 5), bytes(range(200)), 64)
+    seeds += _frames_of(FrameKey(Kind.MODEL, 1, 2, CONTROLLER, 4, 5), b"", 64, frames.Flags.DELTA)
+    seeds += _frames_of(FrameKey(Kind.CONTROL, 1, 0, CONTROLLER, 4), body, 1 << 16)
+    return seeds + _frames_of(FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, "g\0s\0f", 1), b"abc", 64, frames.Flags.HEAD_CRC)
+
+
+def _read_transfer(data: bytes) -> None:
+    """Many frames for one transfer: each of its length, two bytes, and that much of a frame."""
+    key = FrameKey(Kind.UPDATE, 1, 2, 3, 4, 5)
+    assembler = Assembler()
+    assembler.expect(key, max_bytes=_GRANTED_BYTES)
+    while len(data) >= 2 and key in assembler:
+        size = int.from_bytes(data[:2], "little")
+        frame, data = _parsed(with_crc(data[2 : 2 + size])), data[2 + size :]
+        if frame is None:
+            continue
+        try:
+            verdict = assembler.feed(frame._replace(key=key))
+        except FrameError:
+            continue
+        must((verdict is Verdict.COMPLETE) <= (assembler.missing(key) == []), "complete, and frames are missing")
+        if verdict is Verdict.COMPLETE:
+            must(len(assembler.take(key)) == frame.total_bytes, "the payload is not as long as it was said to be")
+
+
+def _transfer_seeds() -> list[bytes]:
+    key = FrameKey(Kind.UPDATE, 1, 2, 3, 4, 5)
+    parts = [_frames_of(key, bytes(range(200)), chunk_bytes) for chunk_bytes in (64, 100, 1000)]
+    parts += [_frames_of(key, b"", 64), parts[0][::-1], [*parts[0], *parts[1]]]
+    return [b"".join(len(frame).to_bytes(2, "little") + frame for frame in some) for some in parts]
+
+
+def _read_control(data: bytes) -> None:
+    try:
+        body = control.decode(data)
+    except FrameError:
+        return
+    again = control.encode(body)
+    must(control.encode(control.decode(again)) == again, "a body comes back as another one")
+
+
+def _control_seeds() -> list[bytes]:
+    bodies: list[control.Body] = [
+        control.Hello(2, 10, 5, True, 1, "idle", -1, -1, "h 1", 1, "m/b/1"),
+        control.Welcome(0, 1, 2, 3, "sq8", 0.1, 8192, 2, 4, 0.5),
+        control.Refused(0, 1, "no"),
+        control.Status(1, 2, "training", 3, 4),
+        control.Offer(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, "m/b/1 2 3 00", 0.1, 1.0, 2.0),
+        control.NeedUpdate(0, 1, 2, 3, [4, 5]),
+        control.ModelHere(1, 2, 3, True, 4, "m"),
+        control.Failed(1, 2, "Traceback"),
+        control.GroupHello("g", 2, 3, True, False, 4, "h", "m", [0, 1]),
+        control.GroupLeave("g", 1, True, "", [1]),
+    ]
+    return [*map(control.encode, bodies), b"\x80" * 100, b"\x92\xa5Hello\x80"]
+
+
+def _read_store(data: bytes) -> None:
+    try:
+        message = store_messages.decode(data)
+    except FrameError:
+        return
+    _, body = store_messages.frame_of(message, sender=0, incarnation=1, to=2)
+    must(store_messages.decode(body) == message, "a message comes back as another one")
+
+
+def _store_seeds() -> list[bytes]:
+    told: list[store_messages.Message] = [
+        store_messages.Join(1, 2, "h 1"),
+        store_messages.NotNow(True, "h 1", "h 2"),
+        store_messages.Request(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
+        store_messages.Answer(3, "done", ["key"], [b"value"], 7, ""),
+        store_messages.Closed("gone"),
+    ]
+    bodies = [bytes(store_messages.frame_of(message, sender=0, incarnation=1, to=2)[1]) for message in told]
+    return [*bodies, b"\xdc\x10\x00" * 9 + b"\x80" * 99]
+
+
+def _read_object(data: bytes) -> None:
+    try:
+        value = objects.unpack(data)
+    except CollectiveError:
+        return
+    try:
+        again = objects.pack(value)
+    except ValueError:
+        return  # deeper than what is sent
+    must(objects.pack(objects.unpack(again)) == again, "an object comes back as another one")
+
+
+def _object_seeds() -> list[bytes]:
+    values: list[Any] = [None, [1, 2.5, "text", b"bytes", True], {"a": {"b": [1 << 40]}, 3: -1}, list(range(300))]
+    return [*map(objects.pack, values), b"\xdd\x00\x3f\xff\xff" * 5]
+
+
+def _read_collective(data: bytes) -> None:
+    """The name of a collective's frame, which says what the payload is; then the frames of the payload."""
+    text, _, rest = data.partition(b"\n")
+    name, _, meta, _ = engine._parts_of(text.decode("utf-8", "replace"))
+    del name
+    stream = NewPayload(_GRANTED_BYTES)
+    while len(rest) >= 2 and not stream.complete:
+        size = int.from_bytes(rest[:2], "little")
+        frame, rest = _parsed(with_crc(rest[2 : 2 + size])), rest[2 + size :]
+        if frame is None or frame.flags & frames.Flags.SHARED:
+            continue
+        try:
+            stream.feed(frame, meta)
+        except CollectiveError:
+            return
+    if stream.complete:
+        must(len(stream.value) >= 0 if isinstance(stream.value, bytes) else stream.value.nbytes >= 0, "no value")
+
+
+def _collective_seeds() -> list[bytes]:
+    import torch
+
+    seeds = []
+    for payload, meta in ((b"abc", ""), (bytes(24), describe(torch.zeros(2, 3))), (b"", describe(torch.zeros(0)))):
+        name = engine.wire_name("grads/17", "all_gather", meta)
+        parts = _frames_of(FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, name, 1), payload, frames.CHUNK_BYTES)
+        framed = b"".join(len(frame).to_bytes(2, "little") + frame for frame in parts)
+        seeds.append(name.encode() + b"\n" + framed)
+    return seeds
+
+
+def _read_place(data: bytes) -> None:
+    """Where somebody says that shared memory lies: on this machine, most of the time."""
+    text = data.decode("utf-8", "replace")
+    for place in (text, f"{shared_memory.machine()} {text}"):
+        for read in (sealed_memory.read, shared_memory.attach):
+            try:
+                read(place, 4096)
+            except SharedMemoryFault:
+                continue
+            must(False, f"{place!r} was taken for shared memory")
+
+
+TARGETS = {
+    # A payload in pieces of one byte takes as much again to know which of them are here.
+    "frame": Target(_read_frame, 2 * _GRANTED_BYTES, _frame_seeds),
+    "transfer": Target(_read_transfer, 2 * _GRANTED_BYTES, _transfer_seeds),
+    "control": Target(_read_control, control.MAX_BODY_MEMORY, _control_seeds, max_len=control.MAX_BODY_BYTES),
+    "store": Target(_read_store, store_messages.MAX_MEMORY, _store_seeds, max_len=1 << 16),
+    "object": Target(_read_object, objects.MAX_OBJECT_MEMORY, _object_seeds, max_len=1 << 16),
+    "collective": Target(_read_collective, 2 * _GRANTED_BYTES, _collective_seeds),
+    "place": Target(_read_place, 1 << 16, lambda: [f"1 3 {'00' * shared_memory.TOKEN_BYTES}".encode(), b"0 0 0"]),
+}
