@@ -1,4 +1,4 @@
-"""The command line: ``gradbus demo | controller | client | worker | run | report | doctor``.
+"""The command line: ``gradbus demo | controller | client | worker | run | report | check | status | keys | doctor``.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 
 import gradbus
-from gradbus.experiments import cli_parallel, cli_report
+from gradbus.experiments import cli_check, cli_keys, cli_parallel, cli_report, cli_status
 from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopName, NetworkChoice
 from gradbus.experiments.cli_options import (
     Config,
     DataRoot,
+    Insecure,
+    KeyFile,
     Level,
     Live,
     Loop,
@@ -24,6 +26,7 @@ from gradbus.experiments.cli_options import (
     Style,
     TensorBoard,
     folder_setting,
+    insecure_setting,
 )
 from gradbus.experiments.lifecycle import guard, run_loop
 from gradbus.experiments.lookup import let_current_directory_be_imported
@@ -99,6 +102,7 @@ def controller(
     tensorboard: TensorBoard = None,
     resume: Resume = None,
     live: Live = True,
+    insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
     log_level: Level = LogLevel.INFO,
@@ -113,7 +117,7 @@ def controller(
 
         let_current_directory_be_imported()
         extra = [] if resume is None else [f"federated.resume={str(resume).lower()}"]
-        extra += folder_setting("tensorboard", tensorboard)
+        extra += [*folder_setting("tensorboard", tensorboard), *insecure_setting(insecure)]
         controller_run(
             config, run_dir=run_dir, overrides=[*(overrides or ()), *extra], data_root=data_root, live=live,
             level=log_level, style=log_style, loop=loop, hint=hint,
@@ -126,6 +130,7 @@ def controller(
 def client(
     config: Config,
     client_id: Annotated[int, typer.Option("--id", min=0, help="One for each client of the job.", show_default=False)],
+    insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
     log_level: Level = LogLevel.INFO,
@@ -141,7 +146,9 @@ def client(
 
         logs.configure(level=log_level.value, style=log_style.value)
         let_current_directory_be_imported()
-        settings = load(ClientFile, config, overrides=overrides or (), data_root=data_root)
+        settings = load(
+            ClientFile, config, overrides=[*(overrides or ()), *insecure_setting(insecure)], data_root=data_root
+        )
         check(settings.bus)
         from gradbus.experiments.federated import run_client
 
@@ -152,6 +159,9 @@ def client(
 
 cli_parallel.add_to(app)
 cli_report.add_to(app)
+cli_check.add_to(app)
+cli_keys.add_to(app)
+cli_status.add_to(app)
 
 
 @app.command()
@@ -160,9 +170,10 @@ def doctor(
     interface: Annotated[str, typer.Option(help="Network interface.")] = "lo",
     peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
     domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
+    key_file: KeyFile = None,
     loop: Loop = LoopName.UVLOOP,
 ) -> None:
-    """Check this machine: versions, network settings, and DDS, measured on the spot."""
+    """Check this machine: versions, network settings, protection, and DDS, measured on the spot."""
     well: list[bool] = []
 
     def action() -> None:
@@ -172,8 +183,10 @@ def doctor(
 
         logs.configure(level="error")
         addresses = tuple(address.strip() for address in peers.split(",") if address.strip())
-        settings = BusSettings(domain=domain, network=network.value, interface=interface, peers=addresses)
-        well.append(examine(settings, loop))
+        settings = BusSettings(
+            domain=domain, network=network.value, interface=interface, peers=addresses, insecure=True  # it says nothing
+        )  # fmt: skip
+        well.append(examine(settings, loop, key_file))
 
     code: Any = guard("doctor", action)
     raise typer.Exit(code or (0 if all(well) else 8))

@@ -30,7 +30,21 @@ TensorBoard = Annotated[
     typer.Option(metavar="DIR", help="Write scalars for TensorBoard there. Needs: pip install 'gradbus[tensorboard]'"),
 ]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Let data leave this machine without protection: no bus.security.")
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="The key of a sealed job. [default: as the environment says]", show_default=False
+    ),
+]
 Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]
+
+
+def insecure_setting(insecure: bool) -> list[str]:
+    """The option as an override of its setting, if it is given."""
+    return ["bus.insecure=true"] if insecure else []
 
 
 def folder_setting(key: str, folder: Path | None) -> list[str]:

@@ -10,6 +10,7 @@ from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.cli_options import (
     Config,
     DataRoot,
+    Insecure,
     Live,
     Loop,
     Overrides,
@@ -18,6 +19,7 @@ from gradbus.experiments.cli_options import (
     Style,
     TensorBoard,
     folder_setting,
+    insecure_setting,
 )
 from gradbus.experiments.lifecycle import guard
 from gradbus.experiments.lookup import let_current_directory_be_imported
@@ -36,6 +38,7 @@ def worker(
     tensorboard: TensorBoard = None,
     resume: Resume = None,
     live: Live = True,
+    insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
     log_level: Annotated[
@@ -56,7 +59,7 @@ def worker(
 
         let_current_directory_be_imported()
         extra = [] if resume is None else [f"worker.resume={str(resume).lower()}"]
-        extra += folder_setting("tensorboard", tensorboard)
+        extra += [*folder_setting("tensorboard", tensorboard), *insecure_setting(insecure)]
         worker_run(
             config, rank=rank, world=world, run_dir=run_dir, overrides=[*(overrides or ()), *extra],
             data_root=data_root, live=live, level=log_level, style=log_style, loop=loop, hint=hint,

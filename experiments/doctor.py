@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +11,7 @@ from rich.text import Text
 from gradbus.experiments.choices import LoopName
 from gradbus.experiments.doctor_facts import Finding, Verdict, address_of, machine, port_range
 from gradbus.experiments.doctor_probe import MET_WITHIN_S, Measured, measure
+from gradbus.experiments.doctor_security import measurable, protected, security
 from gradbus.experiments.lifecycle import run_loop
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.settings import BusSettings
@@ -16,16 +19,26 @@ from gradbus.runtime.settings import BusSettings
 _STYLES = {Verdict.OK: "green", Verdict.ADVICE: "yellow", Verdict.BAD: "red"}
 
 
-def examine(settings: BusSettings, loop: LoopName) -> bool:
-    """Print the report. True: nothing is bad."""
+def examine(settings: BusSettings, loop: LoopName, key_file: Path | None = None) -> bool:
+    """Print the report. True: nothing is bad.
+
+    Args:
+        key_file: measure a sealed bus, with the key in this file; None: as the environment says.
+
+    Raises:
+        ConfigError: the environment holds settings that cannot be.
+    """
     console = Console()
     findings = machine(settings)
+    settings = protected(settings, key_file)
     own = address_of(settings.interface)
     if settings.interface != "lo" and own is not None:
         # Without multicast a bus finds only the peers it is told of; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
+    findings.append(run_loop(lambda: security(settings), loop))
     try:
-        findings += judge(run_loop(lambda: measure(settings), loop), settings)
+        with measurable(settings) as measured:
+            findings += judge(run_loop(lambda: measure(measured), loop), settings)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Verdict.BAD, str(error)))
     _print(console, findings)
