@@ -38,11 +38,17 @@ def parts(chosen: argparse.Namespace) -> dict[str, Part]:
     transports: Sequence[Transport] = (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
     sizes = chosen.sizes or timing.SIZES
     measures: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
-        "collectives": partial(timing.cell_rows, _setups(chosen), sizes=sizes, repeats=chosen.repeats),
-        "multicast": partial(
-            multicast_rows, chosen.world and (chosen.world,), sizes=chosen.sizes, repeats=chosen.repeats
+        "collectives": partial(
+            timing.cell_rows, _setups(chosen), sizes=sizes, repeats=chosen.repeats or timing.REPEATS
         ),
-        "ddp": partial(step_rows, transports, repeats=2 * chosen.repeats + 1),  # blocks of two steps
+        "multicast": partial(
+            multicast_rows,
+            chosen.world and (chosen.world,),
+            sizes=chosen.sizes,
+            repeats=chosen.repeats or timing.FEW_REPEATS,
+        ),
+        # Blocks of two steps.
+        "ddp": partial(step_rows, transports, repeats=2 * (chosen.repeats or timing.FEW_REPEATS) + 1),
         "leftovers": partial(leftover_rows, transports[0]),
         "big": partial(big_rows, transports),
     }
@@ -67,7 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts that are asked for, all by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this; may be given several times")
-    parser.add_argument("--repeats", type=int, default=timing.REPEATS, help="whole repeats of which medians are taken")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        help=f"whole repeats, for medians; by default {timing.REPEATS}, or {timing.FEW_REPEATS} of what takes long",
+    )
     parser.add_argument("--sizes", nargs="+", type=size_of, help="of tensors, such as 4KiB 1MiB")
     parser.add_argument("--world", type=int, help="only set-ups with so many ranks; with --profile any number")
     parser.add_argument(

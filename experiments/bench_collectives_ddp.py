@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, run_ranks
-from gradbus.experiments.bench_collectives_timing import REPEATS, block, in_turns, ratios_of, spread
+from gradbus.experiments.bench_collectives_timing import FEW_REPEATS, block, in_turns, ratios_of, spread
 from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_rows import Row, at_most
 
@@ -82,7 +82,11 @@ def time_steps(place: Place) -> dict[str, Any]:
 
 
 def step_rows(
-    transports: Iterable[Transport] = TRANSPORTS, *, repeats: int = REPEATS, steps: int = 2, model: str = "ResNet-18"
+    transports: Iterable[Transport] = TRANSPORTS,
+    *,
+    repeats: int = FEW_REPEATS,
+    steps: int = 2,
+    model: str = "ResNet-18",
 ) -> tuple[list[Row], dict[str, Any]]:
     """A row for each transport, world 2."""
     rows: list[Row] = []

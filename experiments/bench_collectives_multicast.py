@@ -20,7 +20,7 @@ from torch import Tensor
 
 import gradbus
 from gradbus.experiments.bench_collectives_ranks import DOMAIN, Place, failed, run_ranks
-from gradbus.experiments.bench_collectives_timing import KIB, MIB, REPEATS, ratios_of, size_text, spread, timed
+from gradbus.experiments.bench_collectives_timing import FEW_REPEATS, KIB, MIB, ratios_of, size_text, spread, timed
 from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_rows import Row, at_least, shown
 from gradbus.runtime.collectives import Group
@@ -114,7 +114,7 @@ def multicast_octets() -> int:
 
 
 def multicast_rows(
-    worlds: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None, repeats: int = REPEATS
+    worlds: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None, repeats: int = FEW_REPEATS
 ) -> tuple[list[Row], dict[str, Any]]:
     """A row for each collective, size and world, and one for whether multicast was used at all."""
     rows: list[Row] = []

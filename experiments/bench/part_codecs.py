@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,10 +36,9 @@ PLANS: dict[Effort, Plan] = {
 }
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> Iterator[Figure]:
     """Every codec in its newest version, at every size."""
     plan = PLANS[effort]
-    figures: list[Figure] = []
     with one_thread():
         for dim in plan.dims:
             vector = torch.randn(dim, generator=torch.Generator().manual_seed(0))
@@ -49,8 +48,7 @@ def measure(effort: Effort) -> list[Figure]:
                     options: dict[str, Any] = {} if density is None else {"density": density}
                     label = name if density is None else f"{name} {density:g}"
                     codec = codecs.get(name, **options)
-                    figures += _figures(f"{label}, {dim:,} elements", codec.encode, vector, plan.blocks)
-    return figures
+                    yield from _figures(f"{label}, {dim:,} elements", codec.encode, vector, plan.blocks)
 
 
 def _figures(name: str, encode: Callable[[Tensor], Any], vector: Tensor, blocks: int) -> list[Figure]:

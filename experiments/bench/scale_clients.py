@@ -8,7 +8,7 @@ places for in DDS (120).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gradbus.experiments.bench.results import Effort, Figure, figure
 from gradbus.experiments.bench_overhead import cpu_per_round_s, federated, periods_s
@@ -22,10 +22,9 @@ PLANS: dict[Effort, tuple[Sequence[int], int]] = {  # clients, launches of each
 }
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> Iterator[Figure]:
     """Processor time, period and memory of a round."""
     counts, launches = PLANS[effort]
-    figures = []
     for count in counts:
         taken: dict[str, list[float]] = {}
         for _ in range(launches):
@@ -46,5 +45,4 @@ def measure(effort: Effort) -> list[Figure]:
                 taken.setdefault(name, []).append(value)
         for name, values in taken.items():
             series, unit = name.split("/")
-            figures.append(figure(f"{series}, {count} clients", unit, values, series=series, at=count))
-    return figures
+            yield figure(f"{series}, {count} clients", unit, values, series=series, at=count)

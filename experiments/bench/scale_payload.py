@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradbus.experiments.bench.results import Effort, Figure, figure
@@ -17,9 +17,8 @@ PLANS: dict[Effort, Sequence[tuple[float, int]]] = {  # megabytes, rounds
 }
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> Iterator[Figure]:
     """Time and processor time of a round, and the controller's peak memory. What would not fit is left out."""
-    figures = []
     for megabytes, rounds in PLANS[effort]:
         free = _available_bytes()
         if free < _MODELS_HELD * megabytes * 1e6:
@@ -38,10 +37,7 @@ def measure(effort: Effort) -> list[Figure]:
             ("controller, peak memory above idle", "MB", [peak]),
         ):
             note = f"{peak / megabytes:.2f} models" if unit == "MB" else ""
-            figures.append(
-                figure(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
-            )  # fmt: skip
-    return figures
+            yield figure(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
 
 
 def _available_bytes() -> float:

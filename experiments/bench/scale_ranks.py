@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,9 @@ class Grow:
         return found
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> Iterator[Figure]:
     """Wall time of the slowest rank, and processor time of all."""
     plan = PLANS[effort]
-    figures = []
     for world in plan.worlds:
         ranks = run_ranks(Grow(world=world, job=f"grow-{os.getpid()}-{world}", plan=plan), timeout_s=120.0)
         for key, what in (
@@ -87,5 +86,4 @@ def measure(effort: Effort) -> list[Figure]:
             if key != "form":
                 wall = [statistics.median(wall[start::3]) for start in range(min(3, len(wall)))]
             for series, samples in ((f"{what}, time", wall), (f"{what}, processor time of all ranks", used)):
-                figures.append(figure(f"{series}, world {world}", "ms", samples, series=series, at=world))
-    return figures
+                yield figure(f"{series}, world {world}", "ms", samples, series=series, at=world)

@@ -1,0 +1,268 @@
+"""What sealing costs: alone, and federated rounds and collectives with and without it, in the same processes by turns.
+
+    python -m gradbus.experiments.bench_sealing [--repeats 3] [--only PART]
+
+Each process has two buses, one with ``none`` and one with ``psk``, and both do the same, block by block in turns: so
+all that changes with time or with the start of a process strikes both. A block with ``psk`` is compared with the mean
+of its two neighbours; told are the median of these ratios and their quartiles, of time and of processor time of all
+processes together.
+
+Real processes on this machine, so both sides of every transfer share its cores. With shared memory only what says where
+the data lies is sealed. Without, all of it is, and passes from process to process at the speed of memory: a network in
+between makes the share of sealing smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import gradbus
+from gradbus.models import NullTask
+from gradbus.runtime import logs
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.security.seal import PskKeys, Seal
+
+DOMAIN = 219
+DIM = 1_199_882
+ELEMENTS = 1 << 20  # 4 MiB of float32
+LEVELS = ("none", "psk")
+# Of each level. The first calls of a block are not counted: the other level's data is in the caches.
+ROUNDS, WARM_ROUNDS, ROUND_BLOCKS = 6, 1, 9
+CALLS, WARM_CALLS, CALL_BLOCKS = 12, 2, 41
+_SETTLE_S = 0.02  # clients still take in the model when the controller has sent it
+_TIMEOUT_S = 120.0
+
+
+class Part(NamedTuple):
+    """What is measured, and who plays in it beside the one that measures."""
+
+    title: str
+    measures: str
+    others: tuple[str, ...]
+    memory: bool
+
+
+PARTS = {
+    "round": Part("federated round, 2 clients, 4.8 MB, shared memory", "controller", ("client", "client"), True),
+    "round-bus": Part("the same, all on the bus", "controller", ("client", "client"), False),
+    "all-reduce": Part("all_reduce of 4 MiB, 2 ranks, shared memory", "rank", ("rank",), True),
+    "all-reduce-bus": Part("the same, all on the bus", "rank", ("rank",), False),
+}
+
+
+class Block(NamedTuple):
+    """Some rounds or calls in a row: the median of their times, and what all processes used for one of them."""
+
+    level: str
+    seconds: float
+    cpu_s: float
+
+
+def _bus(spec: dict[str, Any], level: str) -> Any:
+    security = Security(level="psk", key_file=Path(spec["key_file"])) if level == "psk" else Security()
+    network = gradbus.NetworkConfig(lease_s=10.0, shared_memory=spec["memory"])
+    return gradbus.connect(f"{spec['job']}-{level}", domain=DOMAIN, network=network, security=security)
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Processor seconds of these processes and of this one so far. By Linux's numbers for clocks of others."""
+    return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+async def _client(spec: dict[str, Any]) -> None:
+    async with _bus(spec, "none") as plain, _bus(spec, "psk") as sealed, asyncio.TaskGroup() as both:
+        for bus in (plain, sealed):
+            both.create_task(gradbus.Client(bus, NullTask(DIM), client_id=spec["number"]).run())
+
+
+class _Turns:
+    """Lets one of two threads go on at a time."""
+
+    def __init__(self) -> None:
+        self._both = threading.Barrier(2)
+        self._turn = {level: threading.Semaphore(0) for level in LEVELS}
+        self._seen = dict.fromkeys(LEVELS, 0)
+
+    def end(self, level: str) -> None:
+        """A block has ended: wait for the next one. Nobody waits after the last."""
+        self._seen[level] += 1
+        if self._seen[level] == 1:  # both have started at once
+            self._both.wait(_TIMEOUT_S)
+            if level == LEVELS[0]:
+                self._turn[level].release()
+        else:
+            self._turn[LEVELS[1 - LEVELS.index(level)]].release()
+        if self._seen[level] < ROUND_BLOCKS and not self._turn[level].acquire(timeout=_TIMEOUT_S):
+            raise TimeoutError(f"the other controller did not end its block within {_TIMEOUT_S:g} s")
+
+
+class _BlockTask(NullTask):
+    """Is evaluated at the end of each block, and so holds up the next round until it is its turn."""
+
+    def __init__(self, level: str, turns: _Turns, pids: list[int]) -> None:
+        super().__init__(DIM)
+        self._level = level
+        self._turns = turns
+        self._pids = pids
+        self._began_cpu_s = 0.0
+        self.cpu_s: list[float] = []
+
+    def evaluate(self, model: nn.Module) -> None:
+        time.sleep(_SETTLE_S)
+        self.cpu_s.append((_cpu_s(self._pids) - self._began_cpu_s) / ROUNDS)
+        self._turns.end(self._level)
+        self._began_cpu_s = _cpu_s(self._pids)
+
+
+async def _controller(spec: dict[str, Any]) -> list[Block]:
+    turns = _Turns()
+    blocks: dict[str, list[Block]] = {}
+
+    async def run(level: str) -> None:
+        config = gradbus.FederatedConfig(rounds=ROUNDS * ROUND_BLOCKS, num_clients=2, eval_every=ROUNDS)
+        task = _BlockTask(level, turns, spec["pids"])
+        async with _bus(spec, level) as bus:
+            times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
+        starts = range(ROUNDS, len(times), ROUNDS)  # both had their first block at once
+        seconds = [statistics.median(times[at + WARM_ROUNDS : at + ROUNDS]) for at in starts]
+        blocks[level] = [Block(level, *one) for one in zip(seconds, task.cpu_s[1:], strict=True)]
+
+    async with asyncio.TaskGroup() as both:
+        for level in LEVELS:
+            both.create_task(run(level))
+    return [one for pair in zip(*(blocks[level] for level in LEVELS), strict=True) for one in pair]
+
+
+async def _rank(spec: dict[str, Any]) -> list[Block]:
+    tensor = torch.ones(ELEMENTS)
+    blocks = []
+    async with (
+        _bus(spec, "none") as plain, _bus(spec, "psk") as sealed,
+        gradbus.join_group(plain, rank=spec["number"], world=2) as plain_group,
+        gradbus.join_group(sealed, rank=spec["number"], world=2) as sealed_group,
+    ):  # fmt: skip
+        for number in range(2 * CALL_BLOCKS):
+            group, times = (plain_group, sealed_group)[number % 2], []
+            await group.barrier()
+            began_cpu_s = _cpu_s(spec.get("pids", []))
+            for step in range(CALLS):
+                await group.barrier()
+                began_s = time.perf_counter()
+                await group.all_reduce("x", tensor, op="mean", out=tensor, round_id=number * CALLS + step)
+                times.append(time.perf_counter() - began_s)
+            cpu_s = (_cpu_s(spec.get("pids", [])) - began_cpu_s) / CALLS
+            blocks.append(Block(LEVELS[number % 2], statistics.median(times[WARM_CALLS:]), cpu_s))
+    return blocks
+
+
+def _start(spec: dict[str, Any]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gradbus.experiments.bench_sealing", "--child", json.dumps(spec)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _blocks(part: Part, key_file: str) -> list[Block]:
+    """Of one start of the processes."""
+    job = f"sealing-{os.getpid()}-{time.time_ns()}"
+    spec = {"memory": part.memory, "key_file": key_file, "job": job}
+    children: list[subprocess.Popen[str]] = []
+    try:
+        for number, other in enumerate(part.others, start=part.measures == "rank"):
+            children.append(_start({**spec, "what": other, "number": number}))
+        pids = [child.pid for child in children]
+        children.append(_start({**spec, "what": part.measures, "number": 0, "pids": pids}))
+        told, _ = children[-1].communicate(timeout=_TIMEOUT_S)
+        for child in children[:-1]:
+            child.wait(_TIMEOUT_S)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return [Block(*block) for block in json.loads(told.splitlines()[-1])]
+
+
+def ratios(blocks: list[Block], what: str) -> list[float]:
+    """Each block with ``psk`` by the mean of its neighbours, of ``seconds`` or ``cpu_s``."""
+    values = [getattr(block, what) for block in blocks]
+    middles = range(1, len(blocks) - 1, 2)
+    assert all(blocks[at].level == "psk" for at in middles)
+    return [2 * values[at] / (values[at - 1] + values[at + 1]) for at in middles]
+
+
+def measure_alone() -> None:
+    """What one thread takes to seal and to open; prints the best of some tries, as the machine may be busy."""
+    key = new_job_key()
+    ours, theirs = (Seal("bench", PskKeys("bench", key)) for _ in range(2))
+    sealer, opener = ours.sealer("bench"), theirs.opener("bench", ignores_own=True)
+    for size in (1 << 10, 1 << 16, 1 << 20):
+        data = os.urandom(size)
+        seal_s, open_s = [], []
+        for _ in range(300):
+            envelope = sealer.envelope((data,))
+            octets = memoryview(bytearray().join((envelope.header, data, envelope.tail)))
+            began_s = time.perf_counter()
+            envelope.close(octets)
+            sealed_s = time.perf_counter()
+            opener.open(octets)
+            open_s.append(time.perf_counter() - sealed_s)
+            seal_s.append(sealed_s - began_s)
+        print(f"{size >> 10} KiB: seal in place {1e6 * min(seal_s):.0f} us, open {1e6 * min(open_s):.0f} us")
+
+
+def measure(repeats: int, only: str | None) -> None:
+    """All parts, or one; prints a line for each."""
+    measure_alone()
+    with tempfile.TemporaryDirectory() as folder:
+        key_file = str(Path(folder) / "key")
+        write_secret_file(Path(key_file), new_job_key().text)
+        for name, part in PARTS.items():
+            if only not in (None, name):
+                continue
+            starts = [_blocks(part, key_file) for _ in range(repeats)]
+            line = f"{part.title}:"
+            for what, label in (("seconds", ""), ("cpu_s", "processor ")):
+                of = {
+                    level: 1e3 * statistics.median(getattr(b, what) for one in starts for b in one if b.level == level)
+                    for level in LEVELS
+                }
+                low, middle, high = statistics.quantiles([r for one in starts for r in ratios(one, what)], n=4)
+                line += (
+                    f" {label}none {of['none']:.2f} ms, psk {of['psk']:.2f} ms, ratio {middle:.2f} "
+                    f"({low:.2f} to {high:.2f});"
+                )
+            print(line.removesuffix(";"), flush=True)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="starts of the processes for each part")
+    parser.add_argument("--only", choices=tuple(PARTS), help="one part")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is None:
+        measure(arguments.repeats, arguments.only)
+        return
+    spec = json.loads(arguments.child)
+    logs.configure(level="error")
+    torch.set_num_threads(1)
+    play = {"controller": _controller, "client": _client, "rank": _rank}[spec["what"]]
+    print(json.dumps(asyncio.run(play(spec))))
+
+
+if __name__ == "__main__":
+    main()
