@@ -8,10 +8,14 @@ CODE := actors codecs experiments models runtime
 ID ?= 0
 ARGS ?=
 
+# Containers often forbid it, and then every process compiles all of torch at its start, for 2 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test check lint format typecheck wheel smoke \
-	bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs conformance figures lock clean distclean
+	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-attacks conformance \
+	figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -93,6 +97,14 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 test: $(STAMP)  ## run every test
 	$(BIN)/pytest $(ARGS)
 
+faults: $(STAMP)  ## the tests in which something fails on purpose
+	$(BIN)/pytest -m faults $(ARGS)
+
+# Processes die, stand still, are cut off from each other, and lose what they send; then what they have left is checked.
+soak: MINUTES ?= 30
+soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something breaks every few seconds, and the history is checked
+	@$(PY) -m gradbus.experiments.soak --minutes $(MINUTES) $(ARGS)
+
 check: lint typecheck  ## formatting, lint, strict types and the fast tests
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
@@ -157,8 +169,20 @@ bench-ddp: $(STAMP)  ## data-parallel training: exactness, accuracy, bytes, wait
 bench-collectives: $(STAMP)  ## torch.distributed over DDS and shared memory against gloo
 	@$(PY) -m gradbus.experiments.bench_collectives $(ARGS)
 
+bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence saves
+	@$(PY) -m gradbus.experiments.bench_attacks $(ARGS)
+
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
 	@$(PY) -m gradbus.experiments.bench_codecs $(ARGS)
+
+# The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
+fuzz: SECONDS ?= 300
+fuzz: $(STAMP)  ## give every parser millions of inputs: make fuzz SECONDS=300
+	@$(PY) -m gradbus.experiments.fuzz --seconds $(SECONDS) $(TARGETS) $(ARGS)
+
+setup-fuzz: $(STAMP)  ## what make fuzz needs besides
+	@if [ -n "$(UV_NOW)" ]; then $(UV_ENV) $(UV_NOW) pip install -q --python $(PY) -c constraints.txt atheris; \
+	else $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt atheris; fi
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(PY) -m gradbus.experiments.conformance $(ARGS)
@@ -171,7 +195,7 @@ figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QU
 lock:  ## write constraints.txt anew from pyproject.toml
 	@test -n "$(UV_NOW)" || { echo "make lock: needs uv. Install it (pip install uv), then: make lock" >&2; exit 1; }
 	@mkdir -p build && cp constraints.txt build/constraints.txt
-	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --no-header --no-annotate \
+	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --extra fuzz --no-header --no-annotate \
 		$(LOCK_ARGS) pyproject.toml -o build/constraints.txt
 	@{ echo "# Made by make lock: the versions that a set-up takes and the tests have seen."; cat build/constraints.txt; } >constraints.txt
 
