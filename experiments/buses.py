@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gradbus.runtime.faults import parse_rules
 from gradbus.runtime.network import NetworkConfig, build_xml
+from gradbus.runtime.security.settings import check_exposure, security_of
 from gradbus.runtime.settings import BusSettings
 
 if TYPE_CHECKING:
@@ -17,20 +20,33 @@ def check(settings: BusSettings) -> None:
     """Find out at once what opening the bus would find out seconds later, when torch and the data are loaded.
 
     Raises:
-        ConfigError: no such interface, or CYCLONEDDS_URI holds no document for Cyclone DDS.
+        ConfigError: no such interface, CYCLONEDDS_URI holds no document for Cyclone DDS, the machine would be left
+            without protection, a key or the allow list cannot be read, or faults are no rules.
     """
-    build_xml(_network(settings), user_document=os.environ.get("CYCLONEDDS_URI"))
+    parse_rules(settings.faults)
+    check_exposure(security_of(settings), build_xml(_network(settings), user_document=os.environ.get("CYCLONEDDS_URI")))
+    if settings.security == "psk":
+        from gradbus.runtime.security.job_key import load_job_key  # loads cryptography
+
+        load_job_key(settings.key_file)
+    if settings.security == "identity":
+        from gradbus.runtime.security.identity_opening import read_identity
+
+        read_identity(security_of(settings))
 
 
-def open_bus(settings: BusSettings) -> AbstractAsyncContextManager[Bus]:
-    """The bus that the settings describe."""
+def open_bus(settings: BusSettings, *, observes: bool = False) -> AbstractAsyncContextManager[Bus]:
+    """The bus that the settings describe. ``observes``: to listen and say nothing."""
     from gradbus.runtime.bus import connect  # loads DDS
 
+    security = security_of(settings)
     return connect(
         settings.job,
         domain=settings.domain,
         network=_network(settings),
         stall_timeout_s=settings.stall_timeout_s,
+        faults=settings.faults,
+        security=replace(security, role="observer") if observes else security,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from gradbus.experiments.run_dir import RunDirectory, new_path
 from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.screen import Screen
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def plan(options: DemoOptions) -> Plan:
         {
             "bus": controller.bus,
             "task": controller.task.model_copy(update={"threads": 1}),
-            "client": {"controller_timeout_s": 30.0},
+            "client": {"controller_timeout_s": 30.0, "history_dir": run_dir / "history"},
         }
     )
     return Plan(controller, client, run_dir, note)
@@ -122,7 +122,7 @@ def _partition(text: str) -> Any:
     """A kind, or JSON with a kind and its options; ``dirichlet:0.5`` is short for the most usual one."""
     if text.startswith("{"):
         try:
-            return json.loads(text)
+            return parse_json(text)
         except ValueError as error:
             raise ConfigError(f"--partition {text!r} is not valid JSON: {error}") from None
     kind, colon, alpha = text.partition(":")

@@ -29,6 +29,8 @@ from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network import NetworkConfig, Profile
+from gradbus.runtime.security import Level, Security
+from gradbus.runtime.security.settings import security_of
 from gradbus.runtime.settings import BusSettings
 
 log = logs.get_logger("service")
@@ -50,6 +52,7 @@ class Job:
         *,
         domain: int,
         network: Profile | NetworkConfig,
+        security: Level | Security,
     ) -> None:
         self.name = name
         self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
@@ -59,13 +62,16 @@ class Job:
         self._config = config
         self._domain = domain
         self._network = network
+        self._security = security
         self._bus: gradbus.Bus | None = None
         self._totals = Totals()
 
     async def run(self) -> None:
         """All rounds. Whatever goes wrong is kept here: the host of the controller goes on."""
         try:
-            async with gradbus.connect(self.name, domain=self._domain, network=self._network) as bus:
+            async with gradbus.connect(
+                self.name, domain=self._domain, network=self._network, security=self._security
+            ) as bus:
                 self._bus = bus
                 controller = gradbus.Controller(bus, self._task, self._config)
                 self.progress = controller.progress
@@ -149,15 +155,16 @@ class FederatedService:
         *,
         domain: int = 0,
         network: Profile | NetworkConfig = "loopback",
+        security: Level | Security = "none",
     ) -> Job:
-        """Run a controller for this job: now, or as soon as the service runs. ``domain``, ``network``: see connect.
+        """Run a controller for this job: now, or as soon as the service runs. See connect for the rest.
 
         Raises:
             ValueError: there is a job of this name that has not ended.
         """
         if name in self.jobs and self.jobs[name].running:
             raise ValueError(f"job {name!r} is there already; add it again when it has ended, or choose another name")
-        job = self.jobs[name] = Job(name, task, config, domain=domain, network=network)
+        job = self.jobs[name] = Job(name, task, config, domain=domain, network=network, security=security)
         if self._group is not None:
             self._group.create_task(job.run(), name=f"job-{name}")
         return job
@@ -263,7 +270,10 @@ def _serve(options: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: job {file.bus.job!r} is there already; give each file a bus.job of its own")
         task = ConfiguredTask(file.task)
         task.load()  # before anybody can ask: it may take a while
-        service.add_job(file.bus.job, task, file.federated, domain=file.bus.domain, network=_network(file.bus))
+        service.add_job(
+            file.bus.job, task, file.federated, domain=file.bus.domain, network=_network(file.bus),
+            security=security_of(file.bus),
+        )  # fmt: skip
     try:
         web.run_app(
             make_app(service), host=options.host, port=options.port, shutdown_timeout=1.0, access_log=None,

@@ -9,11 +9,12 @@
 | 4 | clients, ranks, or the controller, did not come or went away | start them; ``gradbus doctor`` |
 | 5 | a round had too few updates, too often | start more clients and continue the run |
 | 6 | a checkpoint or the state directory cannot be used | as the line says |
-| 7 | the controller refused this client | as the line says: another id, or the same model |
+| 7 | the controller refused this client, or the job has one already | as the line says: another id, model or job |
 | 8 | the data bus cannot be used | ``gradbus doctor`` |
 | 9 | a rank of a data-parallel run was lost, or fell silent | see its own log; start all ranks again to continue |
 | 10 | the replicas of a data-parallel run are not equal any more | as the line says |
 | 11 | the ranks do not ask for the same, so they cannot work together | give all the same program and settings |
+| 12 | the history of a run breaks an invariant (``gradbus check``) | report it, with the run directory |
 | 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
 """
 
@@ -29,6 +30,7 @@ from gradbus.runtime.errors import (
     CollectiveTimeout,
     ConfigError,
     GradbusError,
+    JobTaken,
     JoinRefused,
     PeerLost,
     ReplicasDiverged,
@@ -51,10 +53,15 @@ class ExitCode(IntEnum):
     RANK_LOST = 9
     DIVERGED = 10
     RANKS_DISAGREE = 11
+    HISTORY = 12
 
 
 class NoData(GradbusError):
     """A data set that is asked for is neither on disk nor to be had from the network."""
+
+
+class NoJob(GradbusError):
+    """Nothing was heard of a job."""
 
 
 class ClientsGone(GradbusError):
@@ -66,9 +73,11 @@ _CODES: dict[type[GradbusError], ExitCode] = {
     NoData: ExitCode.NO_DATA,
     BarrierTimeout: ExitCode.NOBODY_CAME,
     ClientsGone: ExitCode.NOBODY_CAME,
+    NoJob: ExitCode.NOBODY_CAME,
     RoundTimeout: ExitCode.TOO_FEW_UPDATES,
     CheckpointError: ExitCode.CHECKPOINT,
     JoinRefused: ExitCode.REFUSED,
+    JobTaken: ExitCode.REFUSED,
     BusError: ExitCode.BUS,
     PeerLost: ExitCode.RANK_LOST,
     CollectiveTimeout: ExitCode.RANK_LOST,

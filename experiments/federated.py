@@ -39,6 +39,8 @@ async def run_controller(
     config = file.federated
     if config.state_dir is None:
         config = config.model_copy(update={"state_dir": run.state})
+    if config.history_dir is None:
+        config = config.model_copy(update={"history_dir": run.history})
     run.write_config(file.model_copy(update={"federated": config, "run_dir": run.path}).model_dump(mode="json"))
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
     try:

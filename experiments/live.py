@@ -96,6 +96,8 @@ class LiveTable:
         dropped = dict(progress.dropped)
         if dropped:
             parts.append(warning("not counted: " + ", ".join(f"{why} {n}" for why, n in dropped.items())))
+        if progress.out:
+            parts.append(warning(f"kept out for bad updates: {ranges(progress.out)}"))
         parts += map(warning, list(self._log.warnings))
         return Group(*parts)
 

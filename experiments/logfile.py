@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from gradbus.runtime import logs
+from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.logs import plain_text
 
 _HIDDEN = {"event", "level", "timestamp", "source", "traceback", "exception"}
 
@@ -20,9 +22,16 @@ class LogFile:
         warnings: the last warnings and errors, as short lines for people.
     """
 
-    def __init__(self, file: TextIO, on_warning: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        file: TextIO,
+        on_warning: Callable[[str], None] | None = None,
+        on_traceback: Callable[[str], None] | None = None,
+    ) -> None:
+        """``on_warning``: gets these lines. ``on_traceback``: gets the traceback of an error elsewhere, many lines."""
         self._file = file
         self._on_warning = on_warning
+        self._on_traceback = on_traceback
         self.warnings: deque[str] = deque(maxlen=5)
 
     def write(self, text: str) -> int:
@@ -30,13 +39,21 @@ class LogFile:
         for line in text.splitlines():
             if '"level": "warning"' in line or '"level": "error"' in line:
                 self.show(readable(line))
+                self._show_traceback(line)
         return len(text)
 
     def show(self, line: str) -> None:
         """Show this line to the user, too."""
+        line = plain_text(line)
         self.warnings.append(line)
         if self._on_warning is not None:
             self._on_warning(line)
+
+    def _show_traceback(self, line: str) -> None:
+        if self._on_traceback is None or '"traceback": "' not in line:
+            return
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # of another kind than ours: it is in the file
+            self._on_traceback(textwrap.indent(plain_text(parse_json(line)["traceback"]), "  "))
 
     def flush(self) -> None:
         self._file.flush()
@@ -60,8 +77,10 @@ def logging_to(stream: LogFile, *, level: str, back_to: Callable[[], None]) -> I
 def readable(line: str) -> str:
     """A JSON log line as a person reads it: what happened, then the details. Other lines stay as they are."""
     try:
-        entry: dict[str, Any] = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
+        return line
+    if not isinstance(entry, dict):
         return line
     details = " ".join(f"{key}={value}" for key, value in entry.items() if key not in _HIDDEN)
     return f"{entry.get('event', '')} {details}".strip()

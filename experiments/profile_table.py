@@ -9,7 +9,6 @@ copied into it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from gradbus.experiments.live import size
 from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profile_summary import ProfileSummary, read_summary
 
@@ -158,14 +158,21 @@ def _each(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
     for path in sorted(paths):
         try:
             found.append(read(path))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # cut off, or something else
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:  # cut off, or something else
             log.warning("profile not read", path=str(path), error=str(error))
     return found
 
 
 def _read_trace(path: Path) -> dict[str, Any]:
     """Merged with nothing, which says at once if it cannot be merged."""
-    return merge_chrome_traces([json.loads(path.read_text(encoding="utf-8"))])
+    return merge_chrome_traces([parse_json(path.read_text(encoding="utf-8"))])
 
 
 def main() -> int:

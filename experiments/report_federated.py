@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from gradbus.actors.report import RoundReport
-from gradbus.actors.rounds import Outcome
 from gradbus.actors.timeline import MAX_CLIENTS, ClientTimeline
 from gradbus.experiments import report_figures as figures
 from gradbus.experiments import style
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.live import percent, size
+from gradbus.experiments.report_faults import faults
 from gradbus.experiments.report_page import (
     Column,
     Figure,
@@ -32,27 +31,6 @@ from gradbus.experiments.style import Look
 
 MAX_TABLE_ROWS = 400
 
-REASONS = {
-    "client lost": "died, or left, while its update was expected",
-    "training failed": "its training function raised; see its log",
-    "cut short": "died in the middle of an upload",
-    "stalled": "sent nothing for ten seconds in the middle of an upload",
-    "stale": "offered for a round that was not open any more",
-    "unexpected": "offered by a client that counts already, or does not take part",
-    "malformed": "bytes that no codec accepts",
-    "non-finite": "NaN or infinity in the update",
-    "oversized": "more bytes than this codec and model can need",
-    "samples": "a number of samples out of range",
-    "refused": "the strategy could not use it",
-    "mismatch": "frames that do not fit their offer",
-    "late frame": "came when no round was open",
-    "unexpected frame": "belongs to no update that was granted",
-    "repeated frame": "came twice; harmless",
-    "crc": "damaged on the way",
-    "handler failed": "a mistake of gradbus; the log has its traceback",
-}
-"""What the reasons in a report mean. Others explain themselves, or come from the wire: see docs/wire.md."""
-
 
 def page_of(run: Run) -> Page:
     """All that its files tell."""
@@ -71,7 +49,7 @@ def page_of(run: Run) -> Page:
             _time(reports),
             _bytes(run),
             _norms(reports),
-            _losses(reports),
+            faults(reports),
             Section(title="Rounds", tables=[rounds_table(reports)] if reports else []),
             Section(
                 title="Configuration",
@@ -242,40 +220,6 @@ def _norms(reports: Sequence[RoundReport]) -> Section:
             )
         ],
     )
-
-
-def _losses(reports: Sequence[RoundReport]) -> Section:
-    """Updates and frames that did not count, and rounds that did not go smoothly."""
-    counts: Counter[str] = Counter()
-    rounds: dict[str, list[int]] = {}
-    for report in reports:
-        for reason, count in report.dropped.items():
-            counts[reason] += count
-            rounds.setdefault(reason, []).append(report.round_id)
-    rows = [[reason, str(n), listed(rounds[reason]), REASONS.get(reason, "")] for reason, n in counts.most_common()]
-    bumpy = [
-        [str(r.round_id), f"{len(r.clients)} of {r.expected}", str(r.attempt), r.outcome]
-        for r in reports
-        if r.attempt > 1 or len(r.clients) < r.expected or r.outcome != Outcome.ALL.value
-    ]
-    shown, left_out = thinned(bumpy, 60)
-    tables = []
-    if rows:
-        tables.append(
-            Table(name="dropped", title="Not counted, by reason", head=("reason", "times", "in round", "meaning"),
-                  rows=rows, numbers=None)
-        )  # fmt: skip
-    if bumpy:
-        tables.append(
-            Table(
-                name="bumpy", title="Rounds that some client missed, or that were tried again",
-                head=("round", "clients", "attempts", "ended by"), rows=shown, numbers=None,
-                caption=f"{left_out} rounds are left out." if left_out else "",
-            )
-        )  # fmt: skip
-    text = "" if tables or not reports else "Every update that was expected counted, in the first attempt."
-    nothing = Table(name="dropped", head=(), rows=(), caption=text)
-    return Section(title="Drops and faults", tables=tables or ([nothing] if reports else []))
 
 
 def rounds_table(reports: Sequence[RoundReport]) -> Table:

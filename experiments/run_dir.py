@@ -1,7 +1,8 @@
 """The directory of a run: what was asked, what came of it, in files that other programs can read.
 
 ``config.json`` (a configuration of its own: the run can be started again from it), ``rounds.jsonl`` (one report a line,
-written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, and the checkpoints in ``state/``.
+written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, the checkpoints in ``state/``, and in
+``history/`` what happened, for ``gradbus check``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from gradbus.experiments.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import lines_of, parse_json
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport
@@ -45,6 +47,11 @@ class RunDirectory:
     def state(self) -> Path:
         """Where the checkpoints of the run go."""
         return self.path / "state"
+
+    @property
+    def history(self) -> Path:
+        """Where what happened is noted, for ``gradbus check``."""
+        return self.path / "history"
 
     def write_config(self, values: Any) -> None:
         """Keep the settings in force."""
@@ -145,9 +152,9 @@ def _timelines(path: Path) -> dict[tuple[int, int], list[Any]]:
     """By round and checksum of its model, as far as they can be read: a round that was done again is another one."""
     found: dict[tuple[int, int], list[Any]] = {}
     if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
+        for line in lines_of(path):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                entry = parse_json(line)
                 found[int(entry["round_id"]), int(entry["weights_crc32"])] = list(entry["timeline"])
     return found
 

@@ -5,7 +5,6 @@ Nothing here draws or prints; see report.py.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,12 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from gradbus.actors.report import RoundReport
 from gradbus.actors.worker_report import EpochReport
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import lines_of, parse_json, read_text
 from gradbus.runtime.profile_summary import ProfileSummary, WindowStats, read_summary
 
 T = TypeVar("T")
 
 Kind = Literal["federated", "parallel"]
 
+MAX_FILE_BYTES = 64 << 20  # of config.json, and of summary.json
 MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
 MAX_TRACE_BYTES = 64 << 20
 MAX_LOSS = 1e30
@@ -132,7 +133,7 @@ def _json_file(path: Path, missing: list[str], otherwise: str) -> dict[str, Any]
         missing.append(f"{path.name} is not there: {otherwise}.")
         return {}
     try:
-        values = _parsed(path.read_text(encoding="utf-8"))
+        values = _parsed(read_text(path, MAX_FILE_BYTES))
         if isinstance(values, dict):
             return values
         why = "it is no JSON object"
@@ -144,7 +145,7 @@ def _json_file(path: Path, missing: list[str], otherwise: str) -> dict[str, Any]
 
 def _parsed(text: str) -> Any:
     """JSON; NaN and infinities, which some writers put there, are null."""
-    return json.loads(text, parse_constant=lambda _: None)
+    return parse_json(text, parse_constant=lambda _: None)
 
 
 def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str]) -> tuple[T, ...]:
@@ -155,19 +156,18 @@ def _lines(path: Path, kind: type[T], key: Callable[[T], int], missing: list[str
     check: TypeAdapter[T] = TypeAdapter(kind)
     found: dict[int, T] = {}
     bad: list[tuple[int, str]] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                report = check.validate_python(_with_gaps(_parsed(text)))
-                found[key(report)] = report
-            except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                where = ".".join(str(step) for step in first["loc"])
-                bad.append((number, f"{where}: {first['msg']}" if where else first["msg"]))
-            except ValueError:
-                bad.append((number, "no JSON; it was cut off, if it is the last one"))
+    for number, text in enumerate(lines_of(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            report = check.validate_python(_with_gaps(_parsed(text)))
+            found[key(report)] = report
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(step) for step in first["loc"])
+            bad.append((number, f"{where}: {first['msg']}" if where else first["msg"]))
+        except ValueError:
+            bad.append((number, "no JSON; it was cut off, if it is the last one"))
     missing += [f"{path.name}, line {number} is left out: {why}." for number, why in bad[:5]]
     if len(bad) > 5:
         missing.append(f"{path.name}: {len(bad) - 5} more lines are left out.")
@@ -207,18 +207,17 @@ def _windows(path: Path) -> list[WindowStats]:
     """Of all starts of the rank. Steps that were done again after a resume count once."""
     check = TypeAdapter(WindowStats)
     found: list[WindowStats] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = _parsed(text)
-                if line["kind"] == "window":
-                    for amounts in (line["mean"], line["max"]):
-                        amounts.update({name: math.nan for name, value in amounts.items() if value is None})
-                    window = check.validate_python(line)
-                    found = [earlier for earlier in found if earlier.last_step < window.first_step]
-                    found.append(window)
-            except (ValueError, LookupError, TypeError, AttributeError):
-                continue
+    for text in lines_of(path):
+        try:
+            line = _parsed(text)
+            if line["kind"] == "window":
+                for amounts in (line["mean"], line["max"]):
+                    amounts.update({name: math.nan for name, value in amounts.items() if value is None})
+                window = check.validate_python(line)
+                found = [earlier for earlier in found if earlier.last_step < window.first_step]
+                found.append(window)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue
     return found
 
 
@@ -234,7 +233,7 @@ def _step(path: Path, missing: list[str]) -> tuple[int | None, dict[int, tuple[S
                 raise ValueError(f"it has more than {MAX_TRACE_BYTES >> 20} MiB")
             trace = _Trace(_parsed(file.read_text(encoding="utf-8")))
             traces[trace.rank] = trace
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             missing.append(f"{file.name} cannot be read: {error}.")
     common = set.intersection(*(set(trace.steps) for trace in traces.values())) if traces else set()
     if not common:

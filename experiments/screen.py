@@ -45,7 +45,9 @@ class Screen:
 
     def log_file(self, run: RunDirectory) -> LogFile:
         """The log of this run; its warnings are lines on stderr where there is no table."""
-        return LogFile(run.log, None if self.table else lambda line: print(f"warning: {line}", file=sys.stderr))
+        if self.table:  # rich puts the lines above the table
+            return LogFile(run.log, None, self.say)
+        return LogFile(run.log, lambda line: print(f"warning: {line}", file=sys.stderr), _to_stderr)
 
     def logging(self, log: LogFile) -> AbstractContextManager[None]:
         """Send the log there meanwhile."""
@@ -65,3 +67,7 @@ class Screen:
     def say(self, text: str) -> None:
         """A line for the user."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -8,7 +8,6 @@ rank writes its windows of the profile, ``trace-rank-R.json``, and its checkpoin
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from gradbus.experiments.files import OF_CLIENTS, WorkerFile
 from gradbus.experiments.run_dir import about_this_program, json_text, write_json
 from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
     from gradbus.actors.worker_report import EpochReport
@@ -50,6 +50,11 @@ class WorkerDirectory:
     def state(self) -> Path:
         """Where the checkpoints of the run go."""
         return self.path / "state"
+
+    @property
+    def history(self) -> Path:
+        """Where what happened is noted, for ``gradbus check``."""
+        return self.path / "history"
 
     @property
     def mark(self) -> str:
@@ -85,7 +90,7 @@ class WorkerDirectory:
         """Append the report of an epoch. What an earlier start has done after the checkpoint it was resumed from is
         taken out: it did not happen."""
         path = self.path / "epochs.jsonl"
-        before = [] if self._written else [line for line in _lines(path) if json.loads(line)["epoch"] < report.epoch]
+        before = [] if self._written else [line for line in _lines(path) if parse_json(line)["epoch"] < report.epoch]
         with path.open("a" if self._written else "w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in [*before, json_text(report.to_json())])
         self._written = True
@@ -98,7 +103,7 @@ class WorkerDirectory:
     def merge_traces(self, world: int) -> None:
         """Rank 0, when all have written theirs: those that can be seen here in one file."""
         paths = [path for path in map(self._trace_of, range(world)) if path.exists()]
-        traces = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        traces = [parse_json(path.read_text(encoding="utf-8")) for path in paths]
         write_chrome_trace(self.path / "trace.json", merge_chrome_traces(traces))
 
     def finish(self, **entries: Any) -> None:
@@ -116,6 +121,6 @@ def _lines(path: Path) -> list[str]:
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            json.loads(line)["epoch"]
+            parse_json(line)["epoch"]
             lines.append(line)
     return lines

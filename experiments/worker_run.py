@@ -112,6 +112,8 @@ class _Run:
         config: DataParallelConfig = file.worker
         if config.state_dir is None:
             config = config.model_copy(update={"state_dir": directory.state})
+        if config.history_dir is None:
+            config = config.model_copy(update={"history_dir": directory.history})
         self._file = file.model_copy(update={"worker": config, "run_dir": directory.path, "world": group.world})
         self._group = group
         self._task = task

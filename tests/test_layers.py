@@ -23,7 +23,20 @@ FOLDERS = sorted(ALL - {"front", "torch"})
 MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
 DDS_ONLY_IN = {"runtime/dds.py", "runtime/ddsc.py", "runtime/idl_types.py"}
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
-UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib"}
+UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib", "yaml", "torch.package"}
+# What runs or unpickles what it is given. torch's own object collectives do.
+UNSAFE_CALLS = {
+    "eval", "exec", "builtins.eval", "builtins.exec", "torch.hub.load", "torch.jit.load", "dist.all_gather_object",
+    "dist.gather_object", "dist.broadcast_object_list", "dist.scatter_object_list", "dist.send_object_list",
+    "dist.recv_object_list",
+}  # fmt: skip
+# What makes more of its input than it is, and the one file that does so within limits. Benchmarks read their own files.
+LIMITED_BY = {
+    "msgpack.unpackb": "runtime/packing.py", "msgpack.unpack": "", "msgpack.Unpacker": "runtime/packing.py",
+    "json.loads": "runtime/json_text.py", "json.load": "", "tomllib.loads": "runtime/settings.py", "tomllib.load": "",
+    "gzip.decompress": "", "zlib.decompress": "", "bz2.decompress": "", "lzma.decompress": "",
+}  # fmt: skip
+READ_THEIR_OWN = ("experiments/bench", "experiments/fuzz/", "experiments/soak/")
 MAX_LINES = 400
 
 Rule = Callable[[PurePosixPath, str], list[str]]
@@ -122,15 +135,35 @@ def logging_is_set_up_once(path: PurePosixPath, source: str) -> list[str]:
 
 
 def nothing_runs_foreign_code(path: PurePosixPath, source: str) -> list[str]:
-    found = [f"line {line}: {name}" for line, name, _ in imports(path, source) if name.split(".")[0] in UNSAFE_MODULES]
+    found = [
+        f"line {line}: {name}"
+        for line, name, _ in imports(path, source)
+        if name.split(".")[0] in UNSAFE_MODULES or name in UNSAFE_MODULES
+    ]
     for call in calls(source):
         keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        if called(call) in ("eval", "exec", "builtins.eval", "builtins.exec"):
+        if called(call) in UNSAFE_CALLS:
             found.append(f"line {call.lineno}: {called(call)}")
         if called(call) == "torch.load" and keywords.get("weights_only") != "True":
             found.append(f"line {call.lineno}: torch.load without weights_only=True")
         if keywords.get("allow_pickle", "False") != "False":
             found.append(f"line {call.lineno}: allow_pickle")
+    return found
+
+
+def what_comes_from_outside_is_read_within_limits(path: PurePosixPath, source: str) -> list[str]:
+    """docs/fuzzing.md: one reader for each format, which knows how much it may take."""
+    if str(path).startswith(READ_THEIR_OWN):
+        return []
+    found = []
+    for call in calls(source):
+        reader = LIMITED_BY.get(called(call))
+        if reader is not None and str(path) != reader:
+            found.append(f"line {call.lineno}: {called(call)}" + (f"; take {reader}" if reader else ""))
+        if called(call).endswith("ZstdDecompressor().decompress") and "max_output_size" not in {
+            keyword.arg for keyword in call.keywords
+        }:
+            found.append(f"line {call.lineno}: decompress without max_output_size")
     return found
 
 
@@ -156,6 +189,7 @@ RULES: list[Rule] = [
     dds_stays_behind_the_bus,
     logging_is_set_up_once,
     nothing_runs_foreign_code,
+    what_comes_from_outside_is_read_within_limits,
     torchvision_is_lazy,
     files_stay_short,
 ]
@@ -213,6 +247,13 @@ BAD = [
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path)"),
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path, weights_only=False)"),
     (nothing_runs_foreign_code, "models/data.py", "np.load(path, allow_pickle=True)"),
+    (nothing_runs_foreign_code, "runtime/settings.py", "import yaml"),
+    (nothing_runs_foreign_code, "runtime/_torch/works.py", "dist.all_gather_object(found, mine)"),
+    (nothing_runs_foreign_code, "models/task.py", "from torch import package"),
+    (what_comes_from_outside_is_read_within_limits, "runtime/control.py", "msgpack.unpackb(data)"),
+    (what_comes_from_outside_is_read_within_limits, "runtime/packing.py", "json.loads(text)"),
+    (what_comes_from_outside_is_read_within_limits, "models/idx.py", "gzip.decompress(data)"),
+    (what_comes_from_outside_is_read_within_limits, "codecs/s4.py", "zstandard.ZstdDecompressor().decompress(x)"),
     (torchvision_is_lazy, "actors/client.py", "def f():\n    import torchvision"),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
     (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
@@ -255,6 +296,12 @@ GOOD = [
         nothing_runs_foreign_code,
         "models/task.py",
         "model.eval()\ntorch.load(path, weights_only=True)\nnp.load(p, allow_pickle=False)",
+    ),
+    (what_comes_from_outside_is_read_within_limits, "runtime/packing.py", "msgpack.unpackb(data)\njson.dumps(x)"),
+    (
+        what_comes_from_outside_is_read_within_limits,
+        "codecs/s4.py",
+        "zstandard.ZstdDecompressor().decompress(x, max_output_size=9)",
     ),
     (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),

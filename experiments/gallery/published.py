@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from gradbus.runtime.json_text import parse_json
 
 
 class Published(BaseModel):
@@ -58,4 +59,4 @@ def source() -> str:
 
 def _load() -> _File:
     text = files("gradbus.experiments.gallery").joinpath("published.json").read_text(encoding="utf-8")
-    return _File.model_validate(json.loads(text))
+    return _File.model_validate(parse_json(text))

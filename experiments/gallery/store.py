@@ -22,6 +22,7 @@ from gradbus.experiments.bench_rows import machine
 from gradbus.experiments.gallery.plan import Run, settings_of
 from gradbus.experiments.run_dir import write_json
 from gradbus.experiments.versions import versions
+from gradbus.runtime.json_text import parse_json
 
 _LAYERS = (actors, codecs, models, runtime)
 # Of the experiments, what decides how a run goes. A changed colour or table is no reason to train again.
@@ -107,7 +108,7 @@ class Store:
 
 def _read(folder: Path, run: Run) -> Finished | None:
     try:
-        facts = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+        facts = parse_json((folder / "done.json").read_text(encoding="utf-8"))
         return Finished(run, folder, str(facts["code"]), float(facts["seconds"]), dict(facts["machine"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

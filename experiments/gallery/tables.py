@@ -7,7 +7,6 @@ on both ways: nothing reaches a figure that is not what its column says.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gradbus.experiments.gallery.plan import FederatedRun, ParallelRun
 from gradbus.experiments.gallery.store import Finished
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profile_summary import read_summary
 
 
@@ -210,7 +210,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         raise BadData(f"{path} cannot be read: {error}") from None
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            yield f"{path}, line {number}", json.loads(line)
+            yield f"{path}, line {number}", parse_json(line)
         except ValueError as error:
             raise BadData(f"{path}, line {number}: not JSON: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,10 +241,11 @@ def test_a_ratio_counts_as_worse_only_if_it_is_so_again(
     assert len(list(values)) == (1 if measured[0] == 1.0 else 0)
 
 
-def test_a_part_that_fails_says_why_and_the_others_go_on(
+def test_a_part_that_fails_says_why_and_keeps_what_it_has_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(effort: Effort) -> list[Figure]:
+    def fails(effort: Effort) -> Iterator[Figure]:
+        yield ratio(1.0)
         raise RuntimeError("first line\nrank 1 died")
 
     monkeypatch.setitem(ALL, "bus", Part(fails, "Bus", {}))
@@ -251,7 +253,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(
     assert bench.main(["--tiny", "--part", "bus", "--part", "codecs", "--out", "out.json"]) == 1
     assert "bus failed: RuntimeError: rank 1 died" in capsys.readouterr().err
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert [(run["part"], len(run["figures"])) for run in written["runs"]] == [("bus", 0), ("codecs", 1)]
+    assert [(run["part"], len(run["figures"])) for run in written["runs"]] == [("bus", 1), ("codecs", 1)]
 
 
 def test_a_wrong_file_is_an_error_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

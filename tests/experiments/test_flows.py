@@ -45,7 +45,7 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_a_demo_trains_and_leaves_a_complete_run_directory(start, domain, tmp_path: Path) -> None:
+def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain, tmp_path: Path) -> None:
     process = start(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
@@ -59,6 +59,10 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(start, domain, tmp_pa
     assert summary["bytes_up"] == sum(report["bytes_up"] for report in reports) > 0
     assert (run / "accuracy.png").stat().st_size > 1000
     assert load(ControllerFile, run / "config.json").federated.codec == "sq8"
+    checked = invoke("check", "run")
+    assert checked.code == 0, checked.out
+    assert [line.split()[0] for line in checked.out.splitlines()] == [f"I{number}" for number in range(1, 8)]
+    assert "I7  what counts is what was sent             holds                     4 compared" in checked.out
     for number in (0, 1):
         events = [json.loads(line)["event"] for line in (run / f"client-{number}.log").read_text().splitlines()]
         assert events[-1] == "client done"
@@ -210,10 +214,13 @@ def test_a_controller_that_is_terminated_says_how_to_go_on(start, domain, tmp_pa
     assert err == f"gradbus controller: stopped by SIGTERM. To continue: gradbus controller {config} --run-dir run\n"
 
 
-def test_the_doctor_finds_this_machine_well_and_measures_it(start, domain) -> None:
-    process = start("doctor", "--domain", domain)
+def test_the_doctor_finds_this_machine_well_and_measures_it(start, domain, invoke, tmp_path) -> None:
+    assert invoke("keys", "new", "job.key").code == 0
+    process = start("doctor", "--domain", domain, "--key-file", "job.key")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
+    assert re.search(r"security +psk, key [0-9a-f]{16}: works, \d+ ms +ok", out), out
+    assert (tmp_path / "job.key").read_text().split()[1] not in out + err
     for pattern in (r"discovery +(\d+) ms", r"round trip, 64 B +(\d+) us", r"throughput, 1 MiB frames +(\d+) MB/s"):
         match = re.search(pattern, out)
         assert match, out

@@ -67,7 +67,8 @@ def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, Finished]])
             report["bytes_up"], report["bytes_down"], report["accuracy"],
         )  # fmt: skip
         assert row.decode_s + row.aggregate_s == pytest.approx(report["aggregate_s"], rel=0.2, abs=0.002)
-        parts = (row.train_s, row.encode_s, row.wire_s, row.decode_s, row.aggregate_s, row.checkpoint_s, row.publish_s)
+        # But for decoding: the first update is decoded while other clients train.
+        parts = (row.train_s, row.encode_s, row.wire_s, row.aggregate_s, row.checkpoint_s, row.publish_s)
         assert sum(parts) <= row.seconds * 1.05
     assert [(row.round_id, row.client_id) for row in found["updates"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert sum(row.num_bytes for row in found["updates"]) == sum(report["bytes_up"] for report in reports)

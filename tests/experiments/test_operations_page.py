@@ -24,7 +24,7 @@ from gradbus.runtime.network import NetworkConfig, build_xml
 from gradbus.runtime.settings import BusSettings
 
 KINDS = (ControllerFile, ClientFile, WorkerFile)
-PAGES = ("operations.md", "tuning.md", "tutorial-federated.md", "tutorial-data-parallel.md")
+PAGES = ("operations.md", "tuning.md", "robust.md", "tutorial-federated.md", "tutorial-data-parallel.md")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_every_option_that_a_page_names_exists(root: Path, name: str) -> None:
         opt for command in group.commands.values() for one in command.params for opt in (*one.opts, *one.secondary_opts)
     }
     text = (root / "docs" / name).read_text(encoding="utf-8")
-    for line in re.findall(r"\bgradbus (?:demo|controller|client|worker|run|doctor)\b[^`\n]*", text):
+    for line in re.findall(r"\bgradbus (?:demo|controller|client|worker|run|doctor|status)\b[^`\n]*", text):
         options = set(re.findall(r"(?<=\s)--?[a-z][\w-]*", line))
         assert options - known - {"--bind"} == set(), line
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.actors.conduct import Conduct
 from gradbus.actors.report import RoundReport
 from gradbus.actors.timeline import ClientTimeline
 from gradbus.experiments.report import page_of
@@ -203,6 +204,30 @@ def test_drops_and_faults_are_shown_by_reason_with_their_meaning(tmp_path: Path)
         ["client lost", "1", "1", "died, or left, while its update was expected"],
     ]
     assert rows_of(html, "bumpy") == [["1", "1 of 2", "2", "deadline"]]
+
+
+def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> None:
+    conduct, reports = Conduct(2, 3), []
+    for round_id, client_id, reason in ((1, 7, "malformed"), (2, 7, "non-finite"), (3, 1, "samples")):
+        conduct.strike(client_id, round_id, reason, f"<b>{reason}</b> of {client_id}")
+        reports.append(
+            RoundReport(
+                round_id=round_id, clients=(0, 2), expected=3, strikes=conduct.take_new(),
+                marks={"clipped": (2,), "samples capped": (0, 2)} if round_id > 1 else {},
+            )
+        )  # fmt: skip
+    with RunDirectory(tmp_path) as run:
+        run.add(reports)
+        run.finish(reports, outcome="done", seconds=3.0)
+    found = read_run(tmp_path)
+    assert [r.strikes for r in found.rounds] == [r.strikes for r in reports]
+    assert [r.marks for r in found.rounds] == [r.marks for r in reports]
+    html = render(page_of(found))
+    assert rows_of(html, "strikes") == [
+        ["1", "1", "3", "samples", "&lt;b&gt;samples&lt;/b&gt; of 1", "no"],
+        ["7", "2", "1, 2", "non-finite", "&lt;b&gt;non-finite&lt;/b&gt; of 7", "3 to 5"],
+    ]
+    assert rows_of(html, "marks") == [["0", "0", "2"], ["2", "2", "2"]]
 
 
 def test_a_long_run_with_many_clients_stays_small_and_says_what_is_left_out(tmp_path: Path) -> None:

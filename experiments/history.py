@@ -1,0 +1,111 @@
+"""Reading the histories that the processes of a run have left: all of them together, and start by start.
+
+What writes them is :mod:`gradbus.runtime.history`; what must be true of them is in history_check.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import lines_of, parse_json
+
+Event = dict[str, Any]
+
+_NAME = re.compile(r"(controller|client|rank)(?:-(\d{1,10}))?\.jsonl")
+RESOURCES = "resources.jsonl"
+
+
+@dataclass(slots=True)
+class Start:
+    """One start of one process, from its ``started`` to the next.
+
+    Attributes:
+        opening: the event ``started``. events: those after it, in order.
+    """
+
+    opening: Event
+    events: list[Event] = field(default_factory=list)
+
+    def all(self, name: str) -> Iterator[Event]:
+        """Its events of this name."""
+        return (event for event in self.events if event["event"] == name)
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """What all processes of a run have noted.
+
+    Attributes:
+        directory: where it was found.
+        controller: starts of the controller. clients, ranks: of the clients and ranks, by number.
+        resources: samples of memory, descriptors and threads, where somebody has taken them.
+        cut_short: lines that could not be read: a process was killed while it wrote them.
+        without_start: events of processes that have noted no start.
+    """
+
+    directory: Path
+    controller: list[Start] = field(default_factory=list)
+    clients: dict[int, list[Start]] = field(default_factory=dict)
+    ranks: dict[int, list[Start]] = field(default_factory=dict)
+    resources: list[Event] = field(default_factory=list)
+    cut_short: int = 0
+    without_start: int = 0
+
+
+def read_history(path: Path) -> RunHistory:
+    """The histories in this directory, or in its folder ``history``.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    directory = path / "history" if (path / "history").is_dir() else path
+    run = RunHistory(directory)
+    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
+    for file in files:
+        match = _NAME.fullmatch(file.name)
+        if file.name == RESOURCES:
+            run.resources += _events(run, file)
+        elif match is not None:
+            starts = _starts(run, _events(run, file))
+            if match[1] == "controller":
+                run.controller += starts
+            else:
+                of = run.clients if match[1] == "client" else run.ranks
+                of.setdefault(int(match[2] or 0), []).extend(starts)
+    if not any(_NAME.fullmatch(file.name) for file in files):
+        raise ConfigError(
+            f"{path} holds no history. Runs of `gradbus controller`, `worker` and `demo` keep one in RUN_DIR/history; "
+            f"clients where client.history_dir says"
+        )
+    return run
+
+
+def _events(run: RunHistory, file: Path) -> Iterator[Event]:
+    for line in lines_of(file):
+        try:
+            event = parse_json(line)
+            hash((event["event"], event.get("pid")))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            run.cut_short += bool(line.strip())
+            continue
+        yield event
+
+
+def _starts(run: RunHistory, events: Iterator[Event]) -> list[Start]:
+    starts: list[Start] = []
+    newest: dict[object, Start] = {}  # by process: two may use one name at the same time
+    for event in events:
+        process = event.get("pid")
+        if event["event"] == "started":
+            newest[process] = Start(event)
+            starts.append(newest[process])
+        elif process in newest:
+            newest[process].events.append(event)
+        elif event["event"] != "ended":  # that is all that a controller says which finds its job taken
+            run.without_start += 1
+    return starts

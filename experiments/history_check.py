@@ -1,0 +1,240 @@
+"""What must be true of every run, whatever has failed in it: seven invariants, checked in what it has left.
+
+    I1  an update counts at most once
+    I2  rounds follow one another, each with one model, and all who take that model have the same bits
+    I3  the model of a round is what its counted updates give when they are added up again
+    I4  no round that was committed is lost when a controller dies
+    I5  the parameters of all ranks are equal after each step that was compared
+    I6  memory, descriptors and threads do not grow
+    I7  what is counted, or taken for a model, is byte for byte what the other side has sent
+
+Nothing here runs while the run does, and nothing here asks the code that it checks, but for I3 with a strategy other
+than fedavg (history_replay.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from gradbus.experiments.history import Event, RunHistory, Start
+
+WARM_UP = 0.3  # share of a process's samples that do not count: pools fill, caches grow
+WARM_UP_S = 20.0  # and so long at least
+MIN_SAMPLES = 12  # fewer say nothing of growth
+MAX_GROWTH = 0.05
+
+TITLES = {
+    "I1": "an update counts at most once",
+    "I2": "one model per round, the same for all",
+    "I3": "models equal those computed again",
+    "I4": "no committed round is lost",
+    "I5": "ranks have equal parameters",
+    "I6": "memory, descriptors, threads flat",
+    "I7": "what counts is what was sent",
+}
+
+
+@dataclass(slots=True)
+class Finding:
+    """One invariant.
+
+    Attributes:
+        name: I1 to I7. checked: how many facts were compared; 0: the histories have nothing to say of it.
+        violations: one sentence each.
+    """
+
+    name: str
+    checked: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        """Count one comparison."""
+        self.checked += 1
+        if not holds:
+            self.violations.append(otherwise)
+
+
+def check(run: RunHistory) -> list[Finding]:
+    """All seven."""
+    from gradbus.experiments.history_replay import replay  # loads torch, where there is something to compute
+
+    rules: dict[str, Callable[[RunHistory, Finding], None]] = {
+        "I1": _counts_once, "I2": _one_model, "I3": replay, "I4": _nothing_lost, "I5": _equal_ranks,
+        "I6": _flat, "I7": _as_sent,
+    }  # fmt: skip
+    findings = []
+    for name, rule in rules.items():
+        finding = Finding(name)
+        try:
+            rule(run, finding)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            finding.expect(False, f"an event is not as its writer makes it: {type(error).__name__} {error}"[:200])
+        findings.append(finding)
+    return findings
+
+
+def committed(run: RunHistory) -> dict[tuple[str, int], Event]:
+    """The commit of each round, by run and round; of one that was committed again, the first."""
+    found: dict[tuple[str, int], Event] = {}
+    for start in run.controller:
+        for event in start.all("committed"):
+            found.setdefault((start.opening["run"], event["round"]), event)
+    return found
+
+
+def _counts_once(run: RunHistory, finding: Finding) -> None:
+    counted: set[tuple[str, int, int, int, int]] = set()
+    round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever it says of its round
+    for start in run.controller:
+        in_round: dict[int, list[Event]] = defaultdict(list)
+        for event in start.events:
+            if event["event"] == "counted":
+                in_round[event["round"]].append(event)
+                counted.add((start.opening["run"], event["round"], event["client"], event["incarnation"],
+                             event["transfer"]))  # fmt: skip
+                update = (start.opening["run"], event["client"], event["incarnation"], event["transfer"])
+                first = round_of.setdefault(update, event["round"])
+                finding.expect(
+                    first == event["round"],
+                    f"an update of client {event['client']} counted in round {first} and in round {event['round']}",
+                )
+            elif event["event"] == "committed":
+                updates = in_round[event["round"]]
+                clients = sorted(update["client"] for update in updates)
+                finding.expect(
+                    clients == event["clients"],
+                    f"round {event['round']} was committed with clients {event['clients']}, counted were {clients}",
+                )
+                samples = sum(update["num_samples"] for update in updates)
+                finding.expect(
+                    samples == event["num_samples"],
+                    f"round {event['round']} says {event['num_samples']} samples, counted were {samples}",
+                )
+        for round_id, updates in in_round.items():
+            for client, times in Counter(update["client"] for update in updates).items():
+                finding.expect(times == 1, f"client {client} counted {times} times in round {round_id}")
+    if not run.controller:
+        return
+    for client, starts in run.clients.items():
+        for start in starts:
+            for event in start.all("receipt"):
+                key = (event["run"], event["round"], client, start.opening["incarnation"], event["transfer"])
+                finding.expect(
+                    not event["accepted"] or key in counted,
+                    f"client {client} has a receipt for round {event['round']} that was not counted",
+                )
+
+
+def _one_model(run: RunHistory, finding: Finding) -> None:
+    held: dict[tuple[str, int], set[int]] = defaultdict(set)  # by clients; with a lossy codec not the weights
+    weights: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for start in run.controller:
+        name, last = start.opening["run"], start.opening["round"]
+        held[name, last].add(start.opening["held_crc32"])
+        weights[name, last].add(start.opening["crc32"])
+        for event in start.all("committed"):
+            finding.expect(event["round"] == last + 1, f"round {event['round']} was committed after round {last}")
+            last = event["round"]
+            held[name, last].add(event["held_crc32"])
+            weights[name, last].add(event["crc32"])
+    for found, what in ((weights, "models"), (held, "models at the clients")):
+        for (_, round_id), models in found.items():
+            finding.expect(len(models) == 1, f"round {round_id} has {len(models)} {what}")
+    for client, starts in run.clients.items():
+        for start in starts:
+            for event in start.all("decoded"):
+                models = held.get((event["run"], event["round"]), set())
+                finding.expect(
+                    event["crc32"] in models or not run.controller,
+                    f"client {client} holds another model of round {event['round']} than the controller committed",
+                )
+
+
+def _nothing_lost(run: RunHistory, finding: Finding) -> None:
+    newest: dict[str, Event] = {}
+    before: Start | None = None
+    for start in run.controller:
+        opening = start.opening
+        name, durable = opening["run"], opening["federated"]["state_dir"] is not None
+        if before is not None and durable and opening["federated"]["resume"]:
+            same_place = before.opening["federated"]["state_dir"] == opening["federated"]["state_dir"]
+            finding.expect(
+                name == before.opening["run"] or not same_place or not any(before.all("commanded")),
+                f"run {before.opening['run']} was not continued: a start from the same directory began run {name}",
+            )
+        if (last := newest.get(name)) is not None and durable:
+            finding.expect(
+                opening["round"] >= last["round"],
+                f"round {last['round']} was committed, but the next start went on from round {opening['round']}",
+            )
+            finding.expect(
+                opening["round"] <= last["round"] + 1,  # that one may have died before it noted its last commit
+                f"round {last['round']} was committed last, but the next start went on from round {opening['round']}",
+            )
+            finding.expect(
+                opening["round"] != last["round"] or opening["crc32"] == last["crc32"],
+                f"the model of round {last['round']} is not the one that was committed",
+            )
+        for event in start.all("committed"):
+            newest[name] = event
+        before = start
+
+
+def _equal_ranks(run: RunHistory, finding: Finding) -> None:
+    hashes: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, starts in run.ranks.items():
+        for start in starts:
+            for event in start.all("hash"):
+                hashes[start.opening["run"], event["step"]][event["hash"]].append(rank)
+    for (_, step), found in sorted(hashes.items()):
+        if sum(map(len, found.values())) < 2:
+            continue  # there was nobody to compare it with
+        told = ", ".join(f"ranks {sorted(set(ranks))} have {value}" for value, ranks in found.items())
+        finding.expect(len(found) == 1, f"step {step}: {told}")
+
+
+def _flat(run: RunHistory, finding: Finding) -> None:
+    for (who, pid), samples in sorted(_by_process(run).items()):
+        warm_s = samples[0]["at_s"] + WARM_UP_S
+        kept = [sample for sample in samples[int(len(samples) * WARM_UP) :] if sample["at_s"] >= warm_s]
+        if len(kept) < MIN_SAMPLES:
+            continue
+        third = len(kept) // 3
+        first, last = kept[:third], kept[-third:]
+        before, after = (median(sample["rss_bytes"] for sample in part) for part in (first, last))
+        finding.expect(
+            after <= before * (1 + MAX_GROWTH),
+            f"{who} (process {pid}) grew from {before / 2**20:.1f} to {after / 2**20:.1f} MiB, "
+            f"{after / before - 1:+.1%}",
+        )
+        for what in ("fds", "threads"):
+            before, after = (median(sample[what] for sample in part) for part in (first, last))
+            finding.expect(after <= before, f"{who} (process {pid}): {what} grew from {before:g} to {after:g}")
+
+
+def _by_process(run: RunHistory) -> dict[tuple[str, int], list[Event]]:
+    found: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    for sample in run.resources:
+        found[sample["who"], sample["pid"]].append(sample)
+    return found
+
+
+def _as_sent(run: RunHistory, finding: Finding) -> None:
+    sent: dict[tuple[str, int, int, int, int], Event] = {}
+    for client, starts in run.clients.items():
+        for start in starts:
+            for event in start.all("offered"):
+                key = (event["run"], event["round"], client, start.opening["incarnation"], event["transfer"])
+                sent[key] = event
+    for start in run.controller:
+        for event in start.all("counted"):
+            key = (start.opening["run"], event["round"], event["client"], event["incarnation"], event["transfer"])
+            if event["client"] in run.clients:
+                offer = sent.get(key)
+                finding.expect(
+                    offer is not None and all(offer[name] == event[name] for name in ("crc32", "num_samples")),
+                    f"what counted for client {event['client']} in round {event['round']} is not what it offered",
+                )

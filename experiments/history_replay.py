@@ -1,0 +1,131 @@
+"""Invariant I3: every round computed again, from the bytes of the updates that counted.
+
+With fedavg, and no limits on updates, in NumPy alone: in 64-bit integers as docs/architecture.md has it, by clients in
+ascending order. Other strategies have steps of their own; they are run again as they are, with the same order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from gradbus.experiments.history import Event, RunHistory
+from gradbus.runtime.history import model_name, update_name, weights_name
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from gradbus.experiments.history_check import Finding
+
+_ONE = float(1 << 30)  # of the fixed point
+
+
+def replay(run: RunHistory, finding: Finding) -> None:
+    """Compute again what can be: runs that kept their payloads, from their first round on."""
+    folder = run.directory / "payloads"
+    runs: dict[str, list[tuple[Event, list[Event]]]] = {}
+    openings: dict[str, Event] = {}
+    before: dict[str, dict[int, list[Event]]] = {}  # what the start before has counted
+    for start in run.controller:
+        name = start.opening["run"]
+        openings.setdefault(name, start.opening)
+        rounds, last = runs.setdefault(name, []), start.opening["round"]
+        if last == (rounds[-1][0] if rounds else openings[name])["round"] + 1:
+            # The start before has committed it, and died before it could say so: this one says what came of it.
+            rounds.append((start.opening, before[name].get(last, [])))
+        counted: dict[int, list[Event]] = {}
+        before[name] = counted
+        for event in start.events:
+            if event["event"] == "counted":
+                counted.setdefault(event["round"], []).append(event)
+            elif event["event"] == "committed":
+                rounds.append((event, counted.get(event["round"], [])))
+    for name, rounds in runs.items():
+        opening = openings[name]
+        if (folder / weights_name(int(name, 16), opening["round"])).exists() and _has_all(opening):
+            _Replay(run, finding, opening).all(rounds)
+
+
+def _has_all(opening: Event) -> bool:
+    """Whether the weights are all that the run went on from. Later on there may be the state of a strategy, and what
+    the clients hold, and of these no history has the bytes."""
+    alone = opening["federated"]["strategy"] == "fedavg" and opening["held_crc32"] == opening["crc32"]
+    return bool(alone or opening["round"] == 0)
+
+
+class _Replay:
+    def __init__(self, run: RunHistory, finding: Finding, opening: Event) -> None:
+        import numpy as np
+
+        from gradbus.actors.strategies import make_strategy, within_limits
+        from gradbus.actors.strategy import FedAvg
+        from gradbus.runtime.settings import FederatedConfig
+
+        self._folder = run.directory / "payloads"
+        self._finding = finding
+        self._run_id = int(opening["run"], 16)
+        config = FederatedConfig.model_validate(opening["federated"])
+        data = (self._folder / weights_name(self._run_id, opening["round"])).read_bytes()
+        self._weights: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(data, dtype="<f4").copy()
+        self._held = None if config.downlink_codec == "fp32" else self._weights.copy()
+        strategy = within_limits(make_strategy(config, self._weights.size), config)
+        self._strategy = None if type(strategy) is FedAvg else strategy
+
+    def all(self, rounds: list[tuple[Event, list[Event]]]) -> None:
+        done = 0
+        for commit, updates in rounds:
+            if commit["round"] <= done:
+                continue  # committed again, which is another invariant's business
+            done = commit["round"]
+            try:
+                self._round(done, sorted(updates, key=lambda update: update["client"]))
+            except (OSError, ValueError) as error:
+                self._finding.expect(False, f"round {done} cannot be computed again: {error}")
+                return
+            crc32 = zlib.crc32(self._weights.data)
+            self._finding.expect(
+                crc32 == commit["crc32"],
+                f"round {done}: its updates give a model with CRC-32 {crc32:08x}, committed is {commit['crc32']:08x}",
+            )
+            self._follow(done)
+
+    def _payload(self, round_id: int, update: Event) -> bytes:
+        name = update_name(round_id, update["client"], update["incarnation"], update["transfer"])
+        return (self._folder / name).read_bytes()
+
+    def _round(self, round_id: int, updates: list[Event]) -> None:
+        import numpy as np
+        import torch
+
+        from gradbus import codecs
+
+        base = self._weights if self._held is None else self._held
+        if self._strategy is not None:
+            weights = torch.from_numpy(self._weights)
+            self._strategy.begin(round_id, torch.from_numpy(base))
+            for update in updates:
+                payload = bytearray(self._payload(round_id, update))
+                parsed = codecs.parse(payload, expected_dim=base.size)
+                self._strategy.add(update["client"], parsed, update["num_samples"])
+            self._strategy.finish(weights)
+            return
+        total = np.zeros(base.size, dtype=np.int64)
+        for update in updates:
+            decoded = codecs.decode(bytearray(self._payload(round_id, update)), expected_dim=base.size)
+            delta = decoded.vector.numpy().astype(np.float64)
+            if not decoded.is_delta:
+                delta -= base
+            total += np.rint(delta * (update["num_samples"] * _ONE)).astype(np.int64)
+        samples = sum(update["num_samples"] for update in updates)
+        self._weights[:] = total.astype(np.float64) * (1.0 / (samples * _ONE)) + self._weights
+
+    def _follow(self, round_id: int) -> None:
+        """With a lossy codec on the way down: what the clients hold after this round."""
+        if self._held is None:
+            return
+        import torch
+
+        from gradbus.actors.downlink import add_into
+
+        payload = bytearray((self._folder / model_name(self._run_id, round_id)).read_bytes())
+        add_into(torch.from_numpy(self._held), payload)

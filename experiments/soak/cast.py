@@ -1,0 +1,224 @@
+"""The processes of a soak: a controller, clients and ranks, watched, and started again when they have ended.
+
+Each runs a command of ``gradbus``, in a process that is forked from one which has loaded torch and nothing else: else a
+dozen processes would spend the soak with loading it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from gradbus.experiments.namespaces import Host, enter_namespace
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+
+DOMAIN = 24
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["gradbus.experiments.soak.task", "gradbus.experiments.cli", "torch._dynamo"])
+
+
+def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str) -> None:
+    """What a forked process does: be that command."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    if namespace is not None:
+        enter_namespace(namespace)
+    for name in [name for name in os.environ if name.startswith("GRADBUS_BUS__")]:
+        del os.environ[name]
+    if faults:
+        os.environ["GRADBUS_BUS__FAULTS"] = faults
+    from gradbus.experiments.cli import app
+
+    app(list(arguments))
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of the soak, over all its starts.
+
+    Attributes:
+        who: controller, client-3, rank-1. arguments: of ``gradbus``. host: the namespace it lives in; None: this one.
+        faults: what goes wrong with what it sends, from its next start on.
+        down: it is not to run now.
+    """
+
+    who: str
+    arguments: Sequence[str]
+    log: Path
+    host: Host | None = None
+    faults: str = ""
+    process: Any = None  # multiprocessing's
+    down: bool = False
+    starts: int = 0
+
+    def start(self) -> None:
+        """A new process, if none runs."""
+        if self.down or self.running:
+            return
+        namespace = None if self.host is None else self.host.name
+        self.process = _context.Process(target=_run, args=(self.arguments, str(self.log), namespace, self.faults))
+        self.process.start()
+        self.starts += 1
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and bool(self.process.is_alive())
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, if it runs."""
+        if self.process is not None and self.running:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def end(self, timeout_s: float) -> None:
+        """In order, or by force."""
+        self.down = True
+        if self.process is None:
+            return
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        self.process.join(timeout_s)
+        self.send(signal.SIGKILL)
+        self.process.join(10.0)
+
+    def sample(self) -> dict[str, Any] | None:
+        """Memory, descriptors and threads now."""
+        if self.process is None or not self.running:
+            return None
+        folder = Path("/proc", str(self.process.pid))
+        try:
+            rss = int((folder / "statm").read_text().split()[1]) * _PAGE
+            fds = len(os.listdir(folder / "fd"))
+            threads = len(os.listdir(folder / "task"))
+        except (OSError, IndexError):
+            return None
+        return {
+            "event": "sample", "at_s": time.monotonic(), "who": self.who, "pid": self.process.pid, "rss_bytes": rss,
+            "fds": fds, "threads": threads,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Cast:
+    """All of them, and where they leave what they did.
+
+    Attributes:
+        path: the folder of the soak: ``federated/``, ``parallel/``, logs, ``nemesis.jsonl``.
+        spared: clients that nothing is done to, so that their memory can be watched.
+    """
+
+    path: Path
+    controller: Member
+    clients: list[Member]
+    ranks: list[Member]
+    spared: int = 2
+    _resources: TextIO = field(init=False)
+
+    def __post_init__(self) -> None:
+        history = self.path / "federated" / "history"
+        history.mkdir(parents=True, exist_ok=True)
+        self._resources = (history / "resources.jsonl").open("a", encoding="utf-8")
+
+    @property
+    def all(self) -> list[Member]:
+        return [self.controller, *self.clients, *self.ranks]
+
+    def keep_running(self) -> None:
+        """Start what has ended. Ranks only together: a run of ranks is as one."""
+        for member in (self.controller, *self.clients):
+            member.start()
+        if not any(rank.running for rank in self.ranks):
+            for rank in self.ranks:
+                rank.start()
+
+    def sample(self) -> None:
+        """Note what each process takes."""
+        for member in self.all:
+            if (sample := member.sample()) is not None:
+                self._resources.write(json.dumps(sample) + "\n")
+        self._resources.flush()
+
+    def end(self) -> None:
+        """All processes: the clients last, so that they hear of the end."""
+        for member in (*self.ranks, self.controller, *self.clients):
+            member.end(20.0)
+        self._resources.close()
+
+
+def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] | None) -> Cast:
+    """Configurations, and members that have not started.
+
+    Args:
+        hosts: two namespaces with a link that can be cut: the last quarter of the clients lives in the second one. What
+            is federated is sealed, as it has to be where it leaves a machine.
+    """
+    job = f"soak-{os.getpid()}"
+    federated, parallel = path / "federated", path / "parallel"
+    task = {"task": "gradbus.experiments.soak.task:PacedTask"}
+    rules = {
+        "rounds": 1_000_000, "num_clients": clients, "min_clients": 1, "quorum": 0.5, "grace_s": 1.0,
+        "start_timeout_s": 600.0, "start_grace_s": 15.0, "round_timeout_s": 20.0, "max_attempts": 1000, "codec": "sq8",
+        "downlink_codec": "s4", "heartbeat_s": 0.3, "dead_after_s": 1.5, "eval_every": 0, "history_payloads": True,
+    }  # fmt: skip
+
+    key_file = path / "job.key"
+    if hosts is not None:
+        write_secret_file(key_file, new_job_key().text)
+
+    def bus(host: Host | None, name: str) -> dict[str, Any]:
+        own = {"job": f"{job}-{name}", "domain": DOMAIN}
+        if hosts is None or host is None:
+            return own  # open, so that doubled and damaged messages come as far as the actors
+        peers = [one.address for one in hosts]
+        own |= {"security": "psk", "key_file": str(key_file)}
+        return {**own, "network": "network", "interface": host.interface, "peers": peers, "lease_s": 1.0}
+
+    def write(name: str, values: dict[str, Any]) -> str:
+        file = path / f"{name}.json"
+        file.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        return str(file)
+
+    here, there = hosts or (None, None)
+    quiet = ("--log-level", "warning", "--log-style", "json")
+    config = write("controller", {"bus": bus(here, "f"), "task": task, "federated": rules})
+    controller = Member(
+        "controller",
+        ("controller", config, "--run-dir", str(federated), "--no-live", *quiet),
+        path / "controller.log",
+        here,
+    )
+    members = []
+    for number in range(clients):
+        host = there if number >= clients - clients // 4 else here
+        config = write(
+            f"client-{number}",
+            {"bus": bus(host, "f"), "task": task,
+             "client": {"history_dir": str(federated / "history"), "state_dir": str(path / "clients")}},
+        )  # fmt: skip
+        members.append(Member(f"client-{number}", ("client", config, "--id", str(number), *quiet),
+                              path / f"client-{number}.log", host))  # fmt: skip
+    config = write(
+        "worker",
+        {"bus": {"job": f"{job}-p", "domain": DOMAIN + 1},
+         "task": {"task": "gradbus.experiments.soak.task:PacedShards", "threads": 1},
+         "worker": {"epochs": 100_000, "eval_every_epochs": 0, "hash_every": 1, "checkpoint_every_steps": 10,
+                    "collective_timeout_s": 30.0}},
+    )  # fmt: skip
+    workers = [
+        Member(f"rank-{rank}", ("worker", config, "--rank", str(rank), "--world", str(ranks), "--run-dir",
+                                str(parallel), "--no-live", *quiet), path / f"rank-{rank}.log")
+        for rank in range(ranks)
+    ]  # fmt: skip
+    return Cast(path, controller, members, workers)

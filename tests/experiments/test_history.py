@@ -1,0 +1,320 @@
+"""The checker of histories finds what is wrong in them, and finds nothing in those of real runs that went well."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import resource
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gradbus
+from gradbus.experiments.cli import app
+from gradbus.experiments.exit_codes import ExitCode
+from gradbus.experiments.history import read_history
+from gradbus.experiments.history_check import Finding, check
+from gradbus.models import NullTask
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.history import History
+
+DIM = 3000
+RUN = "00000000000000aa"
+_domains = itertools.count(60)
+
+Event = dict[str, Any]
+
+
+def found(path: Path) -> dict[str, Finding]:
+    return {finding.name: finding for finding in check(read_history(path))}
+
+
+def broken(path: Path) -> list[str]:
+    return [name for name, finding in found(path).items() if finding.violations]
+
+
+def write(path: Path, who: str, *events: Event) -> None:
+    with (path / f"{who}.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def started(round_id: int = 0, crc32: int = 1, run: str = RUN, **federated: Any) -> Event:
+    rules = {"state_dir": "state", "resume": True, **federated}
+    return {
+        "event": "started", "run": run, "round": round_id, "crc32": crc32, "held_crc32": crc32, "incarnation": 1,
+        "federated": rules,
+    }  # fmt: skip
+
+
+def counted(round_id: int, client: int, **other: Any) -> Event:
+    return {
+        "event": "counted", "round": round_id, "client": client, "incarnation": 5, "transfer": round_id,
+        "num_samples": 10, "crc32": 77, **other,
+    }  # fmt: skip
+
+
+def committed(round_id: int, *clients: int, crc32: int = 2, **other: Any) -> Event:
+    return {
+        "event": "committed", "round": round_id, "clients": list(clients), "num_samples": 10 * len(clients),
+        "crc32": crc32, "held_crc32": crc32, **other,
+    }  # fmt: skip
+
+
+CLIENT = {"event": "started", "incarnation": 5}
+
+
+def offered(round_id: int, crc32: int = 77) -> Event:
+    return {"event": "offered", "run": RUN, "round": round_id, "transfer": round_id, "crc32": crc32, "num_samples": 10}
+
+
+def receipt(round_id: int, *, accepted: bool = True) -> Event:
+    return {"event": "receipt", "run": RUN, "round": round_id, "transfer": round_id, "accepted": accepted}
+
+
+def decoded(round_id: int, crc32: int) -> Event:
+    return {"event": "decoded", "run": RUN, "round": round_id, "crc32": crc32}
+
+
+GOOD = [started(), counted(1, 0), counted(1, 1), committed(1, 0, 1)]
+WRONG: dict[str, tuple[str, dict[str, list[Event]]]] = {
+    "a client counted twice": ("I1", {"controller": [started(), counted(1, 0), counted(1, 0), committed(1, 0)]}),
+    "a client that was not counted": ("I1", {"controller": [started(), counted(1, 0), committed(1, 0, 1)]}),
+    "samples out of nowhere": ("I1", {"controller": [started(), counted(1, 0), committed(1, 0, num_samples=11)]}),
+    "a receipt for nothing": ("I1", {"controller": GOOD, "client-0": [CLIENT, offered(1), receipt(1), receipt(2)]}),
+    "an update that counts in two rounds": (
+        "I1", {"controller": [*GOOD, counted(2, 0, transfer=1), committed(2, 0)]}
+    ),
+    "a round left out": ("I2", {"controller": [started(), counted(2, 0), committed(2, 0)]}),
+    "another model at a client": ("I2", {"controller": GOOD, "client-0": [CLIENT, decoded(0, 1), decoded(1, 3)]}),
+    "two models of a round": (
+        "I2", {"controller": [*GOOD, started(), counted(1, 0), committed(1, 0, crc32=9)]}
+    ),
+    "two models of a round where clients hold the same": (
+        "I2", {"controller": [*GOOD, started(), counted(1, 0), committed(1, 0, held_crc32=2, crc32=9)]}
+    ),
+    "rounds from nowhere": ("I4", {"controller": [*GOOD, started(3, 2)]}),
+    "a round lost": ("I4", {"controller": [*GOOD, started()]}),
+    "a run lost": ("I4", {"controller": [started(), {"event": "commanded", "round": 1}, started(run="bb")]}),
+    "another model after a restart": ("I4", {"controller": [*GOOD, started(1, 9)]}),
+    "other samples": (
+        "I7", {"controller": [started(), counted(1, 0, num_samples=11)], "client-0": [CLIENT, offered(1)]}
+    ),
+    "an event that says nothing": ("I1", {"controller": [started(), {"event": "counted"}]}),
+    "other bytes": ("I7", {"controller": GOOD, "client-0": [CLIENT, offered(1, crc32=78)]}),
+    "ranks that differ": (
+        "I5",
+        {
+            f"rank-{rank}": [{"event": "started", "run": RUN}, {"event": "hash", "step": 7, "hash": f"{rank // 2}"}]
+            for rank in (0, 1, 2)
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_violation_is_found(name: str, tmp_path: Path) -> None:
+    invariant, files = WRONG[name]
+    for who, events in files.items():
+        write(tmp_path, who, *events)
+    assert invariant in broken(tmp_path)
+
+
+def test_nothing_is_found_in_a_history_without_fault_also_over_a_restart(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD, counted(2, 0), started(1, 2), counted(2, 0), counted(2, 1))
+    write(tmp_path, "controller", committed(2, 0, 1, crc32=3))
+    write(tmp_path, "client-0", CLIENT, decoded(0, 1), offered(1), receipt(1), decoded(1, 2), decoded(2, 3), offered(2))
+    assert broken(tmp_path) == []
+
+
+def samples(pid: int, rss: Iterator[float], **other: int) -> list[Event]:
+    return [{"event": "sample", "who": "client-1", "pid": pid, "rss_bytes": int(size * 1e6), "fds": 9, "threads": 4,
+             "at_s": float(number), **other} for number, size in enumerate(rss)]  # fmt: skip
+
+
+def test_growth_is_found_but_not_that_of_the_first_minutes(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD)
+    write(tmp_path, "resources", *samples(1, (100 + min(i, 15) for i in range(60))))
+    assert broken(tmp_path) == []
+    write(tmp_path, "resources", *samples(2, (100 + i / 2 for i in range(60))))
+    write(tmp_path, "resources", *samples(3, iter([100] * 60), fds=9)[:30], *samples(3, iter([100] * 60), fds=10)[30:])
+    (one, other) = found(tmp_path)["I6"].violations
+    assert "process 2) grew" in one
+    assert "process 3): fds grew from 9 to 10" in other
+
+
+def test_a_line_that_was_cut_short_is_passed_over_and_the_next_start_begins_a_new_one(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD)
+    with (tmp_path / "controller.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"event": "comm')
+    history = History(tmp_path, "controller")
+    history.note(**started(1, 2))  # type: ignore[arg-type]
+    history.close()
+    history.note("not any more")
+    run = read_history(tmp_path)
+    assert run.cut_short == 1
+    assert [start.opening["round"] for start in run.controller] == [0, 1]
+
+
+def test_a_history_that_cannot_be_written_ends_without_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    history = History(tmp_path / "file" / "below", "controller", payloads=True)
+    history.note("started")
+    history.keep("name", b"bytes")
+    assert not history.on
+
+
+def test_bytes_may_come_before_the_first_event_which_makes_the_directory(tmp_path: Path) -> None:
+    history = History(tmp_path / "history", "controller", payloads=True)
+    history.keep("name", b"bytes")
+    assert history.keeps_payloads
+    assert (tmp_path / "history" / "payloads" / "name").read_bytes() == b"bytes"
+
+
+def test_a_disk_that_takes_half_a_line_ends_the_history_there_and_nothing_is_put_behind_it(tmp_path: Path) -> None:
+    history = History(tmp_path, "controller")
+    history.note(**started())  # type: ignore[arg-type]
+    size = (tmp_path / "controller.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+    try:
+        history.note("committed", round=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    history.note("committed", round=2)
+    assert not history.on
+    assert (tmp_path / "controller.jsonl").stat().st_size == size + 20
+    History(tmp_path, "controller").note("ended")
+    assert read_history(tmp_path).cut_short == 1
+
+
+def test_the_command_says_what_holds_and_what_was_left_out_and_ends_with_12_where_something_does_not(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "controller", *GOOD)
+    write(tmp_path, "client-7", {**decoded(1, 9), "pid": 5}, {"event": "ended", "pid": 5})
+    (tmp_path / "rank-0.jsonl").write_text('{"event": "has')
+    well = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert well.exit_code == 0
+    assert "I1  an update counts at most once            holds " in well.output
+    assert "1 lines are left out" in well.output
+    assert "1 events are left out" in well.output
+    write(tmp_path, "controller", committed(3, 0))
+    wrong = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert wrong.exit_code == ExitCode.HISTORY
+    assert "round 3 was committed after round 1" in wrong.output
+
+
+def test_where_there_is_no_history_the_error_says_who_keeps_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"RUN_DIR/history"):
+        read_history(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"codec": "fp32"},
+        {"codec": "q8", "codec_version": 1},
+        {"codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm"},
+        {"codec": "s4", "downlink_codec": "q8"},
+    ],
+    ids=["plain", "weights", "momentum", "both ways"],
+)
+def test_every_round_of_a_real_run_is_computed_again_to_the_last_bit(rules: dict[str, Any], tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    crcs = asyncio.run(_run(history, rules))
+    findings = found(tmp_path)
+    assert [finding.violations for finding in findings.values() if finding.violations] == []
+    assert findings["I3"].checked == 3
+    assert findings["I2"].checked > 8  # both clients said what they hold
+    assert findings["I7"].checked == 6
+    controller = history / "controller.jsonl"
+    lines = controller.read_text().splitlines(keepends=True)
+    (at,) = (i for i, line in enumerate(lines) if '"committed"' in line and json.loads(line)["round"] == 2)
+    commit, opening = json.loads(lines[at]), json.loads(lines[0])
+    again = {**opening, "round": 2, "crc32": commit["crc32"], "held_crc32": commit["held_crc32"]}
+    controller.write_text("".join([*lines[:at], json.dumps(again) + "\n", *lines[at + 1 :]]))
+    assert broken(tmp_path) == []  # it died before it could note what it had committed
+    assert found(tmp_path)["I3"].checked == 3
+    damaged = next((history / "payloads").glob("update-000002-1-*"))
+    payload = bytearray(damaged.read_bytes())
+    payload[-1] ^= 0x80  # the sign of the last value, or a scale's
+    damaged.write_bytes(payload)
+    assert broken(tmp_path) == ["I3"]
+    assert len(set(crcs)) == 3
+
+
+BOTH_WAYS = {"codec": "s4", "downlink_codec": "q8"}
+
+
+def test_a_round_that_was_committed_and_not_noted_any_more_is_computed_again_from_what_the_next_start_says(
+    tmp_path: Path,
+) -> None:
+    history = tmp_path / "history"
+    asyncio.run(_run(history, BOTH_WAYS))
+    events = _controller_of(history)
+    second = next(event for event in events if event["event"] == "committed" and event["round"] == 2)
+    where = events.index(second)
+    again = {**events[0], "pid": 1, **{name: second[name] for name in ("round", "crc32", "held_crc32")}}
+    (history / "controller.jsonl").unlink()
+    write(history, "controller", *events[:where], again, *({**event, "pid": 1} for event in events[where + 1 :]))
+    findings = found(tmp_path)
+    assert [finding.violations for finding in findings.values() if finding.violations] == []
+    assert findings["I3"].checked == 3
+    damaged = next((history / "payloads").glob("update-000002-1-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + bytes([damaged.read_bytes()[-1] ^ 0x80]))
+    assert broken(tmp_path) == ["I3"]
+
+
+def test_rounds_are_not_computed_again_from_the_middle_of_a_run_where_more_than_weights_was_kept(
+    tmp_path: Path,
+) -> None:
+    history = tmp_path / "history"
+    asyncio.run(_run(history, BOTH_WAYS))
+    events = _controller_of(history)
+    first = next(event for event in events if event["event"] == "committed" and event["round"] == 1)
+    opening = {**events[0], **{name: first[name] for name in ("round", "crc32", "held_crc32")}}
+    (history / "controller.jsonl").unlink()
+    write(history, "controller", opening, *events[events.index(first) + 1 :])
+    (weights,) = (history / "payloads").glob("weights-*-000000.bin")
+    weights.rename(weights.with_name(weights.name.replace("-000000", "-000001")))
+    finding = found(tmp_path)["I3"]
+    assert (finding.checked, finding.violations) == (0, [])
+
+
+def _controller_of(history: Path) -> list[Event]:
+    return [json.loads(line) for line in (history / "controller.jsonl").read_text().splitlines()]
+
+
+async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
+    job, domain = f"history-{os.getpid()}", next(_domains)
+    config = gradbus.FederatedConfig(
+        rounds=3, num_clients=2, eval_every=0, history_dir=history, history_payloads=True, **rules
+    )
+
+    async def client(client_id: int) -> None:
+        own = gradbus.ClientConfig(history_dir=history)
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            await gradbus.Client(bus, NullTask(DIM, delta="seeded"), client_id=client_id, config=own).run()
+
+    async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+        for client_id in (0, 1):
+            group.create_task(client(client_id))
+        controller = gradbus.Controller(bus, NullTask(DIM), config)
+        await controller.run()
+        assert zlib.crc32(controller.weights.numpy().data) == controller.progress.reports[-1].weights_crc32
+        return [report.weights_crc32 for report in controller.progress.reports]
+
+
+def test_the_command_names_what_does_not_hold_and_its_exit_code_says_so(tmp_path: Path) -> None:
+    write(tmp_path, "controller", *GOOD, started())
+    result = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert result.exit_code == ExitCode.HISTORY
+    assert "I4  no committed round is lost               1 VIOLATED" in result.stdout
+    assert "round 1 was committed, but the next start went on from round 0" in result.stdout
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing")]).exit_code == ExitCode.CONFIG

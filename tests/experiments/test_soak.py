@@ -1,0 +1,166 @@
+"""The soak's parts: who is struck, in an order of the seed's, and what is made of what it has left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradbus.experiments.buses import check
+from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
+from gradbus.experiments.history import read_history
+from gradbus.experiments.namespaces import Host
+from gradbus.experiments.soak import nemesis as nemesis_module
+from gradbus.experiments.soak.cast import Member, make_cast
+from gradbus.experiments.soak.nemesis import KINDS, Nemesis
+from gradbus.experiments.soak.summary import page, recoveries, summarise
+from gradbus.runtime import network
+
+RUN = "00000000000000aa"
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def strikes(path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """What a nemesis without partitions notes in ten minutes, and the signals that it sends."""
+    clock, sent = Clock(), list[str]()
+    monkeypatch.setattr(nemesis_module, "time", clock)
+    monkeypatch.setattr(Member, "send", lambda self, number: sent.append(f"{self.who} {number.name}"))
+    path.mkdir()
+    cast = make_cast(path, clients=8, ranks=3, hosts=None)
+    nemesis = Nemesis(cast, seed=seed, far=None, log=path / "nemesis.jsonl")
+    for _ in range(2400):
+        clock.now_s += 0.25
+        nemesis.turn()
+    nemesis.rest()
+    cast.end()
+    return [json.loads(line) for line in (path / "nemesis.jsonl").read_text().splitlines()], sent
+
+
+def test_what_crosses_a_link_in_a_soak_is_sealed_else_nothing_would_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "check_interface", lambda name: None)  # theirs are made with the namespaces
+    cast = make_cast(tmp_path, clients=8, ranks=3, hosts=(Host("a", "va", "10.0.0.1"), Host("b", "vb", "10.0.0.2")))
+    cast.end()
+    for member, kind in ((cast.controller, ControllerFile), (cast.clients[0], ClientFile), (cast.ranks[0], WorkerFile)):
+        check(load(kind, Path(member.arguments[1])).bus)
+
+
+def test_the_first_partition_of_a_long_soak_is_longer_than_dds_remembers_who_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, links = Clock(), list[tuple[float, bool]]()
+    monkeypatch.setattr(nemesis_module, "time", clock)
+    monkeypatch.setattr(Member, "send", lambda self, number: None)
+    monkeypatch.setattr(nemesis_module, "set_link", lambda host, up: links.append((clock.now_s, up)))
+    cast = make_cast(tmp_path, clients=8, ranks=3, hosts=None)
+    far = Host("far", "veth", "10.0.0.2")
+    nemesis = Nemesis(cast, seed=3, far=far, log=tmp_path / "nemesis.jsonl", with_long=True)
+    while len(links) < 4:
+        clock.now_s += 0.25
+        nemesis.turn()
+    cast.end()
+    (cut, _), (mended, up), (cut_again, _), (mended_again, _) = links
+    assert up
+    assert 90.0 <= mended - cut < 91.0
+    assert mended_again - cut_again < 10.0
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "nemesis.jsonl").read_text().splitlines()]
+    assert [kind for kind in kinds if "partition" in kind] == ["long partition"] * 2 + ["partition"] * 2
+
+
+def test_every_kind_of_fault_comes_again_and_again_and_ends_before_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, sent = strikes(tmp_path / "one", monkeypatch, seed=3)
+    begun = [event["kind"] for event in noted if event["event"] == "begins"]
+    assert set(begun[:5]) == set(begun[5:10]) == set(KINDS) - {"partition"}
+    stopped = [line.split()[0] for line in sent if "SIGSTOP" in line]
+    assert stopped == [line.split()[0] for line in sent if "SIGCONT" in line][: len(stopped)]
+    lasting = [event for event in noted if event["kind"] in ("stop client", "sick client")]
+    assert [event["event"] for event in lasting] == ["begins", "ends"] * (len(lasting) // 2)
+    assert not [line for line in sent if line.startswith(("client-0 SIGK", "client-1 SIGK"))]  # they are watched
+    again, _ = strikes(tmp_path / "two", monkeypatch, seed=3)
+    other, _ = strikes(tmp_path / "three", monkeypatch, seed=4)
+    assert [(event["kind"], event["who"]) for event in again] == [(event["kind"], event["who"]) for event in noted]
+    assert [(event["kind"], event["who"]) for event in other] != [(event["kind"], event["who"]) for event in noted]
+
+
+def write(path: Path, *events: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+
+
+def left_behind(path: Path, *, late_s: float = 0.3) -> None:
+    """A soak in which client 2 was killed at 12 s and rank 1 at 20 s."""
+    opening = {
+        "event": "started", "at_s": 0.0, "run": RUN, "round": 0, "crc32": 1, "held_crc32": 1, "incarnation": 1,
+        "federated": {"state_dir": "x", "resume": True},
+    }  # fmt: skip
+    rounds: list[dict[str, Any]] = [opening]
+    for round_id in range(1, 31):
+        at_s = round_id + (late_s if round_id > 12 else 0.0)
+        rounds += [
+            {"event": "commanded", "at_s": at_s - 0.5, "round": round_id},
+            {"event": "committed", "at_s": at_s, "round": round_id, "clients": [], "num_samples": 0,
+             "crc32": 1, "held_crc32": 1},
+        ]  # fmt: skip
+    write(path / "federated" / "history" / "controller.jsonl", *rounds)
+    client = {"event": "started", "incarnation": 5}
+    offered = {"event": "offered", "run": RUN, "round": 1, "transfer": 1, "crc32": 1}
+    write(
+        path / "federated" / "history" / "client-2.jsonl",
+        {**client, "at_s": 0.0}, {**offered, "at_s": 1.0}, {**client, "at_s": 14.0}, {**offered, "at_s": 16.5},
+    )  # fmt: skip
+    for rank in (0, 2):
+        write(
+            path / "parallel" / "history" / f"rank-{rank}.jsonl",
+            {"event": "started", "at_s": 0.0, "run": RUN}, {"event": "hash", "at_s": 1.0, "step": 1, "hash": "a"},
+            {"event": "failed", "at_s": 21.0 + rank / 10},
+        )  # fmt: skip
+    write(
+        path / "parallel" / "history" / "rank-1.jsonl",
+        {"event": "started", "at_s": 0.0, "run": RUN}, {"event": "started", "at_s": 25.0, "run": RUN},
+        {"event": "failed", "at_s": 30.0},  # of another cause
+    )  # fmt: skip
+    write(
+        path / "nemesis.jsonl",
+        {"event": "begins", "at_s": 12.0, "kind": "kill client", "who": "client-2", "lasts_s": 0.0},
+        {"event": "begins", "at_s": 20.0, "kind": "kill rank", "who": "rank-1", "lasts_s": 0.0},
+    )
+
+
+def test_what_everybody_took_to_come_back_is_measured_from_the_histories(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    faults = [json.loads(line) for line in (tmp_path / "nemesis.jsonl").read_text().splitlines()]
+    found = recoveries(read_history(tmp_path / "federated"), read_history(tmp_path / "parallel"), faults)
+    assert found["gap of the others when a client is killed"] == [0.0]  # there was a commit in that moment
+    assert found["client: from its new start to an update"] == [pytest.approx(2.5)]
+    assert found["ranks: from the death of one to the knowledge of all"] == [pytest.approx(1.0), pytest.approx(1.2)]
+
+
+def test_the_page_says_what_is_not_well(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    summary = summarise(tmp_path, minutes=0.5, seed=1)
+    assert (summary["rounds"], summary["steps"], summary["rounds_lost"]) == (30, 1, 0)
+    assert (summary["too_slow"], summary["nothing_to_check"]) == ([], ["I3", "I7"])  # there are no payloads, no frames
+    assert "NOT WELL" in page(summary)
+    assert "all well" in page({**summary, "ok": True})
+    write(
+        tmp_path / "nemesis.jsonl",
+        {"event": "begins", "at_s": 17.5, "kind": "kill rank", "who": "rank-1", "lasts_s": 0.0},
+    )
+    slow = summarise(tmp_path, minutes=0.5, seed=1)
+    assert slow["too_slow"] == ["ranks: from the death of one to the knowledge of all"]
+    assert "NOT WELL" in page(slow)
+    assert "TOO SLOW" in page(slow)

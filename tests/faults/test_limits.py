@@ -1,0 +1,173 @@
+"""Full disks, directories that nobody may write to, clocks that jump, clients that are slow, silent or many."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import Federation
+
+import gradbus
+from gradbus.models import NullTask
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+_domains = itertools.count(123)
+
+
+@pytest.fixture
+def federation() -> Iterator[Federation]:
+    with Federation(domain=next(_domains)) as federation:
+        yield federation
+
+
+def test_a_disk_that_fills_up_ends_the_controller_and_when_there_is_room_it_goes_on(
+    federation: Federation, tmp_path: Path
+) -> None:
+    rules = {"rounds": 4, "num_clients": 1, "state_dir": str(tmp_path / "state")}
+    client = federation.client(0)
+    first = federation.controller(**rules, max_file_bytes={"round": 2, "bytes": 100_000})  # a model has 800,000
+    assert first.wait() == 3
+    (error,) = first.all("error")
+    assert error["kind"] == "CheckpointError"
+    assert "checkpoint of round 3 cannot be written" in error["text"]
+    assert "make room and start again" in error["text"]
+    done = federation.controller(**rules).wait_for("done")
+    assert client.wait() == 0  # it has waited
+    assert [report["clients"] for report in done["reports"]] == [[0]] * 4
+    assert len(client.all("training")) == 5  # round 3 was done again, for its first model was never published
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_is_named_at_the_start(federation: Federation, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    _refused(federation, tmp_path / "state")
+
+
+def test_a_directory_that_is_no_directory_is_named_at_the_start(federation: Federation, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _refused(federation, tmp_path / "file" / "state")
+
+
+def _refused(federation: Federation, where: Path) -> None:
+    controller = federation.controller(rounds=1, num_clients=1, state_dir=str(where))
+    assert controller.wait() == 3
+    (error,) = controller.all("error")
+    assert (error["kind"], str(where) in error["text"]) == ("CheckpointError", True)
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0], ids=["ahead", "back"])
+def test_a_clock_that_jumps_in_the_middle_of_a_round_changes_nothing(
+    jump_s: float, federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    controller = federation.controller(rounds=3, num_clients=2, jump={"round": 1, "seconds": jump_s})
+    clients = [
+        federation.client(0, hold={"2": str(gate)}, jump={"round": 2, "seconds": jump_s}),
+        federation.client(1),
+    ]
+    clients[0].wait_for("training", round=2)
+    gate.touch()
+    done = controller.wait_for("done")
+    assert [client.wait() for client in clients] == [0, 0]
+    assert [(report["clients"], report["attempt"]) for report in done["reports"]] == [([0, 1], 1)] * 3
+
+
+def test_a_client_ten_times_slower_than_the_others_is_waited_for_as_long_as_the_rules_say(
+    federation: Federation,
+) -> None:
+    controller = federation.controller(rounds=4, num_clients=4, quorum=0.75, grace_s=0.1)
+    clients = [federation.client(i, train_s=0.08 if i < 3 else 0.8) for i in range(4)]
+    done = controller.wait_for("done")
+    assert [client.wait() for client in clients] == [0] * 4
+    reports = done["reports"]
+    assert all({0, 1, 2} <= set(report["clients"]) for report in reports)
+    assert [report["clients"] for report in reports].count([0, 1, 2]) >= 3
+    assert max(report["seconds"] for report in reports[1:]) < 0.8 + 0.5
+
+
+def test_a_client_that_lives_and_sends_nothing_costs_a_round_its_deadline_and_not_the_run(
+    federation: Federation,
+) -> None:
+    controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=1.0)
+    # It trains, and its heart beats; what it has learnt never gets through.
+    clients = [federation.client(0), federation.client(1, faults="drop offer")]
+    done = controller.wait_for("done")
+    assert [report["clients"] for report in done["reports"]] == [[0], [0]]
+    assert [report["outcome"] for report in done["reports"]] == ["deadline", "deadline"]
+    assert clients[0].wait() == 0
+    assert clients[1].wait() == 0
+
+
+def test_two_hundred_clients_that_all_start_again_at_once_are_back_within_seconds() -> None:
+    seconds = asyncio.run(_all_again(200))
+    assert seconds < 30.0
+
+
+class Busy(NullTask):
+    """Training that needs the interpreter all the time."""
+
+    def train(self, model: Any, **arguments: Any) -> Any:
+        until_s = time.thread_time() + 0.03
+        while time.thread_time() < until_s:
+            pass
+        return super().train(model, **arguments)
+
+
+def test_a_hundred_clients_that_train_in_one_process_leave_its_loop_a_turn() -> None:
+    (report,) = asyncio.run(_crowd(100))
+    assert (len(report.clients), report.attempt) == (100, 1)
+    assert sum(report.dropped.values()) < 20  # some may be taken for silent where the machine itself gives no turn
+
+
+async def _crowd(count: int) -> list[gradbus.RoundReport]:
+    place: dict[str, Any] = {"job": f"busy-{os.getpid()}", "domain": next(_domains)}
+    config = gradbus.FederatedConfig(rounds=1, num_clients=count, eval_every=0)
+    async with (
+        asyncio.timeout(60),
+        gradbus.connect(**place) as bus,
+        gradbus.connect(**place) as crowd,
+        asyncio.TaskGroup() as group,
+    ):
+        for client_id in range(count):
+            group.create_task(gradbus.Client(crowd, Busy(100), client_id=client_id).run())
+        return await gradbus.Controller(bus, NullTask(100), config).run()
+
+
+async def _all_again(count: int) -> float:
+    """Seconds from the moment at which all clients start again to the end of the first round that has them all."""
+    place: dict[str, Any] = {"job": f"crowd-{os.getpid()}", "domain": next(_domains)}
+    config = gradbus.FederatedConfig(
+        rounds=3, num_clients=count, eval_every=0, heartbeat_s=1.0, dead_after_s=20.0, start_timeout_s=60.0,
+        round_timeout_s=60.0, min_clients=count,
+    )  # fmt: skip
+    async with (
+        asyncio.timeout(100),
+        gradbus.connect(**place) as bus,
+        gradbus.connect(**place) as crowd,
+        asyncio.TaskGroup() as group,
+    ):
+
+        def start(client_id: int) -> asyncio.Task[Any]:
+            return group.create_task(gradbus.Client(crowd, NullTask(100), client_id=client_id).run())
+
+        clients = [start(client_id) for client_id in range(count)]
+        controller = gradbus.Controller(bus, NullTask(100), config)
+        began_s = 0.0
+        async for report in controller.rounds():
+            assert len(report.clients) == count
+            if report.round_id == 1:
+                for client in clients:
+                    client.cancel()
+                await asyncio.wait(clients)
+                began_s = time.monotonic()
+                clients = [start(client_id) for client_id in range(count)]
+            if report.round_id == 2:
+                seconds = time.monotonic() - began_s
+    return seconds

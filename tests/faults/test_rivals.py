@@ -1,0 +1,161 @@
+"""Two controllers with the name of one job: the second one stays away, and says who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import Federation
+
+import gradbus
+from gradbus.actors.rival import Rivals, claim_job
+from gradbus.experiments.history import read_history
+from gradbus.runtime.control import Bye, Leave, Status
+from gradbus.runtime.errors import JobTaken
+from gradbus.runtime.frames import CONTROLLER
+from gradbus.runtime.messages import Control, Identity, PeerGone, TrainCmd
+
+_domains = itertools.count(110)
+
+
+def said(incarnation: int, body: Any, sender: int = CONTROLLER) -> Control:
+    return Control(sender, incarnation, body)
+
+
+STATUS = Status(5, 3, "training", 1, 2, "there:17")
+
+
+def test_a_controller_that_is_heard_twice_holds_the_job_and_the_error_says_where() -> None:
+    rivals = Rivals("mnist", Identity(CONTROLLER, 9))
+    assert rivals.hear(said(7, STATUS)) is None
+    error = rivals.hear(said(7, STATUS))
+    assert isinstance(error, JobTaken)
+    assert "job 'mnist' has a controller already: there:17, training, round 3" in str(error)
+
+
+def test_last_words_own_words_and_those_of_clients_mean_nothing() -> None:
+    rivals = Rivals("mnist", Identity(CONTROLLER, 9))
+    words = [
+        said(7, STATUS), said(7, Bye(5, True, "done")), said(7, STATUS), said(6, STATUS), said(9, STATUS),
+        said(9, STATUS), said(4, STATUS, 3), said(4, STATUS, 3), PeerGone(CONTROLLER, 6),
+    ]  # fmt: skip
+    assert [rivals.hear(word) for word in words] == [None] * len(words)
+
+
+def test_of_two_that_begin_together_the_later_one_gives_way() -> None:
+    earlier, later = Rivals("mnist", Identity(CONTROLLER, 8)), Rivals("mnist", Identity(CONTROLLER, 9))
+    for _ in range(2):
+        for_the_earlier, for_the_later = earlier.hear_early(said(9, STATUS)), later.hear_early(said(8, STATUS))
+    assert for_the_earlier is None
+    assert isinstance(for_the_later, JobTaken)
+
+
+async def _claim(*, heartbeat_s: float, speaks_after_s: float, leaves_after_s: float) -> tuple[float, str]:
+    """Seconds that a claim takes, and its error, of a job whose controller is slow to speak, or leaves, while clients
+    never stop."""
+    place: dict[str, Any] = {"job": f"claim-{os.getpid()}", "domain": next(_domains)}
+    async with (
+        asyncio.timeout(40), gradbus.connect(**place) as bus, gradbus.connect(**place) as crowd,
+        gradbus.connect(**place) as holder, asyncio.TaskGroup() as group,
+    ):  # fmt: skip
+
+        async def talk() -> None:
+            for number in itertools.count():
+                await crowd.publish(Identity(3, 1), Leave(f"{number}"))
+                await asyncio.sleep(0.001)
+
+        async def hold() -> None:
+            await asyncio.sleep(speaks_after_s)
+            for _ in range(2):
+                await holder.publish(Identity(CONTROLLER, 7), STATUS)
+
+        async def leave() -> None:
+            await asyncio.sleep(leaves_after_s)
+            await holder.close()
+
+        with bus.subscribe(TrainCmd):
+            holder.open_writer(TrainCmd)
+            await bus.matched(lambda: bus.matched_writers(TrainCmd) > 0, timeout_s=20)
+            tasks = [group.create_task(talk()), group.create_task(hold()), group.create_task(leave())]
+            began_s = time.monotonic()
+            error = ""
+            try:
+                await claim_job(bus, Identity(CONTROLLER, 9), heartbeat_s)
+            except JobTaken as taken:
+                error = str(taken)
+            for task in tasks:
+                task.cancel()
+            return time.monotonic() - began_s, error
+
+
+def test_a_controller_that_is_slow_to_speak_is_heard_among_clients_that_never_stop() -> None:
+    _, error = asyncio.run(_claim(heartbeat_s=4.0, speaks_after_s=0.6, leaves_after_s=60.0))
+    assert "there:17" in error
+
+
+def test_the_claim_of_a_job_does_not_wait_for_a_controller_that_has_gone() -> None:
+    seconds, error = asyncio.run(_claim(heartbeat_s=9.0, speaks_after_s=60.0, leaves_after_s=0.5))
+    assert (error, seconds < 9.0) == ("", True)  # 31.5 s is as long as it waits for one that is there and silent
+
+
+@pytest.fixture
+def federation() -> Iterator[Federation]:
+    with Federation(domain=next(_domains)) as federation:
+        yield federation
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_second_controller_is_refused_while_the_first_one_trains_or_waits_and_disturbs_nobody(
+    federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = federation.controller(rounds=2, num_clients=1, state_dir=str(tmp_path / "one"))
+    first.wait_for("started")
+    waiting = federation.controller(rounds=2, num_clients=1, state_dir=str(tmp_path / "two"))
+    assert waiting.wait() == 3
+    client = federation.client(0, hold={"1": str(gate)})
+    client.wait_for("training", round=1)
+    second = federation.controller(rounds=2, num_clients=1, state_dir=str(tmp_path / "three"))
+    assert second.wait() == 3
+    for refused, where in ((waiting, "waiting"), (second, "training, round 1")):
+        (error,) = refused.all("error")
+        assert error["kind"] == "JobTaken"
+        assert f":{first.process.pid}, {where}" in error["text"]
+    gate.touch()
+    first.wait_for("done")
+    assert client.wait() == 0
+    assert [event["round"] for event in client.all("training")] == [1, 2]  # and nothing twice
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_the_successor_of_a_controller_that_was_killed_is_not_kept_waiting(
+    federation: Federation, tmp_path: Path
+) -> None:
+    rules = {
+        "rounds": 2,
+        "num_clients": 1,
+        "state_dir": str(tmp_path / "state"),
+        "heartbeat_s": 3.0,
+        "dead_after_s": 9.0,
+    }
+    client = federation.client(0)
+    first = federation.controller(**rules, fail_at="after_command:2")
+    assert first.wait() == -signal.SIGKILL
+    killed_s = time.monotonic()
+    second = federation.controller(**rules)
+    second.wait_for("started")  # and listens
+    listens_s = time.monotonic()
+    second.wait_for("done")
+    assert time.monotonic() - killed_s < 20.0
+    assert client.wait() == 0
+    start = read_history(federation.history).controller[1]
+    assert start.opening["at_s"] - listens_s < 5.0  # until DDS knows, which is a second; not for 3.5 heartbeats
