@@ -76,10 +76,12 @@ class DdsLink:
             and all(writer.matched >= 1 for writer in self._inboxes.values())
         )
 
-    def probe(self) -> None:
-        """Send an empty frame over every topic. What does not leave now is sent again next time."""
+    def probe(self, ranks: Sequence[int], *, to_all: bool) -> None:
+        """Send empty frames over the topics of some ranks, and over that of all. What does not leave now is sent again
+        next time."""
         key = OperationKey(0, 0, "")
-        for part, writers in ((PROBE_ALL, [self._all]), (PROBE_INBOX, list(self._inboxes.values()))):
+        inboxes = [self._inboxes[rank] for rank in ranks]
+        for part, writers in ((PROBE_ALL, [self._all] if to_all else []), (PROBE_INBOX, inboxes)):
             for writer in writers:
                 (frame,) = frames.split(self._frame_key(key, part, ""), b"", flags=self._flags, world=self._world)
                 self._port.write(writer, frame)

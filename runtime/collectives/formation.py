@@ -96,9 +96,14 @@ class Formation:
         now = _Heard(Member(rank, incarnation, said.host), said.members, said.linked, said.formed, tuple(said.attached))
         if known is None or known.member.incarnation != incarnation:
             self.attached.discard(rank)  # that was its former start's
+            self._digest = None
         self._heard[rank] = now
-        self._digest = None
         return known != now
+
+    def knows(self, rank: int, incarnation: int) -> bool:
+        """Whether this start of a rank has been heard."""
+        heard = self._heard.get(rank)
+        return heard is not None and heard.member.incarnation == incarnation
 
     def gone(self, rank: int, incarnation: int) -> None:
         """A process is dead; its rank has to be started again."""
@@ -165,6 +170,22 @@ class Formation:
         return self.linked and all(
             heard.members == digest and heard.linked for rank, heard in self._heard.items() if rank != self.me.rank
         )
+
+    @property
+    def owed_probes(self) -> tuple[int, ...]:
+        """Ranks that know the same members and have not said that they are linked: they take probes now."""
+        digest = self.digest
+        return tuple(
+            rank
+            for rank, heard in self._heard.items()
+            if rank != self.me.rank and heard.members == digest != 0 and not heard.linked
+        )
+
+    @property
+    def all_know(self) -> bool:
+        """Whether all others have said that they know the same members."""
+        digest = self.digest
+        return digest != 0 and all(h.members == digest for rank, h in self._heard.items() if rank != self.me.rank)
 
     @property
     def missing(self) -> tuple[int, ...]:

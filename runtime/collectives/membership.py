@@ -13,6 +13,7 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.collectives.dds_link import BELL, DdsLink
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import Formation, Member
+from gradbus.runtime.collectives.introductions import REPEAT_S, Introductions
 from gradbus.runtime.collectives.pulse import Pulses
 from gradbus.runtime.collectives.shared import LetterProgress, Shared
 from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
@@ -22,7 +23,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
 from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 
-HELLO_S = 0.1  # how often to say hello while the group forms
+MATCH_S = 0.01  # how often to look whether DDS has matched what all others know of already
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to those that have not formed it yet
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
@@ -46,6 +47,7 @@ class Membership:
         options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8).digest()
         self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
         bus.incarnations.append(self.identity.incarnation)
+        self._introductions = Introductions(world)
         self._inbox = bus.subscribe(Control)
         bus.open_writer(Control)
         self._port = bus.frame_port()
@@ -115,9 +117,9 @@ class Membership:
                 while not self._is_formed:
                     self._check()
                     self._changed.clear()
-                    await self._say_hello()
+                    wait_s = await self._introduce()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(HELLO_S):
+                        async with asyncio.timeout(wait_s):
                             await self._changed.wait()
         except TimeoutError:
             self._check()
@@ -125,7 +127,7 @@ class Membership:
         except ConfigError:
             for _ in range(_MISFIT_HELLOS):  # who does not fit here shall hear of this rank as well, and say the same
                 await self._say_hello()
-                await asyncio.sleep(HELLO_S)
+                await asyncio.sleep(REPEAT_S)
             raise
         self._check()
         if self._shared is not None:
@@ -136,14 +138,28 @@ class Membership:
         name = f"gradbus-pulse-{self.formation.group}-{self.formation.me.rank}"
         self._pulse = asyncio.create_task(self.pulses.run(), name=name)
 
-    async def _say_hello(self) -> None:
-        digest = self.formation.digest
+    async def _introduce(self) -> float:
+        """Say and send what is due. Returns the seconds until more may be."""
+        formation, introductions = self.formation, self._introductions
+        digest = formation.digest
         if digest and digest != self.engine.group_id:
             self._link.admit(digest)
-            self.engine.admit(digest, {member.rank: member.incarnation for member in self.formation.members})
+            self.engine.admit(digest, {member.rank: member.incarnation for member in formation.members})
+        now_s = time.monotonic()
+        hello = formation.hello_now()
+        if introductions.says(hello, now_s):
+            await self._bus.publish(self.identity, hello)
+        owed = formation.owed_probes
+        wait_s = introductions.wait_s(hello, time.monotonic())
+        if owed and not self._link.matched:
+            return min(wait_s, MATCH_S)
+        if owed:
+            ranks, to_all = introductions.probes(digest, owed, all_know=formation.all_know, now_s=now_s)
+            self._link.probe(ranks, to_all=to_all)
+        return wait_s
+
+    async def _say_hello(self) -> None:
         await self._bus.publish(self.identity, self.formation.hello_now())
-        if digest and self._link.matched:
-            self._link.probe()
 
     def _check(self) -> None:
         if self._fault is not None:
@@ -260,7 +276,9 @@ class Membership:
                 await self._say_hello()
             return
         try:
+            was_known = self.formation.knows(rank, incarnation)
             if self.formation.hello(rank, incarnation, said):
+                self._introductions.met |= not was_known
                 self._attach(rank, said.memory)
                 self._note_change()
         except ConfigError as error:

@@ -1,0 +1,70 @@
+"""When a rank of a forming group says hello, and whom it sends probes.
+
+A hello goes to all others. If each answered every one of them, a group of N ranks would cost N^3 messages and more. So
+a rank speaks when it has something new to say or has met somebody new, and the larger the world, the longer it waits
+for more news first; and it says all again from time to time, as DDS may have matched one way only when it said so
+before. A probe is worth something where the other knows the same members: then it goes out once, and again from time
+to time.
+
+Plain decisions without I/O or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradbus.runtime.control import GroupHello
+
+REPEAT_S = 0.1  # how often to say again what is not new
+NEWS_S = 0.001  # how long to wait for more news, times the world: about what a hello costs all others together
+
+
+@dataclass(slots=True)
+class Introductions:
+    """What was said, to whom, and when. Times are seconds of one clock that does not go back.
+
+    Attributes:
+        world: ranks in the group. met: somebody was heard for the first time, and may not have heard this rank.
+    """
+
+    world: int
+    met: bool = False
+    _said: GroupHello | None = None
+    _said_s: float = float("-inf")
+    _digest: int = 0
+    _probed: set[int] = field(default_factory=set)
+    _probed_all: bool = False
+    _probed_s: float = float("-inf")
+
+    def says(self, hello: GroupHello, now_s: float) -> bool:
+        """Whether to say this hello now. True counts as said."""
+        if self.wait_s(hello, now_s) > 0.0:
+            return False
+        self._said, self._said_s, self.met = hello, now_s, False
+        return True
+
+    def wait_s(self, hello: GroupHello, now_s: float) -> float:
+        """Seconds until this hello is to be said, if nothing else happens until then."""
+        has_news = self.met or hello != self._said
+        pause_s = min(REPEAT_S, NEWS_S * self.world) if has_news else REPEAT_S
+        return max(0.0, self._said_s + pause_s - now_s)
+
+    def probes(self, digest: int, owed: Sequence[int], *, all_know: bool, now_s: float) -> tuple[list[int], bool]:
+        """Where probes go now.
+
+        Args:
+            digest: of the members. owed: ranks that know these members, too, and have not said that they are linked.
+            all_know: whether all ranks know these members.
+
+        Returns:
+            Ranks whose own topic gets one, and whether the topic of all does.
+        """
+        if digest != self._digest or now_s >= self._probed_s + REPEAT_S:
+            self._digest, self._probed_s, self._probed_all = digest, now_s, False
+            self._probed.clear()
+        ranks = [rank for rank in owed if rank not in self._probed]
+        self._probed.update(ranks)
+        to_all = bool(owed) and all_know and not self._probed_all
+        self._probed_all = self._probed_all or to_all
+        return ranks, to_all
