@@ -5,8 +5,8 @@
             await bus.publish(identity, Hello(...))
             async for message in inbox: ...
 
-One bus is one DDS participant with two threads: one waits for data, one writes what is large. All state belongs to the
-event loop that opened the bus.
+One bus has two threads: one waits for data, one writes what is large. All state belongs to the event loop that opened
+the bus. Buses of different jobs in one process share a DDS participant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""DDS entities: domain, participant, topics, readers and writers with the quality of service that each topic asks for.
+"""DDS entities: topics, readers and writers with the quality of service that each topic asks for.
 
-Only this module, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
+Only this module, ``domains``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from cyclonedds.core import (
@@ -23,15 +22,14 @@ from cyclonedds.core import (
     ViewState,
     WaitSet,
 )
-from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import ddsc, idl_types
+from gradbus.runtime import ddsc, domains, idl_types
 from gradbus.runtime.enveloping import Seals
-from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.errors import BusError
 from gradbus.runtime.network import NetworkConfig, build_xml, leaves_machine
 from gradbus.runtime.security.standing import Standing
 from gradbus.runtime.topics import Topic
@@ -43,54 +41,6 @@ _TYPES: dict[str, Any] = {
     "Frame": idl_types.FrameType,
 }
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
-
-
-@dataclass(slots=True)
-class _OpenDomain:
-    xml: str
-    entity: Any
-    users: int
-
-
-# A DDS domain is one per process and id: that is DDS, not us. Buses of one process share it and count themselves.
-_domains: dict[int, _OpenDomain] = {}
-_domains_lock = threading.Lock()
-
-
-def _acquire_domain(domain_id: int, xml: str) -> None:
-    with _domains_lock:
-        known = _domains.get(domain_id)
-        if known is None:
-            try:
-                entity = Domain(domain_id, xml)
-            except DDSException as error:
-                if error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
-                    raise ConfigError(
-                        f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
-                        f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
-                    ) from None
-                raise ConfigError(
-                    f"Cyclone DDS refused the configuration of domain {domain_id}; its reason stands on stderr. "
-                    f"Check CYCLONEDDS_URI, or unset it"
-                ) from None
-            known = _domains[domain_id] = _OpenDomain(xml, entity, 0)
-        elif known.xml != xml:
-            raise ConfigError(
-                f"DDS domain {domain_id} is already open in this process with other network settings. Use the same "
-                f"settings, or another domain"
-            )
-        known.users += 1
-
-
-def _release_domain(domain_id: int) -> None:
-    with _domains_lock:
-        known = _domains.get(domain_id)
-        if known is None:
-            return
-        known.users -= 1
-        if known.users == 0:
-            del _domains[domain_id]
-            known.entity = None  # the binding deletes the domain with its object
 
 
 class Writer:
@@ -228,10 +178,10 @@ class Reader:
 
 
 class Node:
-    """One participant of a job and its entities. Not thread-safe: made and closed by one thread at a time."""
+    """Entities of a job, on a participant that it may share. Not thread-safe: one thread makes and closes it."""
 
     def __init__(self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None) -> None:
-        """Open the participant.
+        """Get a participant.
 
         Args:
             domain_id: 0 .. 232. partition: the job; participants of different partitions do not see each other's data.
@@ -246,23 +196,17 @@ class Node:
         self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         ddsc.keep_memory()
         xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
-        _acquire_domain(domain_id, xml)
-        self._domain_id: int | None = domain_id
+        self._lease = domains.acquire(domain_id, xml, partition)
+        self._partition = partition
+        self.participant = self._lease.entity
+        self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
+        self._is_open = True
         self.leaves_machine = leaves_machine(xml)
         self.shared_memory = network.shared_memory
         try:
-            self.participant = DomainParticipant(domain_id)
-        except DDSException as error:
-            self._domain_id = None
-            _release_domain(domain_id)
-            raise BusError(
-                f"no DDS participant in domain {domain_id}: {error.msg or error.code}. Are there more than 120 on this "
-                f"machine, or is the interface down?"
-            ) from None
-        try:
             qos = Qos(Policy.Partition(partitions=[partition]))
-            self._publisher = Publisher(self.participant, qos=qos)
-            self._subscriber = Subscriber(self.participant, qos=qos)
+            self._publisher = self.keep(Publisher(self.participant, qos=qos))
+            self._subscriber = self.keep(Subscriber(self.participant, qos=qos))
             self._topics: dict[str, Any] = {}
             self.fast_path_fault = None if fast is False else _self_test(self.participant)
             self.fast = self.fast_path_fault is None if fast is None else fast
@@ -318,16 +262,23 @@ class Node:
         known = self._topics.get(topic.name)
         if known is None:
             known = self._topics[topic.name] = DdsTopic(self.participant, topic.name, _TYPES[topic.idl_type])
+            self._made.insert(0, known)  # can only be deleted after its readers and writers
         return known
+
+    def keep(self, entity: Any) -> Any:
+        """Have an entity deleted when this is closed, and before what was there already."""
+        self._made.append(entity)
+        return entity
 
     def close(self) -> None:
         """Delete everything. May take a moment; not for the event loop."""
-        if self._domain_id is None:
+        if not self._is_open:
             return
-        domain_id, self._domain_id = self._domain_id, None
-        # One call deletes the participant with all below it; the binding's objects become empty shells.
-        self.participant._delete(self.participant._ref)
-        _release_domain(domain_id)
+        self._is_open = False
+        for entity in reversed(self._made):
+            domains.delete(entity)
+        self._made.clear()
+        domains.release(self._lease, self._partition)
 
 
 class Waiter:
@@ -336,9 +287,9 @@ class Waiter:
     WOKEN = 0  # the number that stands for a call of ``wake``
 
     def __init__(self, node: Node) -> None:
-        self._entity = WaitSet(node.participant)
+        self._guard = node.keep(GuardCondition(node.participant))
+        self._entity = node.keep(WaitSet(node.participant))
         self._waitset = ddsc.WaitSet(self._entity)
-        self._guard = GuardCondition(node.participant)
         self._waitset.attach(self._guard, self.WOKEN)
 
     def attach(self, entity: Any, number: int) -> None:
@@ -362,22 +313,19 @@ class Waiter:
 
 
 _fast_path: list[str | None] = []  # the verdict of the self-test, once per process
+_self_test_lock = threading.Lock()
 
 
 def _self_test(participant: Any) -> str | None:
-    with _domains_lock:
+    with _self_test_lock:
         if not _fast_path:
             _fast_path.append(_run_self_test(participant))
         return _fast_path[0]
 
 
 def _run_self_test(participant: Any) -> str | None:
-    """Through two endpoints of the participant itself, in a partition of their own.
-
-    Not through a participant made for the test: with two in one process that come and go while discovery runs, Cyclone
-    11.0 takes builtin samples that were lost on their way to the one for received when the other has them, and the
-    endpoints they tell of are never found. Seen often with 10 % of all packets lost, and now and then with none.
-    """
+    """Through two endpoints of the participant itself, in a partition of their own. A participant made for the test and
+    taken down again would do what :mod:`.domains` tells of."""
     partition = f"gradbus-self-test-{os.getpid()}"
     made: list[Any] = []
     try:
@@ -397,4 +345,4 @@ def _run_self_test(participant: Any) -> str | None:
         return str(error)
     finally:
         for entity in reversed(made):  # a subscriber or publisher takes what is below it along
-            entity._delete(entity._ref)
+            domains.delete(entity)

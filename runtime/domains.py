@@ -1,0 +1,125 @@
+"""DDS domains and participants of this process, which its buses share.
+
+A domain is one per process and id: that is DDS, not us. Participants are shared for a reason of ours. With two in one
+process of which one goes while a third comes elsewhere, Cyclone 11.0 may take what the newcomer says about its readers
+and writers for received, when the one that has asked for it is gone: the endpoints are never found, and those who wait
+for each other wait for ever. So no participant is taken down before the last bus of its domain.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from cyclonedds.core import DDSException
+from cyclonedds.domain import Domain, DomainParticipant
+
+from gradbus.runtime.errors import BusError, ConfigError
+
+
+@dataclass(slots=True)
+class Participant:
+    """A DDS participant, and the partitions that buses use on it.
+
+    A partition is used by one bus at a time: another bus with the same one gets another participant, for DDS can tell
+    what a process itself has written from the rest by the participant alone.
+    """
+
+    domain_id: int
+    entity: Any
+    partitions: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _OpenDomain:
+    xml: str
+    entity: Any
+    users: int = 0
+    participants: list[Participant] = field(default_factory=list)
+
+
+_domains: dict[int, _OpenDomain] = {}
+_lock = threading.Lock()
+
+
+def acquire(domain_id: int, xml: str, partition: str) -> Participant:
+    """A participant for a bus; :func:`release` gives it back.
+
+    Args:
+        domain_id: 0 .. 232. xml: configuration of the domain. partition: that the bus will use.
+
+    Raises:
+        ConfigError: the domain is open with another configuration, or its configuration is refused.
+        BusError: no participant could be made.
+    """
+    with _lock:
+        domain = _open(domain_id, xml)
+        try:
+            participant = _participant(domain_id, domain, partition)
+        except DDSException as error:
+            _close_unused(domain_id, domain)
+            raise BusError(
+                f"no DDS participant in domain {domain_id}: {error.msg or error.code}. Are there more than 120 on this "
+                f"machine, or is the interface down?"
+            ) from None
+        participant.partitions.add(partition)
+        domain.users += 1
+        return participant
+
+
+def release(participant: Participant, partition: str) -> None:
+    """The bus has deleted what it had on the participant."""
+    with _lock:
+        domain = _domains[participant.domain_id]
+        participant.partitions.discard(partition)
+        domain.users -= 1
+        _close_unused(participant.domain_id, domain)
+
+
+def _open(domain_id: int, xml: str) -> _OpenDomain:
+    known = _domains.get(domain_id)
+    if known is not None and known.xml != xml:
+        raise ConfigError(
+            f"DDS domain {domain_id} is already open in this process with other network settings. Use the same "
+            f"settings, or another domain"
+        )
+    if known is not None:
+        return known
+    try:
+        entity = Domain(domain_id, xml)
+    except DDSException as error:
+        if error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
+            raise ConfigError(
+                f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
+                f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
+            ) from None
+        raise ConfigError(
+            f"Cyclone DDS refused the configuration of domain {domain_id}; its reason stands on stderr. "
+            f"Check CYCLONEDDS_URI, or unset it"
+        ) from None
+    known = _domains[domain_id] = _OpenDomain(xml, entity)
+    return known
+
+
+def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> Participant:
+    for participant in domain.participants:
+        if partition not in participant.partitions:
+            return participant
+    participant = Participant(domain_id, DomainParticipant(domain_id))
+    domain.participants.append(participant)
+    return participant
+
+
+def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
+    if domain.users > 0:
+        return
+    del _domains[domain_id]
+    for participant in domain.participants:
+        delete(participant.entity)
+    domain.entity = None  # the binding deletes the domain with its object
+
+
+def delete(entity: Any) -> None:
+    """Delete a DDS entity and all below it; the binding's object becomes an empty shell."""
+    entity._delete(entity._ref)

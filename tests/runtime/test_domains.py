@@ -1,0 +1,62 @@
+"""Buses of one process and the DDS participants that they share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gradbus.runtime import domains
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.network import NetworkConfig, build_xml
+
+DOMAIN = 143
+XML = build_xml(NetworkConfig())
+
+
+def job(name: str) -> str:
+    return f"{name}-{os.getpid()}"
+
+
+def test_jobs_share_a_participant_and_buses_of_one_job_do_not() -> None:
+    first, second = (domains.acquire(DOMAIN, XML, job(name)) for name in ("first", "second"))
+    again = domains.acquire(DOMAIN, XML, job("first"))
+    try:
+        assert second is first
+        assert again is not first
+    finally:
+        for participant, name in ((first, "first"), (second, "second"), (again, "first")):
+            domains.release(participant, job(name))
+
+
+def test_no_participant_is_taken_down_before_the_last_bus_of_its_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_down = []
+    delete = domains.delete
+
+    def note(entity: object) -> None:
+        taken_down.append(entity)
+        delete(entity)
+
+    monkeypatch.setattr(domains, "delete", note)
+    first, again = (domains.acquire(DOMAIN, XML, job("first")) for _ in range(2))
+    domains.release(first, job("first"))
+    assert taken_down == []
+    third = domains.acquire(DOMAIN, XML, job("first"))
+    assert third is first  # its place is free again
+    domains.release(third, job("first"))
+    domains.release(again, job("first"))
+    assert taken_down == [first.entity, again.entity]
+    other = domains.acquire(DOMAIN, XML, job("first"))
+    assert other is not first
+    domains.release(other, job("first"))
+
+
+def test_a_domain_that_is_not_in_use_any_more_takes_another_configuration() -> None:
+    domains.release(domains.acquire(DOMAIN, XML, job("first")), job("first"))
+    longer = build_xml(NetworkConfig(lease_s=5.0))
+    participant = domains.acquire(DOMAIN, longer, job("first"))
+    try:
+        with pytest.raises(ConfigError, match=f"domain {DOMAIN} is already open in this process with other network"):
+            domains.acquire(DOMAIN, XML, job("second"))
+    finally:
+        domains.release(participant, job("first"))
