@@ -187,7 +187,7 @@ setup-fuzz: $(STAMP)  ## what make fuzz needs besides
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(PY) -m gradbus.experiments.conformance $(ARGS)
 
-# What has been run before is not run again. QUICK=1: smaller runs, less than 5 minutes; without it about half an hour, on 2 idle cores.
+# What has been run before is not run again. QUICK=1: smaller runs, less than 5 minutes; without it 35, on 2 idle cores.
 figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QUICK=1: small ones)
 	@$(PY) -m gradbus.experiments.gallery $(if $(filter-out 0,$(QUICK)),--quick) $(ARGS)
 
