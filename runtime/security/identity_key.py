@@ -21,6 +21,22 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(rf"{_PREFIX} (\S+) ([0-9a-f]{{64}})\s*")
 _PUBLIC = re.compile(r"ed25519:([0-9a-f]{64})")
 
+# Points of small order, in every way to write them but for the bit of the sign: their orders are 1, 2, 4, 8 and 8, and
+# in the last two lines are the first and the third once more, as numbers beyond the field. They have no private half,
+# and a signature that anybody can write down is right for one in eight texts at least; OpenSSL takes it.
+_SMALL_ORDER = frozenset(
+    bytes.fromhex(text)
+    for text in (
+        "01" + "00" * 31,
+        "ec" + "ff" * 30 + "7f",
+        "00" * 32,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ee" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+    )
+)
+
 
 def is_identity(text: str) -> bool:
     """Whether a key file holds the key of a node, and not that of a job."""
@@ -47,11 +63,20 @@ def parse_public(text: str, where: str) -> bytes:
             f"{where}: expected a public key, 'ed25519:' and 64 hexadecimal digits as 'gradbus keys show FILE' prints "
             f"it, got {text[:24]!r}{'...' if len(text) > 24 else ''}"
         )
-    return bytes.fromhex(match[1])
+    public = bytes.fromhex(match[1])
+    if _is_of_small_order(public):
+        raise ConfigError(f"{where}: {text.strip()} is nobody's key: everybody could sign with it")
+    return public
+
+
+def _is_of_small_order(public: bytes) -> bool:
+    return public[:-1] + bytes([public[-1] & 0x7F]) in _SMALL_ORDER
 
 
 def verified(public: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether the holder of the private half has signed ``data``."""
+    """Whether the holder of the private half has signed ``data``; never where there can be no such one."""
+    if len(public) != PUBLIC_BYTES or _is_of_small_order(public):
+        return False
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
     except (InvalidSignature, ValueError):

@@ -220,7 +220,7 @@ def test_two_who_change_the_list_at_once_do_so_one_after_the_other(invoke, tmp_p
     monkeypatch.setattr(allow_list, "LOCK_S", 10.0)
 
     def allow_one(number: int) -> None:
-        entry = allow_list.Entry(f"robot-{number}", "client", bytes([number]) * 32, ((number, number),))
+        entry = allow_list.Entry(f"robot-{number}", "client", bytes([number + 100]) * 32, ((number, number),))
         path = tmp_path / "allow.list"
         with allow_list.changing(path):
             allow_list.write_allow_list(path, allow_list.with_entry(allow_list.load_allow_list(path), entry))
