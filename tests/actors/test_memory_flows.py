@@ -124,7 +124,8 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model
 ) -> None:
     before = sorted(os.listdir("/dev/shm"))
     clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]
-    rules = {"rounds": 3, "num_clients": 2, "state_dir": str(tmp_path / "state")}
+    # On a machine that stands still for a moment, clients that nobody hears must not be taken for dead.
+    rules = {"rounds": 3, "num_clients": 2, "dead_after_s": 10.0, "state_dir": str(tmp_path / "state")}
     first = federation.controller(**rules, fail_at="after_collect_before_aggregate:2")  # both have worked from model 1
     assert first.wait(60.0) == -signal.SIGKILL
     done, *others = finish(federation.controller(**rules), *clients)
@@ -145,12 +146,10 @@ def test_a_client_that_comes_late_reads_the_model_of_the_open_round_in_memory_or
     client = federation.client(0, hold={"2": str(gate)})
     client.wait_for("training", round=2)
     late = federation.client(1, **({} if shares else {"network": OFF}))
-    late.wait_for("ready")
+    controller.wait_for("takes part", client=1, from_round=3)
     gate.touch()
     done, _, other = finish(controller, client, late)
-    joined = 2 + sum(report["clients"] == [0] for report in done["reports"][2:])  # its word takes a moment
-    assert [report["clients"] for report in done["reports"]] == [[0]] * joined + [[0, 1]] * (6 - joined)
-    assert joined < 6
+    assert [report["clients"] for report in done["reports"]] == [[0]] * 2 + [[0, 1]] * 4
     if shares:
         assert (done["sent"], other["received"], other["shared"]) == ({}, {}, {DOWN: 6 * MODEL})
     else:

@@ -56,7 +56,7 @@ def test_a_client_behind_a_cut_link_is_left_out_and_is_back_after_the_link_is_me
         (tmp_path / "2").touch()
         assert controller.wait_for("round", round_id=2)["clients"] == [0]
         set_link(right, up=True)
-        far.wait_for("ready", from_round=4)
+        controller.wait_for("takes part", client=1, from_round=4)
         (tmp_path / "3").touch()
         reports = controller.wait_for("done", timeout_s=60.0)["reports"]
         assert reports[3]["clients"] == [0, 1]

@@ -50,7 +50,7 @@ def test_a_round_does_without_who_is_cut_off_and_has_it_back_soon_after(
         if cut_s < lease_s:
             far.wait_for("training", round=3)  # it was never gone
         else:
-            far.wait_for("ready", from_round=4)
+            controller.wait_for("takes part", client=3, from_round=4)
         assert time.monotonic() - mended_at_s < 5.0
         gate.touch()
         reports = controller.wait_for("done", timeout_s=60.0)["reports"]

@@ -30,6 +30,7 @@ import torch
 
 import gradbus
 from gradbus.actors import Client, Controller, intake, model_memory
+from gradbus.actors.members import Answer, Members
 from gradbus.models import NullTask
 from gradbus.runtime import failpoints, logs, sealed_memory
 from gradbus.runtime.control import Hello, Offer
@@ -198,6 +199,24 @@ def _tell_what_is_said(say: Say, *, dies: bool) -> None:
     gradbus.Bus.publish = watched  # type: ignore[method-assign]
 
 
+def _tell_who_takes_part(say: Say) -> None:
+    """Tell of a client that the controller counts as ready, and from which round on, if that has not begun yet: only
+    then is its word not on its way any more, and whatever else the controller is waiting for may end."""
+    hello, told = Members.hello, set[tuple[int, int, int]]()
+
+    def watched(self: Members, client_id: int, incarnation: int, said: Hello, **facts: Any) -> tuple[Answer, str]:
+        answer = hello(self, client_id, incarnation, said, **facts)
+        member = self.get(client_id, incarnation)
+        if member is not None and client_id in self.ready(member.from_round):
+            counted = client_id, incarnation, member.from_round
+            if counted not in told:
+                told.add(counted)
+                say({"event": "takes part", "client": client_id, "from_round": member.from_round})
+        return answer
+
+    Members.hello = watched  # type: ignore[method-assign]
+
+
 def _die_in_mid_upload(bus: gradbus.Bus, sent_bytes: int) -> None:
     while bus.sent_bytes["train/client_update"] < sent_bytes:
         time.sleep(0.0005)
@@ -212,6 +231,7 @@ def run(spec: dict[str, Any], say: Say) -> int:
     if "namespace" in spec:
         enter_namespace(spec["namespace"])
     _tell_what_is_said(say, dies=spec.get("die_after_offer", False))
+    _tell_who_takes_part(say)
     _tell_warnings(say)
     if spec.get("refuse_memory"):
         _refuse_memory()
