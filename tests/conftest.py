@@ -22,6 +22,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the server that processes are forked from load what it needs while the first tests run."""
+    if "warm" in sys.modules and any("slow" in item.keywords for item in session.items):
+        sys.modules["warm"].start()
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from commands import Forked
 from typer.testing import CliRunner
 
 from gradbus.experiments import lifecycle
@@ -100,6 +101,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return process
 
     yield begin
+    end(started)
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+    """The same, but for loading torch, which takes a process 3 s: for what does not begin at the very beginning."""
+    started: list[Forked] = []
+
+    def begin(*arguments: Any) -> Forked:
+        started.append(Forked([str(argument) for argument in arguments], tmp_path))
+        return started[-1]
+
+    yield begin
+    end(started)
+
+
+def end(started: Sequence[subprocess.Popen[str] | Forked]) -> None:
+    """End those that still run, and read what they have said."""
     for process in started:
         if process.poll() is None:
             process.terminate()

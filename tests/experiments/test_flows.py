@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from commands import Forked
 
 from gradbus.actors import Client, Controller
 from gradbus.experiments.exit_codes import exit_code_of
@@ -32,8 +32,7 @@ pytestmark = pytest.mark.slow
 DEMO = ("demo", "--data", "glyphs", "--samples", 200, "--no-live")
 
 
-def read_until(process: subprocess.Popen[str], wanted: str) -> None:
-    assert process.stdout is not None
+def read_until(process: Forked, wanted: str) -> None:
     for line in process.stdout:
         if wanted in line:
             return
@@ -69,8 +68,8 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain
     assert sorted(path.name for path in (run / "state").glob("*.json")) == [f"round-00000{i}.json" for i in range(3)]
 
 
-def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(start, domain, tmp_path: Path) -> None:
-    process = start(*DEMO, "--rounds", 500, "--run-dir", "run", "--domain", domain)
+def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(fork, domain, tmp_path: Path) -> None:
+    process = fork(*DEMO, "--rounds", 500, "--run-dir", "run", "--domain", domain)
     read_until(process, "round 1/500")
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 2
@@ -84,20 +83,15 @@ def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(start, domain, tmp_pa
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "stopped"
 
 
-def test_a_demo_goes_on_when_a_client_is_killed(start, domain) -> None:
-    process = start(*DEMO, "--rounds", 5, "--run-dir", "run", "--domain", domain)
-    read_until(process, "round 1/5")
-    (victim,) = [child for child in psutil.Process(process.pid).children() if id_of(child) == "1"]
-    victim.kill()
+def test_a_demo_goes_on_when_a_client_is_killed(fork, domain, monkeypatch) -> None:
+    monkeypatch.setenv("GRADBUS_FAIL_AT", "client-1/before_training:2")
+    process = fork(*DEMO, "--rounds", 3, "--run-dir", "run", "--domain", domain)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    assert "clients 1/1" in next(line for line in out.splitlines() if line.startswith("round 5/5"))
+    ends = {line.partition(":")[0]: line for line in out.splitlines() if line.startswith("round ")}
+    assert "clients 2/2" in ends["round 1/3"]
+    assert "clients 1/1" in ends["round 3/3"]
     assert "client ended early client=1 end=signal 9" in err
-
-
-def id_of(child: psutil.Process) -> str:
-    command = child.cmdline()
-    return command[command.index("--id") + 1]
 
 
 class SlowTask(NullTask):
@@ -115,13 +109,12 @@ def null_client(domain: int, dim: int) -> dict[str, object]:
     }
 
 
-def test_clients_that_do_not_fit_are_refused_and_the_run_goes_on(start, domain, tmp_path: Path) -> None:
+def test_clients_that_do_not_fit_are_refused_and_the_run_goes_on(fork, domain, tmp_path: Path) -> None:
     (tmp_path / "client.json").write_text(json.dumps(null_client(domain, dim=10)))
-    same_id = start("client", "client.json", "--id", 0)
     other_model = ClientFile.model_validate(null_client(domain, dim=11))
 
-    async def run() -> int:
-        rounds_after = 0
+    async def run() -> Forked:
+        same_id, rounds_after = None, 0
         async with connect("refusals", domain=domain) as bus, connect("refusals", domain=domain) as other:
             client = asyncio.create_task(Client(other, SlowTask(10), client_id=0).run())
             misfit = asyncio.create_task(run_client(other_model, 1))
@@ -129,6 +122,7 @@ def test_clients_that_do_not_fit_are_refused_and_the_run_goes_on(start, domain, 
             try:
                 async with contextlib.aclosing(Controller(bus, SlowTask(10), config).rounds()) as rounds:
                     async for _ in rounds:
+                        same_id = same_id or fork("client", "client.json", "--id", 0)  # the other one has it by now
                         rounds_after += same_id.poll() is not None and misfit.done()
                         if rounds_after == 2:
                             break
@@ -140,9 +134,11 @@ def test_clients_that_do_not_fit_are_refused_and_the_run_goes_on(start, domain, 
         assert isinstance(error, JoinRefused)
         assert exit_code_of(error) == 7
         assert "its model is not the same as the controller's (11 values, here 10)" in str(error)
-        return rounds_after
+        assert rounds_after == 2
+        assert same_id is not None
+        return same_id
 
-    assert asyncio.run(bounded(run())) == 2
+    same_id = asyncio.run(bounded(run()))
     assert same_id.returncode == 7
     assert "client id 0 is in use by" in last_line(same_id.communicate()[1])
 
@@ -153,7 +149,7 @@ async def bounded(work: Coroutine[Any, Any, T]) -> T:
         return await work
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(start, invoke, domain, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork, invoke, domain, tmp_path: Path) -> None:
     state = tmp_path / "state"
     config = tmp_path / "controller.json"
     file = {
@@ -170,7 +166,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(start, invoke,
             await Controller(bus, NullTask(10), load(ControllerFile, config).federated).run()
             await client
 
-    async def help_out(process: subprocess.Popen[str]) -> tuple[str, str]:
+    async def help_out(process: Forked) -> tuple[str, str]:
         async with connect("damage", domain=domain) as bus:
             client = asyncio.create_task(Client(bus, NullTask(10), client_id=0).run())
             try:
@@ -181,7 +177,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(start, invoke,
 
     asyncio.run(bounded(train()))
     (state / "round-000003.safetensors").write_bytes(b"not any more")
-    process = start("controller", config)
+    process = fork("controller", config)
     out, err = asyncio.run(bounded(help_out(process)))
     assert process.returncode == 0, err
     assert "round-000003.json" in err
@@ -199,10 +195,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(start, invoke,
     assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_controller_that_is_terminated_says_how_to_go_on(start, domain, tmp_path: Path, configs: Path) -> None:
+def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_path: Path, configs: Path) -> None:
     null = ("--set", "task.task=gradbus.models:NullTask", "--set", 'task.task_options={"dim": 10}')
     config = configs / "controller.conf.json"
-    process = start("controller", config, *null, "--set", f"bus.domain={domain}", "--run-dir", "run")
+    process = fork("controller", config, *null, "--set", f"bus.domain={domain}", "--run-dir", "run")
     while not (tmp_path / "run" / "state" / ".lock").exists():
         assert process.poll() is None
         time.sleep(0.05)
@@ -214,9 +210,9 @@ def test_a_controller_that_is_terminated_says_how_to_go_on(start, domain, tmp_pa
     assert err == f"gradbus controller: stopped by SIGTERM. To continue: gradbus controller {config} --run-dir run\n"
 
 
-def test_the_doctor_finds_this_machine_well_and_measures_it(start, domain, invoke, tmp_path) -> None:
+def test_the_doctor_finds_this_machine_well_and_measures_it(fork, domain, invoke, tmp_path) -> None:
     assert invoke("keys", "new", "job.key").code == 0
-    process = start("doctor", "--domain", domain, "--key-file", "job.key")
+    process = fork("doctor", "--domain", domain, "--key-file", "job.key")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
     assert re.search(r"security +psk, key [0-9a-f]{16}: works, \d+ ms +ok", out), out

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import Forked
 
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.runtime.profile_summary import read_summary
@@ -71,7 +72,7 @@ def _no_rank_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def read_until(process: subprocess.Popen[str], wanted: str) -> str:
+def read_until(process: subprocess.Popen[str] | Forked, wanted: str) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         if wanted in line:
@@ -118,7 +119,7 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued(st
 
 
 def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config) -> None:
-    process = start("run", "-n", 3, config, "--set", 'task.task_options={"fails": 1}')
+    process = start("run", "-n", 2, config, "--set", 'task.task_options={"fails": 1}')
     out, err = process.communicate(timeout=90)
     assert process.returncode == 1, out + err
     *_, report = err.partition("gradbus run: the last lines of rank 1:\n")
@@ -131,14 +132,14 @@ def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config)
 
 
 def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
-    start, config, tmp_path: Path, monkeypatch
+    fork, config, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("WORLD", "2")
     endless = ("--set", "worker.epochs=1000000")
-    first = start("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
+    first = fork("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
     read_until(first, "waiting for 1 more of 2 ranks: job default, on lo")
     monkeypatch.setenv("RANK", "1")
-    second = start("worker", config, *endless)
+    second = fork("worker", config, *endless)
     read_until(first, "epoch 3/1000000")
     second.terminate()
     _, err = second.communicate(timeout=30)

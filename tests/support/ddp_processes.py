@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import ddp_node
+import warm
 from federation import Node
 
-_context = multiprocessing.get_context("forkserver")
-# torch._dynamo is what the first optimizer of a process imports, which takes seconds.
-_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "torch._dynamo"])
 _numbers = itertools.count()
 
 
@@ -37,20 +33,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         return nodes
 
     def _start(self, rank: int, spec: dict[str, Any]) -> Node:
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=ddp_node.run_forked, args=({**self._common, "rank": rank, **spec}, theirs))
-        process.start()
-        theirs.close()
-
-        def events() -> Iterable[dict[str, Any]]:
-            with ours:
-                while True:
-                    try:
-                        yield ours.recv()
-                    except (EOFError, OSError):
-                        return
-
-        return Node(process, events())
+        process, _, events = warm.fork_that_tells(ddp_node.run_forked, {**self._common, "rank": rank, **spec})
+        return Node(process, events)
 
     def __exit__(self, *_: object) -> None:
         for node in self._nodes:

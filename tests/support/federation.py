@@ -7,7 +7,6 @@ loading torch takes seconds. In another network namespace, too: each enters it b
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import queue
 import signal
@@ -23,13 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import warm
+
 from gradbus.experiments.history import read_history
 from gradbus.experiments.history_check import Finding, check
 
 DIM = 200_000
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "torch.optim"])
 
 
 @dataclass
@@ -159,20 +157,8 @@ class Federation(AbstractContextManager["Federation"]):
 def _fork(spec: dict[str, Any]) -> tuple[Any, Iterable[dict[str, Any]]]:
     import federation_node
 
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=federation_node.run_forked, args=(spec, theirs))
-    process.start()
-    theirs.close()
-
-    def events() -> Iterable[dict[str, Any]]:
-        with ours:
-            while True:
-                try:
-                    yield ours.recv()
-                except (EOFError, OSError):
-                    return
-
-    return process, events()
+    process, _, events = warm.fork_that_tells(federation_node.run_forked, spec)
+    return process, events
 
 
 def _spawn(prefix: tuple[str, ...], spec: dict[str, Any]) -> tuple[Any, Iterable[dict[str, Any]]]:

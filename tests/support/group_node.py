@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import torch
+import warm
 from federation import Node
 
 import gradbus
@@ -25,8 +25,6 @@ from gradbus.runtime.security import Security
 Script = Callable[[Group], Awaitable[Any]]
 LEASE_S = 20.0  # where no death is tested, a machine that stands still for seconds is none
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "torch.optim", "torch.distributed"])
 _numbers = itertools.count()
 
 
@@ -65,19 +63,9 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
     def start(self, rank: int, **own: Any) -> Node:
         """Start one rank; ``own`` is for this one alone."""
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=run_forked, args=({**self._common, "rank": rank, **own}, theirs))
-        process.start()
-        theirs.close()
-
-        def events() -> Iterable[dict[str, Any]]:
-            while True:
-                try:
-                    yield ours.recv()
-                except (EOFError, OSError):
-                    return
-
-        node = Node(process, events())
+        spec = {**self._common, "rank": rank, **own}
+        process, ours, events = warm.fork_that_tells(run_forked, spec, both_ways=True)
+        node = Node(process, events)
         self._nodes.append((node, ours))
         return node
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import multiprocessing
 import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import warm
 from federation import Node
 
 SCENES = Path(__file__).resolve().parents[1] / "torch_backend"
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "gradbus.runtime.collectives"])
-
 Say = Callable[..., None]
 
 
@@ -89,20 +86,8 @@ def play(file: str, scene: str, world: int = 2, backend: str = "dds", **options:
 
 
 def _start(spec: dict[str, Any]) -> Node:
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=run_forked, args=(spec, theirs))
-    process.start()
-    theirs.close()
-
-    def events() -> Iterable[dict[str, Any]]:
-        with ours:
-            while True:
-                try:
-                    yield ours.recv()
-                except (EOFError, OSError):
-                    return
-
-    return Node(process, events())
+    process, _, events = warm.fork_that_tells(run_forked, spec)
+    return Node(process, events)
 
 
 def run_forked(spec: dict[str, Any], pipe: Any) -> None:
