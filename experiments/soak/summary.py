@@ -101,10 +101,9 @@ def summarise(path: Path, *, minutes: float, seed: int) -> dict[str, Any]:
     run = read_history(path / "federated")
     ranks = read_history(path / "parallel") if (path / "parallel" / "history").is_dir() else None
     faults = [json.loads(line) for line in (path / "nemesis.jsonl").read_text(encoding="utf-8").splitlines()]
-    findings = check(run)
     if ranks is not None:
-        equal = next(finding for finding in check(ranks) if finding.name == "I5")
-        findings = [equal if finding.name == "I5" else finding for finding in findings]
+        run.ranks = ranks.ranks  # whose parameters are compared, and whose samples are in the other history
+    findings = check(run)
     commits = _times(run.controller, "committed")
     measured = {name: _worst(found) for name, found in recoveries(run, ranks, faults).items() if found}
     struck: dict[str, int] = {}

@@ -148,6 +148,24 @@ def test_growth_is_found_but_not_that_of_the_first_minutes(tmp_path: Path) -> No
     assert "process 3): fds grew from 9 to 10" in other
 
 
+def test_what_a_process_takes_to_start_and_to_end_is_no_growth(tmp_path: Path) -> None:
+    def life(pid: int) -> list[Event]:
+        """It waits for others for 40 s, works for 60 s, and ends for 30 s."""
+        parts = ((40, 90, 24, 9), (100, 95, 25, 10), (130, 105, 26, 11))
+        lines = [samples(pid, iter([rss] * until), fds=fds, threads=threads) for until, rss, fds, threads in parts]
+        return [*lines[0], *lines[1][40:], *lines[2][100:]]
+
+    write(tmp_path, "controller", *GOOD)
+    write(tmp_path, "resources", *life(1))
+    assert len(found(tmp_path)["I6"].violations) == 3
+    write(tmp_path, "client-1", {**CLIENT, "pid": 1, "at_s": 39.5}, {"event": "failed", "pid": 1, "at_s": 99.5})
+    assert found(tmp_path)["I6"].violations == []
+    assert found(tmp_path)["I6"].checked == 3
+    write(tmp_path, "resources", *samples(2, (100 + i / 2 for i in range(60))))
+    write(tmp_path, "client-1", {**CLIENT, "pid": 2, "at_s": 0.0})
+    assert len(found(tmp_path)["I6"].violations) == 1
+
+
 def test_a_line_that_was_cut_short_is_passed_over_and_the_next_start_begins_a_new_one(tmp_path: Path) -> None:
     write(tmp_path, "controller", *GOOD)
     with (tmp_path / "controller.jsonl").open("a", encoding="utf-8") as file:
