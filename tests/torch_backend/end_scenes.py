@@ -74,7 +74,7 @@ def killed_in_ddp(place: Place) -> dict[str, Any]:
 
 
 def many_groups(place: Place) -> dict[str, Any]:
-    """What the process has more of after 20 groups were made, used and destroyed than before."""
+    """What the process has more of after 8 groups were made, used and destroyed than before."""
     place.start()
 
     def use_some(number: int) -> None:
@@ -87,7 +87,7 @@ def many_groups(place: Place) -> dict[str, Any]:
 
     use_some(2)
     before = held()
-    use_some(20)
+    use_some(8)
     after = held()
     return {what: [text for text in texts if text not in before[what]] for what, texts in after.items()} | {
         what + " more": len(texts) - len(before[what]) for what, texts in after.items()
