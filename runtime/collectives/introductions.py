@@ -2,9 +2,9 @@
 
 A hello goes to all others. If each answered every one of them, a group of N ranks would cost N^3 messages and more. So
 a rank speaks when it has something new to say or has met somebody new, and the larger the world, the longer it waits
-for more news first; and it says all again from time to time, as DDS may have matched one way only when it said so
-before. A probe is worth something where the other knows the same members: then it goes out once, and again from time
-to time.
+for more news first. It says all again, soon and then less and less often, as DDS may have matched one way only when it
+said so before. A probe is worth something where the other knows the same members: then it goes out once, and again
+when the other still says that it is not linked.
 
 Plain decisions without I/O or a clock.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from gradbus.runtime.control import GroupHello
 
-REPEAT_S = 0.1  # how often to say again what is not new
+REPEAT_S = 0.1  # how often at least to say again what is not new
 NEWS_S = 0.001  # how long to wait for more news, times the world: about what a hello costs all others together
 
 
@@ -32,8 +32,9 @@ class Introductions:
     met: bool = False
     _said: GroupHello | None = None
     _said_s: float = float("-inf")
+    _repeat_s: float = REPEAT_S
     _digest: int = 0
-    _probed: set[int] = field(default_factory=set)
+    _probed: dict[int, float] = field(default_factory=dict)  # rank: when
     _probed_all: bool = False
     _probed_s: float = float("-inf")
 
@@ -41,14 +42,28 @@ class Introductions:
         """Whether to say this hello now. True counts as said."""
         if self.wait_s(hello, now_s) > 0.0:
             return False
+        has_news = self.met or hello != self._said
+        self._repeat_s = min(REPEAT_S, 2 * (self._pause_s if has_news else self._repeat_s))
         self._said, self._said_s, self.met = hello, now_s, False
         return True
 
     def wait_s(self, hello: GroupHello, now_s: float) -> float:
         """Seconds until this hello is to be said, if nothing else happens until then."""
-        has_news = self.met or hello != self._said
-        pause_s = min(REPEAT_S, NEWS_S * self.world) if has_news else REPEAT_S
+        pause_s = self._pause_s if self.met or hello != self._said else self._repeat_s
         return max(0.0, self._said_s + pause_s - now_s)
+
+    @property
+    def _pause_s(self) -> float:
+        return min(REPEAT_S, NEWS_S * self.world)
+
+    def still_owed(self, rank: int, now_s: float) -> bool:
+        """A rank says that it is not linked, and perhaps could not take its probe yet. True: it gets another one."""
+        probed_s = self._probed.get(rank)
+        if probed_s is None or now_s < probed_s + self._pause_s:
+            return False
+        del self._probed[rank]
+        self._probed_all = False
+        return True
 
     def probes(self, digest: int, owed: Sequence[int], *, all_know: bool, now_s: float) -> tuple[list[int], bool]:
         """Where probes go now.
@@ -64,7 +79,7 @@ class Introductions:
             self._digest, self._probed_s, self._probed_all = digest, now_s, False
             self._probed.clear()
         ranks = [rank for rank in owed if rank not in self._probed]
-        self._probed.update(ranks)
+        self._probed.update(dict.fromkeys(ranks, now_s))
         to_all = bool(owed) and all_know and not self._probed_all
         self._probed_all = self._probed_all or to_all
         return ranks, to_all

@@ -23,7 +23,6 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
 from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 
-MATCH_S = 0.01  # how often to look whether DDS has matched what all others know of already
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to those that have not formed it yet
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
@@ -112,6 +111,7 @@ class Membership:
             ConfigError: the ranks do not fit together.
         """
         self._note_change()  # a rank alone has formed its group
+        matches = asyncio.create_task(self._watch_matches(timeout_s), name="gradbus-group-matches")
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._is_formed:
@@ -129,6 +129,8 @@ class Membership:
                 await self._say_hello()
                 await asyncio.sleep(REPEAT_S)
             raise
+        finally:
+            matches.cancel()
         self._check()
         if self._shared is not None:
             self._shared.admit(self.formation.readers)
@@ -150,13 +152,23 @@ class Membership:
         if introductions.says(hello, now_s):
             await self._bus.publish(self.identity, hello)
         owed = formation.owed_probes
-        wait_s = introductions.wait_s(hello, time.monotonic())
-        if owed and not self._link.matched:
-            return min(wait_s, MATCH_S)
-        if owed:
+        if owed and self._link.matched:
             ranks, to_all = introductions.probes(digest, owed, all_know=formation.all_know, now_s=now_s)
             self._link.probe(ranks, to_all=to_all)
-        return wait_s
+        return introductions.wait_s(hello, time.monotonic())
+
+    async def _watch_matches(self, timeout_s: float) -> None:
+        """Whom DDS has matched just now has not heard what was said before, and may be able to take probes."""
+        with contextlib.suppress(BusError):
+            while True:
+                before = self._matched
+                await self._bus.matched(lambda known=before: self._matched != known, timeout_s=timeout_s)  # type: ignore[misc]
+                self._introductions.met = True
+                self._changed.set()
+
+    @property
+    def _matched(self) -> tuple[int, bool]:
+        return self._bus.matched_readers(Control), self._link.matched
 
     async def _say_hello(self) -> None:
         await self._bus.publish(self.identity, self.formation.hello_now())
@@ -281,6 +293,8 @@ class Membership:
                 self._introductions.met |= not was_known
                 self._attach(rank, said.memory)
                 self._note_change()
+            elif not said.linked and self._introductions.still_owed(rank, time.monotonic()):
+                self._changed.set()
         except ConfigError as error:
             self._end(error)
 

@@ -17,12 +17,15 @@ HELLO = GroupHello("world", 4, 0, False, False, 5, "host (process 1)", "", [])
 NEWS = GroupHello("world", 4, 77, False, False, 5, "host (process 1)", "", [])
 
 
-def test_the_first_hello_is_said_at_once_and_repeated_from_time_to_time() -> None:
-    words = Introductions(4)
-    assert words.says(HELLO, 10.0)
-    assert not words.says(HELLO, 10.0 + REPEAT_S / 2)
-    assert words.wait_s(HELLO, 10.0 + REPEAT_S / 2) == pytest.approx(REPEAT_S / 2)
-    assert words.says(HELLO, 10.0 + REPEAT_S)
+def test_the_first_hello_is_said_at_once_and_repeated_less_and_less_often() -> None:
+    words, now_s = Introductions(4), 10.0
+    assert words.says(HELLO, now_s)
+    for pauses in (2, 4, 8, 16, REPEAT_S / 4 / NEWS_S, REPEAT_S / 4 / NEWS_S):
+        pause_s = pauses * 4 * NEWS_S
+        assert not words.says(HELLO, now_s + 0.9 * pause_s)
+        assert words.wait_s(HELLO, now_s + 0.9 * pause_s) == pytest.approx(0.1 * pause_s)
+        now_s += 1.0001 * pause_s
+        assert words.says(HELLO, now_s)
 
 
 def test_news_wait_for_more_news_and_no_longer() -> None:
@@ -32,6 +35,7 @@ def test_news_wait_for_more_news_and_no_longer() -> None:
     assert words.wait_s(NEWS, 10.0 + NEWS_S) == pytest.approx(3 * NEWS_S)
     assert words.says(NEWS, 10.0 + 4.001 * NEWS_S)
     assert not words.says(NEWS, 10.0 + 9 * NEWS_S)
+    assert words.says(NEWS, 10.0 + 12.1 * NEWS_S)
 
 
 def test_who_was_met_hears_what_is_not_new() -> None:
@@ -56,6 +60,15 @@ def test_each_rank_gets_a_probe_when_it_knows_the_members_and_again_from_time_to
     assert words.probes(7, [1, 2, 3], all_know=True, now_s=10.03) == ([], False)
     assert words.probes(7, [2], all_know=True, now_s=10.0 + REPEAT_S) == ([2], True)
     assert words.probes(7, [], all_know=True, now_s=11.0) == ([], False)
+
+
+def test_a_rank_that_says_again_that_it_is_not_linked_gets_another_probe_but_not_at_once() -> None:
+    words = Introductions(4)
+    assert words.probes(7, [1, 2, 3], all_know=True, now_s=10.0) == ([1, 2, 3], True)
+    assert not words.still_owed(1, 10.0 + NEWS_S)
+    assert words.still_owed(1, 10.0 + 4.001 * NEWS_S)
+    assert not words.still_owed(1, 10.0 + 9 * NEWS_S)  # it is due, and needs no reminding
+    assert words.probes(7, [1, 2, 3], all_know=True, now_s=10.0 + 9 * NEWS_S) == ([1], True)
 
 
 def test_probes_for_other_members_are_sent_anew_at_once() -> None:
