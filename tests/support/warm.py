@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -72,3 +73,14 @@ def fork_that_tells(
                 ours.close()
 
     return process, ours, events()
+
+
+def look(spec: dict[str, Any], pipe: Connection) -> None:
+    """For the test of this module: what a process has as it begins."""
+    pipe.send(
+        {
+            "has": sorted(spec["modules"] & sys.modules.keys()),
+            "threads": len(os.listdir("/proc/self/task")),
+            "path": os.environ.get(_PATH, ""),
+        }
+    )

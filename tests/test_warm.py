@@ -1,0 +1,19 @@
+"""The server that tests fork their processes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import warm
+
+
+@pytest.mark.slow
+def test_a_forked_process_has_loaded_everything_and_runs_nothing(root: Path) -> None:
+    modules = {"warm_modules", "federation_node", "torch_node", "torch._dynamo", "gradbus.actors", "_pytest.config"}
+    process, _, events = warm.fork_that_tells(warm.look, {"modules": modules})
+    (told,) = events
+    process.join(10.0)
+    assert told["has"] == sorted(modules)  # a module that cannot be imported is passed over without a word
+    assert told["threads"] == 1  # a lock that another one held would never be free again
+    assert str(root / "tests") not in told["path"]  # else commands that are started would find helpers there
