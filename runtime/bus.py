@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from gradbus.runtime import control, frames
+from gradbus.runtime.channel import Channel
 from gradbus.runtime.dds import Node, Waiter, Writer
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
 from gradbus.runtime.frame_port import FramePort
@@ -29,7 +30,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig, Profile
 from gradbus.runtime.opening import check_job, node_maker, open_node, profile_config
-from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.sealed_memory import PayloadMemory
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.sender import Job, Sample, Sender
@@ -182,8 +183,7 @@ class Bus:
     def subscribe(self, *kinds: type[Any], only: Callable[[Message], bool] | None = None) -> Subscription:
         """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone).
 
-        ``only``: says whether a message is wanted at all; what is not wakes nobody up. Where many actors share a bus,
-        each would else be woken by every word to any of them.
+        ``only``: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
         """
         self._check_open()
         subscription = Subscription(self._consumed, self._drop_subscription, only)

@@ -59,10 +59,11 @@ class CheckpointError(GradbusError):
 
 
 class JoinRefused(GradbusError):
-    """The controller does not let this client take part; ``why`` is its reason, in words."""
+    """The controller does not let this process take part; ``why`` is its reason, in words."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"the controller refused this client: {why}")
+    def __init__(self, why: str, who: str = "client") -> None:
+        """``who``: what it wanted to be."""
+        super().__init__(f"the controller refused this {who}: {why}")
         self.why = why
 
 

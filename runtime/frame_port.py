@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gradbus.runtime.channel import Channel
 from gradbus.runtime.dds import Node, Writer
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.messages import Message
-from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.sender import Job, Sender
 from gradbus.runtime.topics import Topic
 

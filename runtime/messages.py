@@ -100,10 +100,11 @@ def is_later(number: int, than: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """Local event: DDS no longer sees the process that this peer sent from."""
+    """Local event: DDS no longer sees the process that this peer sent from, or, with ``why``, it is shut out."""
 
     sender: int
     incarnation: int
+    why: str = ""
 
 
 Message = TrainCmd | ClientUpdate | ModelBlob | Control | PeerGone

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradbus.runtime.dds import Reader, Waiter, Writer
+from gradbus.runtime.channel import Channel
+from gradbus.runtime.dds import Waiter, Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
@@ -35,28 +36,6 @@ _MAX_SENDERS = 65_536  # remembered for one process: it cannot make us grow with
 
 
 log = get_logger("bus")
-
-
-class Channel:
-    """One topic on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
-
-    def __init__(
-        self, reader: Reader, deliver: Callable[[list[Message]], None], *, take: Callable[[Frame], None] | None = None
-    ) -> None:
-        """``deliver`` gets messages on the loop; ``take``, where given, frames one by one on the receive thread."""
-        self.reader = reader
-        self.deliver = deliver
-        self.take = take
-        self.limit = reader.topic.inbox
-        self.taken = 0  # written by the thread
-        self.consumed = 0  # written by the loop
-        self.paused = False  # written by the thread
-        self.number = 0  # in the wait set: this one for data, the next one for status
-        self.sources: set[int] = set()
-
-    @property
-    def room(self) -> int:
-        return self.limit - (self.taken - self.consumed)
 
 
 @dataclass(slots=True)
@@ -127,6 +106,15 @@ class Receiver(threading.Thread):
     def rematched(self) -> None:
         """Matched endpoints count from now on, or do not any more, for another reason than DDS's. On the thread."""
         self._post(self._on_matched)
+
+    def shut_out(self, sources: Collection[int], why: str) -> None:
+        """Tell of those who speak through these DDS writers that they are gone: nothing of theirs is taken any more. On
+        the thread."""
+        lost = [PeerGone(*sender, why) for source in sources for sender in sorted(self._senders.pop(source, ()))]
+        for channel in self._channels:
+            if lost and channel.reader.topic.to_message is TOPICS[Control].to_message:
+                channel.taken += len(lost)
+                self._post(channel.deliver, lost)
 
     def consumed(self, channel: Channel, count: int) -> None:
         """The loop has consumed messages; a reader that was left alone is looked at again when half is free."""
@@ -227,7 +215,8 @@ class Receiver(threading.Thread):
             function = self._new_cares.popleft()
             if function not in self._cares:
                 self._cares.append(function)
-        numbers = self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s)
+        # Who was first to be watched is first in turn: a new key of the job is known before what is sealed with it.
+        numbers = sorted(self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s))
         if self.each_turn is not None:
             self.each_turn()
         if self._cares:

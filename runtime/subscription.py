@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from gradbus.runtime.channel import Channel
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.messages import Message
-from gradbus.runtime.receiver import Channel
 
 
 @dataclass(slots=True, eq=False)

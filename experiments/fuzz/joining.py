@@ -56,7 +56,8 @@ def _joining_seeds() -> list[bytes]:
         Beacon(some, 7, key), Hello(some, door.session, 7, 1, key, key, key, key, 0, "robot-1"),
         Welcome(some, some, 7, 5, key, key), Confirm(door.session, some, key), Refusal(some, some, key, "no"),
     ]  # fmt: skip
-    words = [epoch.pack(epoch.Have(3)), epoch.pack(epoch.Handed(3, key, (1, 2, 3), (4, 5)))]
+    to_ranks = epoch.HandedToRanks(3, key, ((0, 3), (9, 9)), (some, some))
+    words = [epoch.pack(word) for word in (epoch.Have(3), epoch.Handed(3, key, (1, 2, 3), (4, 5)), to_ranks)]
     packed = [join_messages.pack(message) + bytes(64) for message in messages]
     return [*packed, *(one[6:] for one in packed), *words, bytes(200), b""]
 
@@ -69,14 +70,14 @@ def _read_list(data: bytes) -> None:
         return
     must(parse_allow_list(allowed.text, "here").entries == allowed.entries, "a list comes back as another one")
     for entry in allowed.entries:
-        for first, last in entry.ids:
+        for first, last in entry.ids if entry.role == "client" else ():
             must(allowed.owner_of(first) == allowed.owner_of(last) == entry.name, "an id of two nodes")
 
 
 def _list_seeds() -> list[bytes]:
     one, other = ("ed25519:" + digit * 64 for digit in "ab")
-    lines = f"robot-1 client {one} 0-3,7\n", f"# us\ndesk observer {other}  # in the hall\n"
-    return [line.encode() for line in (*lines, "".join(lines), lines[0] * 2, "a b c d e", "")]
+    lines = f"robot-1 client {one} 0-3,7\n", f"# us\ndesk observer {other}  # in the hall\n", f"h worker {one} 1-3\n"
+    return [line.encode() for line in (*lines, "".join(lines[:2]), lines[0] * 2, "a b c d e", "")]
 
 
 TARGETS = {

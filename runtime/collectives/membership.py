@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import time
 
@@ -17,7 +18,7 @@ from gradbus.runtime.collectives.introductions import REPEAT_S, Introductions
 from gradbus.runtime.collectives.pulse import Pulses
 from gradbus.runtime.collectives.shared import LetterProgress, Shared
 from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
-from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError
 from gradbus.runtime.frames import CHUNK_BYTES, VERSION, Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
@@ -26,6 +27,9 @@ from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to those that have not formed it yet
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
+
+# The group of all ranks of a job, here and in torch.distributed; in others the ranks have other numbers.
+_OF_ALL = re.compile(r"world(_[0-9a-f]{12})?")
 
 log = get_logger("group")
 
@@ -39,6 +43,7 @@ class Membership:
     ) -> None:  # fmt: skip
         """Open topics and listen. Only from inside the event loop of the bus; :meth:`close` undoes it."""
         bus.claim(group)
+        self._fault: Exception | None = None
         self._bus = bus
         self._loop = asyncio.get_running_loop()
         self.identity = Identity(rank, new_incarnation())
@@ -47,6 +52,7 @@ class Membership:
         self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
         bus.incarnations.append(self.identity.incarnation)
         self._introductions = Introductions(world)
+        self._no_more_refused = bus.standing.when_refused(self._on_refused)
         self._inbox = bus.subscribe(Control)
         bus.open_writer(Control)
         self._port = bus.frame_port()
@@ -58,7 +64,6 @@ class Membership:
             self.engine.look_up = self._shared.slots.get
             self.formation.memory = self._shared.place
         self._changed = asyncio.Event()
-        self._fault: Exception | None = None
         self._is_formed = False
         self._left: set[int] = set()
         self._replied_s = 0.0
@@ -108,7 +113,8 @@ class Membership:
 
         Raises:
             BarrierTimeout: they are not within ``timeout_s``; ``.missing``.
-            ConfigError: the ranks do not fit together.
+            ConfigError: the ranks do not fit together, or this node may not be this one.
+            JoinRefused, JobTaken: this process may not take part.
         """
         self._note_change()  # a rank alone has formed its group
         matches = asyncio.create_task(self._watch_matches(timeout_s), name="gradbus-group-matches")
@@ -116,6 +122,8 @@ class Membership:
             async with asyncio.timeout(timeout_s):
                 while not self._is_formed:
                     self._check()
+                    if _OF_ALL.fullmatch(self.formation.group):
+                        self._bus.standing.check_ids(self.formation.me.rank)
                     self._changed.clear()
                     wait_s = await self._introduce()
                     with contextlib.suppress(TimeoutError):
@@ -183,6 +191,8 @@ class Membership:
         what = f"group {formation.group!r}, rank {formation.me.rank}"
         if not missing and unlinked:
             what += f" (ranks {list(unlinked)} were heard, but data does not get through both ways)"
+        if absence := self._bus.standing.absence:
+            what += f": {absence}"
         owed = missing or unlinked
         return BarrierTimeout(
             what, missing=owed, ready=formation.world - len(owed), needed=formation.world, timeout_s=timeout_s,
@@ -236,18 +246,23 @@ class Membership:
                 self._on_leave(rank, incarnation, said)
             case Control(sender=rank, incarnation=incarnation, body=GroupHello() as said):
                 await self._on_hello(rank, incarnation, said)
-            case PeerGone(sender=rank, incarnation=incarnation):
-                self._on_gone(rank, incarnation)
+            case PeerGone(sender=rank, incarnation=incarnation, why=why):
+                self._on_gone(rank, incarnation, why)
 
-    def _on_gone(self, rank: int, incarnation: int) -> None:
+    def _on_refused(self, error: GradbusError) -> None:
+        """On the receive thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _on_gone(self, rank: int, incarnation: int, why: str) -> None:
         member = self._member(rank, incarnation)
         if member is None or rank == self.identity.sender:
             return
         if not self._is_formed:
             self.formation.gone(rank, incarnation)
         elif rank not in self._left:
-            log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host)
-            self._lose(rank, f"its process on {member.host} is gone")
+            log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host, why=why or "gone")
+            self._lose(rank, f"its process on {member.host} is {f'shut out: {why}' if why else 'gone'}")
 
     def _on_leave(self, rank: int, incarnation: int, said: GroupLeave) -> None:
         if said.group != self.formation.group or self._member(rank, incarnation) is None:
@@ -308,6 +323,7 @@ class Membership:
 
     async def close(self, *, ok: bool, reason: str) -> None:
         """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them."""
+        self._no_more_refused()
         if self._pulse is not None:
             self._pulse.cancel()
         self.engine.close(BusClosed(f"this rank has left group {self.formation.group!r}"))

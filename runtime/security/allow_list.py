@@ -1,6 +1,7 @@
 """Who may take part: the controller's list of names, what each may be, and their public keys.
 
-A text file, one node a line: ``NAME ROLE ed25519:KEY``, and for clients the ids that they may use, ``0`` or ``0-3,7``.
+A text file, one node a line: ``NAME ROLE ed25519:KEY``, and the ids that a client, or the ranks that a worker may use,
+``0`` or ``0-3,7``.
 What stands behind ``#`` is for people. The list is no secret, but who can write it decides who is let in.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import stat
@@ -26,6 +28,7 @@ from gradbus.runtime.security.job_key import read_beginning
 
 Role = Literal["client", "controller", "worker", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
+WITH_IDS: tuple[Role, ...] = ("client", "worker")
 MAX_LIST_BYTES = 1 << 20
 MAX_ENTRIES = 4096
 MAX_RANGES = 64
@@ -46,7 +49,7 @@ def parse_role(text: str, where: str) -> Role:
 
 
 def parse_ids(text: str, where: str) -> Ids:
-    """Client ids such as ``0-3,7``. Raises ConfigError."""
+    """Client ids, or ranks, such as ``0-3,7``. Raises ConfigError."""
     found: list[tuple[int, int]] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
@@ -64,13 +67,18 @@ def ids_text(ids: Ids) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ids)
 
 
+def is_within(number: int, ids: Ids) -> bool:
+    """Whether it is one of these."""
+    return any(first <= number <= last for first, last in ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One node.
 
     Attributes:
         public: its key, 32 bytes.
-        ids: of clients, that it may speak for; empty for other roles.
+        ids: of clients that it may speak for, or ranks that it may be; empty for other roles.
     """
 
     name: str
@@ -82,8 +90,12 @@ class Entry:
         check_name(self.name)
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} of {self.name}: expected one of {', '.join(ROLES)}")
-        if (self.role == "client") != bool(self.ids):
-            expected = "the ids that it may use, for example 0 or 0-3" if not self.ids else "no ids: clients have some"
+        if (self.role in WITH_IDS) != bool(self.ids):
+            what = "ranks" if self.role == "worker" else "ids"
+            expected = (
+                f"the {what} that it may use, for example 0 or 0-3" if not self.ids
+                else "no ids: clients and workers have some"
+            )  # fmt: skip
             raise ConfigError(f"{self.role} {self.name}: expected {expected}")
 
     @property
@@ -92,12 +104,12 @@ class Entry:
         return " ".join((self.name, self.role, public_text(self.public), ids_text(self.ids))).rstrip()
 
     def may_be(self, client_id: int) -> bool:
-        """Whether it may speak for this client."""
-        return any(first <= client_id <= last for first, last in self.ids)
+        """Whether it may speak for this client, or be this rank."""
+        return is_within(client_id, self.ids)
 
 
 class AllowList:
-    """The nodes that may take part. Names and keys are there once, and a client id belongs to one node."""
+    """The nodes that may take part. Names and keys are there once, and a client id or a rank belongs to one node."""
 
     def __init__(self, entries: tuple[Entry, ...] = (), where: str = "allow list") -> None:
         """Raises ConfigError: they contradict each other."""
@@ -114,13 +126,20 @@ class AllowList:
                         f"{where}: the name or the key of {entry.name} is there twice: one node, one line"
                     )
                 seen |= {entry.name, entry.public}
-        for (_, last, one), (first, _, other) in zip(self._ranges, self._ranges[1:], strict=False):
-            if first <= last:
-                raise ConfigError(f"{where}: {one} and {other} may both use client id {first}: give each its own")
+        for role, what in (("client", "use client id"), ("worker", "be rank")):
+            ranges = self._ranges_of(role)
+            for (_, last, one), (first, _, other) in itertools.pairwise(ranges):
+                if first <= last:
+                    raise ConfigError(f"{where}: {one} and {other} may both {what} {first}: give each its own")
+
+    def _ranges_of(self, role: str) -> list[tuple[int, int, str]]:
+        return sorted(
+            (first, last, entry.name) for entry in self.entries if entry.role == role for first, last in entry.ids
+        )
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, str]]:
-        return sorted((first, last, entry.name) for entry in self.entries for first, last in entry.ids)
+        return self._ranges_of("client")
 
     def get(self, name: str) -> Entry | None:
         """The node of this name."""
@@ -152,7 +171,9 @@ def parse_allow_list(text: str, where: str) -> AllowList:
             continue
         here = f"{where}, line {number}"
         if not 3 <= len(words) <= 4:
-            raise ConfigError(f"{here}: expected NAME ROLE KEY and, for clients, IDS; got {len(words)} words")
+            raise ConfigError(
+                f"{here}: expected NAME ROLE KEY and, for clients and workers, IDS; got {len(words)} words"
+            )
         if len(entries) >= MAX_ENTRIES:
             raise ConfigError(f"{here}: more than {MAX_ENTRIES} nodes")
         role = parse_role(words[1], here)

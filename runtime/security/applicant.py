@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.messages import new_incarnation
 from gradbus.runtime.security import envelope, epoch, handshake
-from gradbus.runtime.security.allow_list import ROLES, Role
+from gradbus.runtime.security.allow_list import ROLES, Ids, Role
 from gradbus.runtime.security.beacons import Beacons
 from gradbus.runtime.security.budget import Budget
 from gradbus.runtime.security.door import JOIN_TOPIC
@@ -24,6 +24,7 @@ from gradbus.runtime.security.handshake import Secrets
 from gradbus.runtime.security.identity_key import NodeKey, public_text
 from gradbus.runtime.security.join_messages import MAGIC, Hello, Refusal, Signed, Welcome, parse
 from gradbus.runtime.security.membership_keys import MembershipKeys
+from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.seal import Envelope
 from gradbus.runtime.security.shared_keys import IncomingStreams, SharedKey
 
@@ -55,6 +56,8 @@ class Applicant:
         session: this start, random. refusal: why the controller does not let it in; empty: it has not said so.
         doubt: what was heard of controllers that are not the one whose key is known.
         keys: what it has been given; None before it was let in for the first time.
+        ranks: the keys of a job of ranks, if this is one. ids: ranks that this node may be there.
+        on_removed: gets the sessions of processes that must not take part any more.
         on_joined: called when it was let in by this start of the controller, or refused.
     """
 
@@ -69,6 +72,10 @@ class Applicant:
         self.refusal = ""
         self.doubt = ""
         self.keys: MembershipKeys | None = None
+        self.ranks = RankKeys()
+        self.ranks.on_lack = self._note_lack
+        self.ids: Ids = ()
+        self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
         self.on_joined: Callable[[], None] = lambda: None
         self._beacons = Beacons(job, pinned)
         self._asked: _Asked | None = None
@@ -114,13 +121,16 @@ class Applicant:
         elif self.keys is None:
             raise FrameError("no key", "said to members, and this node is none yet")
         elif not self.keys.has(header):
-            self._lacks = True
+            self._note_lack()
             raise FrameError("no key", "said to members with a key that this node has not, or not any more")
         else:
             plain = self.keys.open_group(topic, header, view, now_s)
         if plain is not None:
             self._heard_s = now_s
         return plain
+
+    def _note_lack(self) -> None:
+        self._lacks = True
 
     # Joining
 
@@ -231,10 +241,16 @@ class Applicant:
             word = epoch.parse(keys.open_keys(JOIN_TOPIC, header, view))
         else:
             return []  # for others
-        if not isinstance(word, epoch.Handed):
-            raise FrameError("join", "the controller says that it has its own key")
         self._heard_s = now_s
-        keys.take(word, now_s)
+        if isinstance(word, epoch.Handed):
+            keys.take(word, now_s)
+        elif isinstance(word, epoch.HandedToRanks):
+            self.ids = word.ids
+            self.on_removed(set(word.removed) - {self.session})
+            group = SharedKey(self.job, envelope.GROUP, word.epoch, word.secret)
+            self.ranks.take(group, keys.controller, now_s)
+        else:
+            raise FrameError("join", "the controller says that it has its own key")
         self.keys = keys
         if is_other:
             self.on_joined()
@@ -246,4 +262,5 @@ class Applicant:
             self._asked = None
         if self.keys is not None:
             self.keys.tick(now_s)
+            self.ranks.tick(now_s)
         return self._ask(now_s, alive)

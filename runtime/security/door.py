@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +22,14 @@ from gradbus.runtime.security.budget import Budget
 from gradbus.runtime.security.envelope import Header
 from gradbus.runtime.security.identity_key import NodeKey, public_text
 from gradbus.runtime.security.join_messages import MAGIC, Beacon, Confirm, Hello, Refusal, Signed, parse
+from gradbus.runtime.security.joined import MAX_OWN_RANKS, Joined, member_id, most_processes
+from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.rival_controllers import RivalControllers
 from gradbus.runtime.security.rotation import Rotation
 from gradbus.runtime.security.said import Speaker
 from gradbus.runtime.security.seal import Envelope
 from gradbus.runtime.security.shared_keys import IncomingStreams, OutgoingStreams, SharedKey, opened_header
-from gradbus.runtime.security.waiting import PENDING_S, Pending, WaitingRoom, with_tag
+from gradbus.runtime.security.waiting import MAX_PENDING_EACH, PENDING_S, Pending, WaitingRoom, with_tag
 
 JOIN_TOPIC = "train/join"
 SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
@@ -37,22 +39,6 @@ REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those 
 TOLD_S = 10.0  # how often at most to say of a name that it was refused
 TOLD_PER_S, TOLD_AT_ONCE = 1, 20  # of all names: a stranger can make them up
 _MAX_TOLD = 256
-
-
-@dataclass(slots=True, eq=False)
-class Joined:
-    """A node that has been let in."""
-
-    entry: Entry
-    hello: Signed
-    session: bytes
-    start: int
-    attempt: int
-    incoming: IncomingStreams
-    outgoing: OutgoingStreams
-    heard_s: float
-    former: IncomingStreams | None = None
-    former_until_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -70,9 +56,14 @@ class Door:
     Attributes:
         session: this start, random. refusal: why this controller must not go on; empty: it may.
         dropped: what was not taken, by reason.
+        ranks: of a job of ranks, the keys that this process itself seals with; None: a federated run.
+        on_removed: gets the sessions of processes that must not take part any more.
     """
 
-    def __init__(self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0) -> None:
+    def __init__(
+        self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0,
+        ranks: RankKeys | None = None,
+    ) -> None:  # fmt: skip
         """``label``: host and process, for a second controller of the job."""
         self.job = job
         self.key = key
@@ -94,6 +85,14 @@ class Door:
         self._told: dict[str, float] = {}
         self._rivals = RivalControllers(job, key, self.session, self.start)
         self.rotation = Rotation(job, self.session, now_s)
+        self.ranks = ranks
+        self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
+        self.on_refused: Callable[[], None] = lambda: None
+        self._removed: deque[bytes] = deque(maxlen=epoch.MAX_REMOVED)
+        # Processes on the controller's own machine may share its key; all but one of them join it like any others.
+        self._own = Entry(key.name, "worker", key.public, ((0, MAX_OWN_RANKS - 1),))
+        if ranks is not None:
+            ranks.take(self.group.key, self.session, now_s)
 
     @property
     def members(self) -> dict[str, Joined]:
@@ -132,13 +131,17 @@ class Door:
         Raises:
             FrameError: see :meth:`.IncomingStreams.open`, and ``other level``, ``no key``.
         """
+        opened = self._open(topic, data, now_s)
+        return None if opened is None else (opened[0], opened[1].entry)
+
+    def _open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Joined] | None:
         header, view = opened_header(data)
         if header.session == self.session:
             return None
         member, streams = self._streams(header, now_s)
         plain = streams.open(topic, header, view)
         member.heard_s = now_s
-        return plain, member.entry
+        return plain, member
 
     def _streams(self, header: Header, now_s: float) -> tuple[Joined, IncomingStreams]:
         if header.level == envelope.PSK:
@@ -159,10 +162,10 @@ class Door:
             FrameError: it was not taken, with a ``reason`` to count it by.
         """
         if data[:4] != MAGIC:
-            opened = self.open(JOIN_TOPIC, data, now_s)
+            opened = self._open(JOIN_TOPIC, data, now_s)
             word = None if opened is None else epoch.parse(opened[0])
             if opened is not None and isinstance(word, epoch.Have):
-                self.rotation.has(opened[1].name, word.epoch)
+                self.rotation.has(opened[1].id, word.epoch)
             return self.tick(now_s)
         if self.refusal:
             return []
@@ -176,6 +179,7 @@ class Door:
                 self._check(signed, self.key.public, now_s)
                 self.refusal = refusal.why
                 self._rivals.stop()
+                self.on_refused()
             case Beacon(public=self.key.public) as beacon if self._rivals.is_news(beacon, now_s):
                 self._check(signed, self.key.public, now_s)
                 return [self._rivals.ask(beacon, now_s)]
@@ -189,7 +193,7 @@ class Door:
         handshake.check(self.job, signed, public)
 
     def _hear_hello(self, signed: Signed, hello: Hello, now_s: float) -> list[bytes]:
-        known = self._members.get(hello.name)
+        known = self._members.get(member_id(ROLES[hello.role], hello.name, hello.session))
         newest = max(
             known.attempt if known is not None and known.session == hello.session else 0,
             self._waiting.attempt(hello.name, hello.session),
@@ -197,7 +201,7 @@ class Door:
         if hello.attempt <= newest:
             raise FrameError("replay", f"a hello of {hello.name} that was heard before")
         self._check(signed, hello.public, now_s)
-        entry = self.allowed.get(hello.name)
+        entry = self._entry_of(hello)
         why = self._why_not(hello, entry, known, now_s)
         if entry is None or why:
             return self._refuse(signed, hello, why, now_s)
@@ -205,8 +209,13 @@ class Door:
         welcome, shared = handshake.answer(
             self.job, self.key, signed, session=self.session, start=self.start, epoch=self.group.key.epoch, nonce=nonce
         )
-        self._waiting.add(Pending(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S))
+        pending = Pending(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S)
+        self._waiting.add(pending, max(MAX_PENDING_EACH, most_processes(entry)))
         return [welcome]
+
+    def _entry_of(self, hello: Hello) -> Entry | None:
+        is_own = self.ranks is not None and ROLES[hello.role] == "worker" and hello.public == self.key.public
+        return self._own if is_own else self.allowed.get(hello.name)
 
     def _why_not(self, hello: Hello, entry: Entry | None, known: Joined | None, now_s: float) -> str:
         """Why this node is not let in; empty: it is."""
@@ -217,8 +226,11 @@ class Door:
             return f"{hello.name} is not on the allow list of the controller"
         if entry.public != hello.public:
             return f"the allow list of the controller has another key of {hello.name}, id {entry.public[:4].hex()}"
-        if entry.role != role or role in ("controller", "worker"):
+        if entry.role != role or role == "controller":
             return f"{hello.name} is on the allow list as {entry.role}, and wants to join as {role}"
+        if role == ("worker" if self.ranks is None else "client"):
+            jobs = ("a federated run, which has no ranks", "a job of ranks, which has no clients")
+            return f"{hello.name} wants to join as {role}, and this is {jobs[self.ranks is not None]}"
         if hello.pinned != self.key.public:
             return f"{hello.name} expects another key of the controller, here it is {public_text(self.key.public)}"
         if (
@@ -258,14 +270,14 @@ class Door:
 
     def _admit(self, pending: Pending, now_s: float) -> list[bytes]:
         hello = pending.hello
-        name = pending.entry.name
+        name, role = pending.entry.name, pending.entry.role
         up = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.up)
         down = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.down)
         member = Joined(
             pending.entry, pending.signed, hello.session, hello.start, hello.attempt,
             IncomingStreams(up, hello.session), OutgoingStreams(down, self.session), now_s,
         )  # fmt: skip
-        known = self._members.get(name)
+        known = self._members.get(member.id)
         said = []
         if known is not None:
             self._forget_keys(known)
@@ -275,10 +287,22 @@ class Door:
             else:  # if that one still runs, it would go on in vain: it can hear what is for all
                 said.append(self._refusal_of(known, f"{name} has joined with another process: one process, one key"))
         self._by_key[up.key_id] = member, member.incoming
-        self._members[name] = member
+        self._members[member.id] = member
         if known is None or known.session != hello.session:
-            self.events.joined(name, pending.entry.role)
-        return said + [self._hand(member, streams) for streams in self.rotation.keys_for(name)]
+            self.events.joined(name, role)
+        if role == "worker" and known is None:
+            said += self._make_room(pending.entry)
+        return said + [self._hand(member, streams) for streams in self.rotation.keys_for(member.id)]
+
+    def _make_room(self, entry: Entry) -> list[bytes]:
+        """Forget the earliest process of a node that has more than it needs: as a rule that is dead."""
+        same = [member for member in self._members.values() if member.entry.name == entry.name]
+        if len(same) <= most_processes(entry):
+            return []
+        oldest = min(same, key=lambda member: member.start)
+        del self._members[oldest.id]
+        self._forget_keys(oldest)
+        return [self._refusal_of(oldest, f"{entry.name} has joined with more processes than it has ranks")]
 
     def _refusal_of(self, member: Joined, why: str) -> bytes:
         """To one that had been let in, and is a member no more."""
@@ -292,6 +316,10 @@ class Door:
 
     def _hand(self, member: Joined, group: OutgoingStreams) -> bytes:
         """The key of an epoch, for one member."""
+        if self.ranks is not None:
+            ids = member.entry.ids
+            to_ranks = epoch.HandedToRanks(group.key.epoch, group.key.secret, ids, tuple(self._removed))
+            return member.outgoing.seal(JOIN_TOPIC, (epoch.pack(to_ranks),))
         floors = [max(0, group.last(topic) - self.retained(topic)) for topic in epoch.TOPICS]
         said = (max(0, self.speaker.last_of.get(epoch.COMMANDS, 0) - 1), self.speaker.last)
         word = epoch.Handed(group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said)
@@ -302,18 +330,30 @@ class Door:
     def allow(self, allowed: AllowList, now_s: float) -> list[bytes]:
         """There is another list. Who is not on it any more, as what it was, is told so, and a new epoch begins."""
         self.allowed = allowed
-        gone = [member for name, member in self._members.items() if allowed.get(name) != member.entry]
-        self._waiting.keep(lambda one: allowed.get(one.entry.name) == one.entry)
+        gone = [member for member in self._members.values() if not self._is_allowed(member.entry)]
+        self._waiting.keep(lambda one: self._is_allowed(one.entry))
         said = []
         for member in gone:
-            del self._members[member.entry.name]
+            del self._members[member.id]
             self._forget_keys(member)
             why = f"{member.entry.name} has been taken off the allow list of the controller, or is another there"
             self.events.refused(member.entry.name, why)
             said.append(self._refusal_of(member, why))
         if gone:
-            self.rotation.begin(set(self._members), now_s, f"{', '.join(m.entry.name for m in gone)} removed")
+            # A node chooses its session itself, and could choose that of another, so as to have it removed.
+            removed = (
+                {member.session for member in gone}
+                - {member.session for member in self._members.values()}
+                - {self.session}
+            )
+            self._removed += removed
+            self.on_removed(removed)
+            names = dict.fromkeys(member.entry.name for member in gone)
+            self.rotation.begin(set(self._members), now_s, f"{', '.join(names)} removed")
         return said + self.tick(now_s)
+
+    def _is_allowed(self, entry: Entry) -> bool:
+        return entry is self._own or self.allowed.get(entry.name) == entry
 
     def tick(self, now_s: float) -> list[bytes]:
         """Do what it is time for. What to say."""
@@ -324,7 +364,17 @@ class Door:
                 self._by_key.pop(member.former.key.key_id, None)
                 member.former = None
         due = self.rotation.tick(set(self._members), now_s)
+        if self.ranks is not None:
+            self._keep_up(self.ranks, now_s)
         if self.rotation.switched:
             self.events.rotated(*self.rotation.switched)
             self.rotation.switched = None
         return said + [self._hand(self._members[name], streams) for name, streams in due if name in self._members]
+
+    def _keep_up(self, ranks: RankKeys, now_s: float) -> None:
+        """What the others are handed, and when it is used, counts here as well."""
+        for streams in (self.group, self.rotation.next):
+            if streams is not None:
+                ranks.take(streams.key, self.session, now_s)
+        ranks.use(self.group.key, now_s)
+        ranks.tick(now_s)

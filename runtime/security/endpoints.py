@@ -12,7 +12,8 @@ from typing import Any
 
 from gradbus.runtime.dds import Node, Reader, Writer
 from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.security.seal import Envelope, Opened, Opener, Seal, Sealer
+from gradbus.runtime.security.peers import MAX_SOURCES
+from gradbus.runtime.security.seal import Envelope, Keys, Opened, Opener, Seal, Sealer
 from gradbus.runtime.topics import Topic
 
 # Fields beside the octets, by DDS type.
@@ -26,10 +27,26 @@ def wire_topic(topic: Topic) -> Topic:
     return replace(topic, name=f"{topic.name}_sealed", idl_type="Frame")
 
 
-class SealedWriter(Writer):
-    """Seals every sample."""
+class _MatchedWhileIn:
+    """Of a process that has no key yet, an endpoint has nobody to talk to."""
 
-    def __init__(self, topic: Topic, wire: Writer, fast: bool, sealer: Sealer) -> None:
+    _keys: Keys
+    _matched: int
+
+    @property
+    def matched(self) -> int:
+        return self._matched if self._keys.is_in else 0
+
+    @matched.setter
+    def matched(self, count: int) -> None:
+        self._matched = count
+
+
+class SealedWriter(_MatchedWhileIn, Writer):
+    """Seals every sample. What is said before there is a key, nobody could be told: it is gone."""
+
+    def __init__(self, topic: Topic, wire: Writer, fast: bool, sealer: Sealer, keys: Keys) -> None:
+        self._keys = keys
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
@@ -37,7 +54,7 @@ class SealedWriter(Writer):
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """See :meth:`.dds.Writer.write`. A sample that is written again is sealed again, as a new envelope."""
-        return self._wire.write_sealed(self._clear, fields, parts, self._envelope)
+        return not self._keys.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
 
     def delete(self) -> None:
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
@@ -50,10 +67,11 @@ class SealedWriter(Writer):
         return self._sealer.envelope((prefix, *parts))
 
 
-class SealedReader(Reader):
+class SealedReader(_MatchedWhileIn, Reader):
     """Opens every envelope, and gives the samples of sessions that are proven."""
 
     def __init__(self, topic: Topic, wire: Reader, seal: Seal, opener: Opener) -> None:
+        self._keys = seal.keys
         super().__init__(topic, wire.entity, fast=False)
         self._wire = wire
         self._seal = seal
@@ -76,6 +94,8 @@ class SealedReader(Reader):
             return raw
         wire, source = raw
         opened = self._opener.open(self._wire.typed(wire).data)
+        if len(opened.peer.sources) < MAX_SOURCES:
+            opened.peer.sources.add(source)
         sample = self.idl_type.deserialize(opened.data)
         return sample if self._accept(opened, sample, source) else None
 
@@ -112,7 +132,7 @@ class SealedNode(Node):
         wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
         if topic.retained:
             self.seal.sealer(topic.name).retain(1 if topic.keep_last else retained_samples)
-        return SealedWriter(topic, wire, self.fast, self.seal.sealer(topic.name))
+        return SealedWriter(topic, wire, self.fast, self.seal.sealer(topic.name), self.seal.keys)
 
     def topic_reader(self, topic: Topic, kind: type[SealedReader] = SealedReader) -> SealedReader:
         """See :meth:`.dds.Node.topic_reader`."""

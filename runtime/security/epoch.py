@@ -13,16 +13,20 @@ from typing import NamedTuple
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
+from gradbus.runtime.security.allow_list import MAX_RANGES, Ids
 from gradbus.runtime.security.shared_keys import SECRET_BYTES, SharedKey
 
 EPOCH_S = 24 * 3600.0
 EPOCH_FRAMES = 1 << 32
 VERSION = 1
-_KEYS, _HAVE = 1, 2
+_KEYS, _HAVE, _RANK_KEYS = 1, 2, 3
 COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"
 TOPICS = (COMMANDS, MODELS, CONTROL)  # on which the controller talks to all
 _KEYS_BODY = struct.Struct("<BBHI32sQQQQQ")
 _HAVE_BODY = struct.Struct("<BBHI")
+_RANK_HEAD = struct.Struct("<BBHI32sHH")
+_RANGE = struct.Struct("<II")
+MAX_REMOVED = 256
 
 
 class Handed(NamedTuple):
@@ -43,21 +47,48 @@ class Handed(NamedTuple):
         return f"Handed(epoch={self.epoch}, floors={self.floors}, said={self.said})"
 
 
+class HandedToRanks(NamedTuple):
+    """Giver of the keys to one process of a job of ranks, under their own key: the key of an epoch.
+
+    Attributes:
+        epoch, secret: of the key.
+        ids: ranks that this node may be.
+        removed: sessions of those that were taken off the list, the newest last: nothing of them counts any more.
+    """
+
+    epoch: int
+    secret: bytes
+    ids: Ids
+    removed: tuple[bytes, ...]
+
+    def __repr__(self) -> str:
+        return f"HandedToRanks(epoch={self.epoch}, ids={self.ids})"
+
+
 class Have(NamedTuple):
     """Member to controller, under their own key: I have the key of that epoch."""
 
     epoch: int
 
 
-def pack(word: Handed | Have) -> bytes:
+Word = Handed | HandedToRanks | Have
+
+
+def pack(word: Word) -> bytes:
     """Bytes of what is said about keys."""
     if isinstance(word, Have):
         return _HAVE_BODY.pack(VERSION, _HAVE, 0, word.epoch)
+    if isinstance(word, HandedToRanks):
+        removed = word.removed[-MAX_REMOVED:]
+        head = _RANK_HEAD.pack(VERSION, _RANK_KEYS, 0, word.epoch, word.secret, len(word.ids), len(removed))
+        return b"".join((head, *(_RANGE.pack(*one) for one in word.ids), *removed))
     return _KEYS_BODY.pack(VERSION, _KEYS, 0, word.epoch, word.secret, *word.floors, *word.said)
 
 
-def parse(data: memoryview) -> Handed | Have:
+def parse(data: memoryview) -> Word:
     """What is said about keys. Raises FrameError: ``join``."""
+    if len(data) >= _RANK_HEAD.size and data[1] == _RANK_KEYS:
+        return _parse_for_ranks(data)
     if len(data) == _HAVE_BODY.size:
         version, kind, reserved, epoch = _HAVE_BODY.unpack(data)
         if (version, kind, reserved) == (VERSION, _HAVE, 0):
@@ -67,6 +98,17 @@ def parse(data: memoryview) -> Handed | Have:
         if (version, kind, reserved) == (VERSION, _KEYS, 0):
             return Handed(epoch, secret, (a, b, c), (command, other))
     raise FrameError("join", f"{len(data)} bytes that say nothing about keys, or in another version")
+
+
+def _parse_for_ranks(data: memoryview) -> HandedToRanks:
+    version, _, reserved, epoch, secret, ranges, count = _RANK_HEAD.unpack_from(data)
+    ids_end = _RANK_HEAD.size + ranges * _RANGE.size
+    end = ids_end + count * envelope.SESSION_BYTES
+    if version != VERSION or reserved or ranges > MAX_RANGES or count > MAX_REMOVED or len(data) != end:
+        raise FrameError("join", f"{len(data)} bytes with a key for ranks, of version {version}, of {end} bytes")
+    ids = tuple(_RANGE.iter_unpack(data[_RANK_HEAD.size : ids_end]))
+    sessions = range(ids_end, end, envelope.SESSION_BYTES)
+    return HandedToRanks(epoch, secret, ids, tuple(bytes(data[at : at + envelope.SESSION_BYTES]) for at in sessions))
 
 
 def first_epoch() -> int:

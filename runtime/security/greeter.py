@@ -14,10 +14,11 @@ import struct
 import time
 from typing import Any, NamedTuple
 
+from gradbus.runtime.channel import Channel
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.messages import Message, ModelBlob, TrainCmd
-from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.security.endpoints import SealedNode, SealedReader, SealedWriter
 from gradbus.runtime.security.peers import GREETING_TOPIC, LEEWAY_S, Peer
 from gradbus.runtime.security.seal import Opened
@@ -129,6 +130,11 @@ class Greeter:
                 del self._answers[next(iter(self._answers))]
             self._is_due = True
             self._receiver.look_after(self._greet)
+
+    def greet_again(self) -> None:
+        """There is another key, or the first one: who comes later can read only what is sealed with it."""
+        self._is_due = True
+        self._receiver.look_after(self._greet)
 
     def _ask(self) -> None:
         """There is data of a session that is not proven: perhaps it has not heard this process."""

@@ -86,6 +86,9 @@ class IdentityNode(Node):
         """Let others in, or ask to be."""
         self._start(self, receiver)
 
+    def refused(self) -> None:
+        """Actors are told by what they want to say next."""
+
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> IdentityWriter:
         """See :meth:`.dds.Node.topic_writer`."""
         _check_topic(topic)

@@ -13,8 +13,9 @@ from gradbus.runtime.network import NetworkConfig
 from gradbus.runtime.security.allow_list import AllowList
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.identity_key import NodeKey, load_node_key, parse_public
+from gradbus.runtime.security.identity_key import NodeKey, load_node_key, parse_public, public_text
 from gradbus.runtime.security.list_file import ListFile
+from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.settings import Security
 
 
@@ -31,6 +32,8 @@ def read_identity(security: Security) -> tuple[NodeKey, bytes, AllowList | None]
 def _read(security: Security) -> tuple[NodeKey, bytes, ListFile | None]:
     key = load_node_key(security.key_file)
     pinned = parse_public(security.controller_key, "bus.controller_key")
+    if security.role == "worker":
+        return key, pinned, _list_of_giver(security, key, pinned)
     if key.public != pinned:
         return key, pinned, None
     if security.role != "client":  # it is what a controller has in its settings as well
@@ -46,15 +49,47 @@ def _read(security: Security) -> tuple[NodeKey, bytes, ListFile | None]:
     return key, pinned, ListFile(security.allow_file)
 
 
+def _gives(security: Security, key: NodeKey, pinned: bytes) -> bool:
+    return key.public == pinned if security.gives_keys is None else security.gives_keys
+
+
+def _list_of_giver(security: Security, key: NodeKey, pinned: bytes) -> ListFile | None:
+    """Of the process that gives the keys of a job of ranks. Without a list it lets in who has its own key."""
+    if not _gives(security, key, pinned):
+        return None
+    if key.public != pinned:
+        raise ConfigError(
+            f"{key.name} is to give the keys of the job, as rank 0 does, and its key is not bus.controller_key: give "
+            f"rank 0 the key_file of which 'gradbus keys show' prints {public_text(pinned)}, or set bus.controller_key "
+            f"to {public_text(key.public)} everywhere"
+        )
+    return None if security.allow_file is None else ListFile(security.allow_file)
+
+
 def identity_node(
     job: str, security: Security, *, domain_id: int, network: NetworkConfig, fast: bool | None
 ) -> Callable[[], Node]:
     """What opens the participant. Raises ConfigError, as :func:`read_identity`."""
     from gradbus.runtime.security.identity_node import IdentityNode
     from gradbus.runtime.security.porter import Porter
+    from gradbus.runtime.security.rank_node import RankNode
 
     key, pinned, list_file = _read(security)
     party: Door | Applicant
+    place: dict[str, Any] = {"domain_id": domain_id, "partition": job, "network": network, "fast": fast}
+    if security.role == "worker":
+        if _gives(security, key, pinned):
+            keys = RankKeys()
+            allowed = AllowList() if list_file is None else list_file.allowed
+            party = Door(job, key, allowed, label=process_name(), ranks=keys)
+        else:
+            party = Applicant(job, key, pinned, security.role)
+            keys = party.ranks
+
+        def start_rank(node: RankNode, receiver: Any) -> None:
+            Porter(node, receiver, list_file)
+
+        return partial(RankNode, **place, party=party, keys=keys, start=start_rank)
     if list_file is None:
         party = Applicant(job, key, pinned, security.role)
     else:
@@ -63,6 +98,4 @@ def identity_node(
     def start(node: IdentityNode, receiver: Any) -> None:
         Porter(node, receiver, list_file)
 
-    return partial(
-        IdentityNode, domain_id=domain_id, partition=job, network=network, fast=fast, party=party, start=start
-    )
+    return partial(IdentityNode, **place, party=party, start=start)

@@ -26,6 +26,7 @@ CHALLENGE_BYTES = 16
 GREETING_TOPIC = "train/session"
 LEEWAY_S = 2  # what was sealed so shortly before a challenge was heard is taken: processes find each other in any order
 MAX_PEERS = 4096
+MAX_SOURCES = 1024  # of one session: it has one for each topic
 MAX_HELD = 256  # samples of sessions that are not proven yet, all together
 MAX_HELD_EACH = 64
 MAX_HELD_BYTES = 64 << 20
@@ -41,6 +42,13 @@ class Incoming:
     aead: AESGCM
     window: ReplayWindow = field(default_factory=ReplayWindow)
     before: AESGCM | None = None  # of the generation before, whose last envelopes may still be on their way
+    key_id: bytes = b""  # of the key that both are from
+    other: tuple[bytes, int, AESGCM] | None = None  # key and generation used last of another epoch, before or after
+
+    def change_key(self, key_id: bytes, generation: int, aead: AESGCM) -> None:
+        """An envelope of another epoch was opened. The window stays: a sender counts on over all of them."""
+        self.other = self.key_id, self.generation, self.aead
+        self.key_id, self.generation, self.aead, self.before = key_id, generation, aead, None
 
 
 class _Held(NamedTuple):
@@ -62,6 +70,7 @@ class Peer:
     retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
     heard_s: float = 0.0
     streams: dict[str, Incoming] = field(default_factory=dict)
+    sources: set[int] = field(default_factory=set)  # handles of the DDS writers that it speaks through
     held: deque[_Held] = field(default_factory=deque)
 
     def is_old(self, topic: str, header: Header) -> bool:
@@ -78,6 +87,7 @@ class Peers:
     def __init__(self, own_session: bytes) -> None:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.own = Peer(own_session, proven=True)
+        self.removed: dict[bytes, None] = {}  # sessions of which nothing is taken any more
         self._peers = {own_session: self.own}
         self._held = 0
         self._held_bytes = 0
@@ -107,6 +117,17 @@ class Peers:
         self._drop_held(oldest)
         if oldest.proven:
             self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+
+    def remove(self, session: bytes) -> set[int]:
+        """Take nothing of a session any more. Returns the handles of the DDS writers that it has spoken through."""
+        while len(self.removed) >= MAX_PEERS:
+            del self.removed[next(iter(self.removed))]
+        self.removed[session] = None
+        peer = self._peers.pop(session, None)
+        if peer is None:
+            return set()
+        self._drop_held(peer)
+        return peer.sources
 
     def hold(self, peer: Peer, topic: str, header: Header, sample: Any, source: int, release: Release) -> None:
         """Keep a sample of a session until that is proven.

@@ -8,18 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from gradbus.runtime.channel import Channel
 from gradbus.runtime.dds import Reader
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Message
-from gradbus.runtime.receiver import Channel, Receiver
+from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import JOIN_TOPIC, Door
-from gradbus.runtime.security.identity_node import IdentityNode
 from gradbus.runtime.security.list_file import ListFile
 from gradbus.runtime.topics import Topic
 
@@ -60,11 +60,27 @@ class _JoinReader(Reader):
         raise raw
 
 
+class House(Protocol):
+    """The participant that a porter works for."""
+
+    party: Door | Applicant
+
+    def plain_writer(self, topic: Topic) -> Any:
+        """A writer whose samples are not sealed here."""
+
+    def plain_reader(self, topic: Topic) -> Any:
+        """A reader of such samples."""
+
+    def refused(self) -> None:
+        """The controller does not let this process in, or it is a controller that must not go on."""
+
+
 class Porter:
     """Of one bus."""
 
-    def __init__(self, node: IdentityNode, receiver: Receiver, list_file: ListFile | None = None) -> None:
+    def __init__(self, node: House, receiver: Receiver, list_file: ListFile | None = None) -> None:
         """Open the topics, and say what there is to say. ``list_file``: the controller's, looked at now and then."""
+        self._node = node
         self._party = node.party
         self._receiver = receiver
         self._list_file = list_file
@@ -77,6 +93,7 @@ class Porter:
             events = self._party.events
             events.joined = lambda name, role: log.info("joined", node=name, role=role)
             events.refused = lambda name, why: log.warning("not let in", node=name, why=why)
+            self._party.on_refused = node.refused
             events.rotated = lambda epoch, why: log.info("new epoch", epoch=epoch, why=why)
             # What is kept is the newest, and no reader that takes nothing can hold it up.
             self._beacon = node.plain_writer(replace(_BEACON, keep_last=True))
@@ -149,6 +166,7 @@ class Porter:
         assert isinstance(party, Applicant)
         if party.refusal:
             log.error("not let in", node=party.key.name, why=party.refusal)
+            self._node.refused()
         elif party.keys is not None:
             log.info("joined", node=party.key.name, role=party.role, epoch=party.keys.epoch)
         self._receiver.rematched()

@@ -37,6 +37,11 @@ class Rotation:
         """Whether a new key is being handed out."""
         return self._next is not None
 
+    @property
+    def next(self) -> OutgoingStreams | None:
+        """The key that is being handed out."""
+        return self._next
+
     def keys_for(self, name: str) -> list[OutgoingStreams]:
         """What a member that has just come needs."""
         if self._next is None:

@@ -28,18 +28,48 @@ _SMALL_BYTES = 4096
 GENERATION_BITS = 32  # a key seals less than 2**32 envelopes
 
 
-class Keys(Protocol):
-    """Where the keys of streams come from: what makes the levels differ."""
+class Key(Protocol):
+    """A secret that keys of streams come from."""
 
-    level: int
-    epoch: int
-    key_id: bytes
+    @property
+    def level(self) -> int:
+        """PSK, GROUP or MEMBER."""
 
-    def check(self, header: Header) -> None:
-        """Raise FrameError if no key of this process can open such an envelope."""
+    @property
+    def epoch(self) -> int:
+        """Its number among those of its kind."""
+
+    @property
+    def key_id(self) -> bytes:
+        """Says which one is meant. No secret."""
 
     def stream_key(self, session: bytes, topic: str, generation: int) -> AESGCM:
-        """The key of a stream. Raises FrameError: there is none for this session."""
+        """The key of a stream."""
+
+
+class SealingKeys(Protocol):
+    """What is sealed with now."""
+
+    @property
+    def current(self) -> Key:
+        """Read once for each envelope: any thread may exchange it meanwhile."""
+
+
+class Keys(SealingKeys, Protocol):
+    """Where the keys of streams come from: what makes the levels differ."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether there is a key to seal with, so that others are there for this process."""
+
+    def of(self, header: Header) -> Key:
+        """The one for such an envelope. Raises FrameError: this process has none."""
+
+    def admits(self, key: Key) -> bool:
+        """Whether a session that was not known may show up with it."""
+
+    def heard(self, key: Key, session: bytes) -> None:
+        """Another process has sealed with one that is not the current one here."""
 
 
 class PskKeys:
@@ -47,13 +77,18 @@ class PskKeys:
 
     level = envelope.PSK
     epoch = 0  # a new key has a new id
+    is_in = True
 
     def __init__(self, job: str, key: JobKey) -> None:
         self.key_id = key.id
         self._secret = key.secret
         self._salt = _digest(job)
 
-    def check(self, header: Header) -> None:
+    @property
+    def current(self) -> PskKeys:
+        return self
+
+    def of(self, header: Header) -> PskKeys:
         if header.level != self.level:
             raise FrameError("other level", "an envelope of another level of security: all members must use the same")
         if header.key_id != self.key_id or header.epoch != self.epoch:
@@ -62,6 +97,13 @@ class PskKeys:
                 f"a process of this job has another job key: its id is {header.key_id.hex()}, here it is "
                 f"{self.key_id.hex()}. Compare 'gradbus keys show FILE' on both machines",
             )
+        return self
+
+    def admits(self, key: Key) -> bool:
+        return True
+
+    def heard(self, key: Key, session: bytes) -> None:
+        raise AssertionError("there is one key")
 
     def stream_key(self, session: bytes, topic: str, generation: int) -> AESGCM:
         numbers = self.epoch.to_bytes(4, "little") + session + generation.to_bytes(4, "little")
@@ -106,7 +148,7 @@ class Sealer:
     """Seals one stream. Any thread may."""
 
     def __init__(
-        self, keys: Keys, job: str, session: bytes, topic: str, *, start: int = 1, began_s: float | None = None
+        self, keys: SealingKeys, job: str, session: bytes, topic: str, *, start: int = 1, began_s: float | None = None
     ) -> None:
         """``began_s``: when the session did, by the monotonic clock; None: now."""
         self.context = envelope.associated(job, topic)
@@ -123,13 +165,14 @@ class Sealer:
         """The next envelope, for what ``plain`` make together."""
         self._last = counter = next(self._counter)
         moment = int(time.monotonic() - self._began_s)
+        key = self._keys.current
         generation, key_id, aead = self._key
-        if generation != counter >> GENERATION_BITS or key_id != self._keys.key_id:
-            generation, key_id = counter >> GENERATION_BITS, self._keys.key_id
-            aead = self._keys.stream_key(self._session, self._topic, generation)
+        if generation != counter >> GENERATION_BITS or key_id != key.key_id:
+            generation, key_id = counter >> GENERATION_BITS, key.key_id
+            aead = key.stream_key(self._session, self._topic, generation)
             self._key = (generation, key_id, aead)
         size = sum(map(len, plain))
-        header = envelope.head(self._keys.level, self._keys.epoch, size, counter, self._session, key_id, moment)
+        header = envelope.head(key.level, key.epoch, size, counter, self._session, key_id, moment)
         return Envelope(self, counter, aead, header, plain, size + OVERHEAD_BYTES)
 
     def seal(self, parts: Sequence[Any]) -> bytes:
@@ -172,10 +215,11 @@ class Opened(NamedTuple):
 class Seal:
     """The keys of one bus at work."""
 
-    def __init__(self, job: str, keys: Keys) -> None:
+    def __init__(self, job: str, keys: Keys, session: bytes | None = None) -> None:
+        """``session``: of this process, random; None: a new one."""
         self.job = job
         self.keys = keys
-        self.session = secrets.token_bytes(envelope.SESSION_BYTES)
+        self.session = session or secrets.token_bytes(envelope.SESSION_BYTES)
         self.peers = Peers(self.session)
         self._began_s = time.monotonic()
         self._sealers: dict[str, Sealer] = {}
@@ -215,25 +259,29 @@ class Opener:
         """Check and open an envelope. What costs little comes first; nothing is remembered before the tag is right.
 
         Raises:
-            FrameError: with ``reason`` one of short, not sealed, version, limits, other level, other key, own, unknown
-                sender, old, replay, counter, tag.
+            FrameError: with ``reason`` one of short, not sealed, version, limits, other level, other key, no key, own,
+                removed, old, replay, counter, tag.
         """
         view = memoryview(data).cast("B")
         header = envelope.parse(view)
-        self._keys.check(header)
+        key = self._keys.of(header)
         if header.session == self._own:
             raise FrameError("own", "an envelope of this process on a topic that it does not hear itself on")
+        if header.session in self._peers.removed:
+            raise FrameError("removed", "an envelope of a process whose node was taken off the list")
         peer = self._peers.get(header.session)
+        if peer is None and not self._keys.admits(key):
+            raise FrameError("old", "a process shows up with a key of an epoch that is over")
         stream = None if peer is None else peer.streams.get(self._topic)
         generation = header.counter >> GENERATION_BITS
         if peer is not None and peer.is_old(self._topic, header):
             raise FrameError("old", f"an envelope on {self._topic} is from before its sender had heard of this process")
         if stream is None:
-            aead = self._keys.stream_key(header.session, self._topic, generation)
+            aead = key.stream_key(header.session, self._topic, generation)
         else:
             if not stream.window.is_new(header.counter):
                 raise FrameError("replay", f"envelope {header.counter} of {self._topic} was opened before, or is old")
-            aead = self._key(stream, header.session, generation)
+            aead = self._aead(stream, key, header.session, generation)
         plain = _room(header.size)
         try:
             aead.decrypt_into(
@@ -244,23 +292,32 @@ class Opener:
         if peer is None:
             peer = self._peers.add(header.session)
         if stream is None:
-            stream = peer.streams[self._topic] = Incoming(generation, aead)
+            stream = peer.streams[self._topic] = Incoming(generation, aead, key_id=key.key_id)
+        elif key.key_id != stream.key_id:
+            stream.change_key(key.key_id, generation, aead)
         elif generation > stream.generation:
             stream.before, stream.aead, stream.generation = stream.aead, aead, generation
         stream.window.note(header.counter)
         self._peers.note(peer)
+        if key is not self._keys.current:
+            self._keys.heard(key, header.session)
         return Opened(peer, header, plain)
 
-    def _key(self, stream: Incoming, session: bytes, generation: int) -> AESGCM:
+    def _aead(self, stream: Incoming, key: Key, session: bytes, generation: int) -> AESGCM:
+        if key.key_id != stream.key_id:
+            known = stream.other
+            if known is not None and known[:2] == (key.key_id, generation):
+                return known[2]
+            return key.stream_key(session, self._topic, generation)
         if generation == stream.generation:
             return stream.aead
         if generation == stream.generation - 1 and stream.before is not None:
             return stream.before
         if generation == stream.generation + 1:
-            return self._keys.stream_key(session, self._topic, generation)
+            return key.stream_key(session, self._topic, generation)
         raise FrameError(
             "counter", f"an envelope on {self._topic} is {1 << GENERATION_BITS} or more ahead of the others"
         )
 
 
-__all__ = ["Envelope", "Keys", "Opened", "Opener", "PskKeys", "Seal", "Sealer"]
+__all__ = ["Envelope", "Key", "Keys", "Opened", "Opener", "PskKeys", "Seal", "Sealer", "SealingKeys"]

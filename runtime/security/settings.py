@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network import has_peers_elsewhere, leaves_machine
@@ -12,7 +12,8 @@ from gradbus.runtime.settings import BusSettings
 
 Level = Literal["none", "psk", "identity"]
 LEVELS: tuple[Level, ...] = ("none", "psk", "identity")
-JOINING_ROLES = ("client", "observer")  # as what a node may want to join
+Joining = Literal["client", "observer", "worker"]  # as what a node may want to join
+JOINING_ROLES: tuple[Joining, ...] = get_args(Joining)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,11 @@ class Security:
         controller_key: for identity, the public key that the controller must have. Who has its private half is the
             controller.
         allow_file: for identity, the controller's list of nodes; others do not look at it.
-        role: for identity, as what other nodes join: ``client``, or ``observer``, who only listens.
+        role: for identity, as what other nodes join: ``client``; ``observer``, who only listens; or ``worker``, a rank
+            of a group. All processes of a job of ranks say ``worker``, that with the controller's key, too: it gives
+            the others their keys.
+        gives_keys: for ``worker``, whether this process is the one that does so; None: if its key is the controller's.
+            Where several processes share that key, one gives and the others join it.
         insecure: let unprotected data leave the machine.
     """
 
@@ -36,7 +41,8 @@ class Security:
     key_file: Path | None = None
     controller_key: str = ""
     allow_file: Path | None = None
-    role: Literal["client", "observer"] = "client"
+    role: Joining = "client"
+    gives_keys: bool | None = None
     insecure: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +76,14 @@ def security_of(settings: BusSettings) -> Security:
         allow_file=settings.allow_file,
         insecure=settings.insecure,
     )
+
+
+def rank_security(settings: BusSettings, rank: int) -> Security:
+    """The same, for a rank of a job. Rank 0 gives the keys. Raises ConfigError."""
+    security = security_of(settings)
+    if security.level != "identity":
+        return security
+    return replace(security, role="worker", gives_keys=rank == 0)
 
 
 def check_exposure(security: Security, document: str) -> bool:

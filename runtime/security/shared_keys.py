@@ -43,6 +43,11 @@ class SharedKey:
     def __post_init__(self) -> None:
         self.key_id = derive(self.secret, b"", b"gradbus/1 key id", envelope.KEY_ID_BYTES)
 
+    @property
+    def current(self) -> SharedKey:
+        """Itself: what :class:`.seal.Sealer` asks for."""
+        return self
+
     def check(self, header: Header) -> None:
         """Raise FrameError: ``other key``: the envelope is of another key, or says another level or epoch."""
         if (header.level, header.epoch, header.key_id) != (self.level, self.epoch, self.key_id):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from gradbus.runtime.errors import ConfigError, JobTaken, JoinRefused
+from gradbus.runtime.errors import ConfigError, GradbusError, JobTaken, JoinRefused
 from gradbus.runtime.frames import FrameKey
 
 NO_RANKS = (
-    "bus.security=identity is for federated runs: ranks of a group have no controller that could let them in. Groups, "
-    "workers and the store of dds:// are protected with bus.security=psk"
+    "this bus was opened for a federated run, and cannot hold ranks of a group: with security 'identity' that takes "
+    "Security(..., role='worker'), as 'gradbus worker' and the torch.distributed backend give it"
 )
 
 
@@ -34,6 +35,15 @@ class Standing:
         """Why this process must not go on; empty: it may."""
         return ""
 
+    @property
+    def absence(self) -> str:
+        """Who has to let this process in, and has not done so; empty: nobody has to, or it is in."""
+        return ""
+
+    def when_refused(self, tell: Callable[[GradbusError], None]) -> Callable[[], None]:
+        """Have the error told, on the receive thread or here, when a rank must not go on. Returns what undoes this."""
+        return lambda: None
+
     def check_controller(self) -> None:
         """Raise ConfigError: this process cannot be the controller of its job. Raise JobTaken: another one is."""
         if self.role not in ("", "controller"):
@@ -55,6 +65,9 @@ class Standing:
         """Raise ConfigError: this process cannot be a rank of a group."""
         if self.role:
             raise ConfigError(NO_RANKS)
+
+    def check_ids(self, rank: int) -> None:
+        """Raise ConfigError: the allow list gives this node other ranks. For the group of all ranks of a job."""
 
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
         """What stands in the name of a model's frames. Takes its time with a large one."""

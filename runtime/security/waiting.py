@@ -41,12 +41,13 @@ class WaitingRoom:
         pending = self._pending.get((name, session))
         return 0 if pending is None else pending.hello.attempt
 
-    def add(self, pending: Pending) -> None:
-        """One more. Of the same name the earliest start makes room for it: it is not the one that lives."""
+    def add(self, pending: Pending, each: int = MAX_PENDING_EACH) -> None:
+        """One more, of ``each`` at most with this name. Of those the earliest start makes room for it: it is not the
+        one that lives."""
         key = pending.hello.name, pending.hello.session
         self._pending.pop(key, None)
         same = [one for one in self._pending if one[0] == key[0]]
-        if len(same) >= MAX_PENDING_EACH:
+        if len(same) >= each:
             del self._pending[min(same, key=lambda one: self._pending[one].hello.start)]
         elif len(self._pending) >= MAX_PENDING:
             del self._pending[next(iter(self._pending))]

@@ -32,7 +32,8 @@ _numbers = itertools.count()
 async def joined(place: dict[str, Any], rank: int, world: int, **options: Any) -> AsyncIterator[Group]:
     """One rank of a group, on a bus of its own."""
     network = options.pop("network", {"lease_s": LEASE_S})
-    security = Security(insecure=True)  # in a network namespace nobody else is there
+    # In a network namespace nobody else is there.
+    security = Security(**options.pop("security", {"insecure": True}))
     async with gradbus.connect(**place, network=gradbus.NetworkConfig(**network), security=security) as bus:
         options = {"timeout_s": 20.0, "collective_timeout_s": 20.0, **options}
         async with gradbus.join_group(bus, rank=rank, world=world, **options) as group:
@@ -108,7 +109,7 @@ class Rank:
     def join(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Group]:
         """Join the group."""
         network = self.spec.get("network", {"lease_s": LEASE_S})
-        limits = self.spec.get("limits", {})
+        limits = self.spec.get("limits", {}) | {key: self.spec[key] for key in ("security",) if key in self.spec}
         return joined(self.spec["place"], self.rank, self.world, network=network, **limits, **options)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import threading
 import time
 from functools import reduce as fold
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 import gradbus
 from gradbus.runtime.collectives import ALGORITHMS, Group
 from gradbus.runtime.collectives.reductions import shard_bounds
-from gradbus.runtime.errors import CollectiveTimeout, PeerLost
+from gradbus.runtime.errors import CollectiveTimeout, JoinRefused, PeerLost
+from gradbus.runtime.security import rank_keys
 
 # Every collective
 
@@ -259,3 +262,48 @@ async def lives(rank: Rank) -> None:
                     return
             except PeerLost as error:
                 _tell_of(rank, "lost", error, life)
+
+
+# Security
+
+
+async def known_ranks(rank: Rank) -> None:
+    """All-reduce until that fails, tell how, and then, where rank 0 and 1 are left, go on as a pair until the keys of
+    before are worth nothing any more."""
+    rank_keys.FORMER_S = 0.5
+    async with rank.join() as group:
+        pair = group.subgroup([0, 1]) if rank.rank < 2 else contextlib.nullcontext()
+        async with pair as left:
+            first_epoch = current_epoch(group)
+            rank.say("formed")
+            total = float(sum(range(1, group.world + 1)))
+            step = 0
+            try:
+                while True:
+                    for size in (10, 300_000):
+                        summed = await group.all_reduce("sum", torch.full((size,), rank.rank + 1.0), round_id=step)
+                        assert summed.min() == summed.max() == total
+                    step += 1
+                    if step == 3:
+                        rank.say("works", rejected=dict(group._bus.rejected))
+            except (PeerLost, JoinRefused) as error:
+                rank.say("ended", kind=type(error).__name__, text=str(error), steps=step)
+            if left is None:
+                return
+            while True:
+                summed = await left.all_reduce("pair", torch.full((1000,), rank.rank + 1.0), round_id=step)
+                assert summed.min() == summed.max() == 3.0
+                step += 1
+                more = torch.tensor([float(current_epoch(group) == first_epoch or bool(keys_of(group)._former))])
+                if not (await left.all_reduce("more", more, op="max", round_id=step)).item():
+                    break
+            rank.say("went on", rejected=dict(group._bus.rejected), key=keys_of(group).current.key_id)
+
+
+def keys_of(group: Group) -> Any:
+    """Of a bus with keys of its own."""
+    return group._bus._node.keys  # type: ignore[attr-defined]
+
+
+def current_epoch(group: Group) -> int:
+    return int(keys_of(group).current.epoch)

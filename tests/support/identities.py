@@ -43,6 +43,15 @@ class Identities:
             self.list_file, with_entry(load_allow_list(self.list_file), Entry(key.name, role, key.public, ids))
         )
 
+    def allow_rank(self, name: str, first: int, last: int | None = None) -> None:
+        """A new node that may be these ranks."""
+        self.allow(self.new(name), "worker", ((first, first if last is None else last),))
+
+    def rank_security(self, name: str, rank: int, **others: Any) -> dict[str, Any]:
+        """What ``Security`` gets for a rank on this node."""
+        said = {key: Path(text) if key.endswith("_file") else text for key, text in self.security(name).items()}
+        return said | {"role": "worker", "gives_keys": rank == 0} | others
+
     def remove(self, name: str) -> None:
         """Take it off the list."""
         write_allow_list(self.list_file, without(load_allow_list(self.list_file), name))

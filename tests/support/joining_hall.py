@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import epoch
-from gradbus.runtime.security.allow_list import AllowList, Entry
+from gradbus.runtime.security.allow_list import AllowList, Entry, Role
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.identity_key import NodeKey, new_node_key
+from gradbus.runtime.security.rank_keys import RankKeys
+from gradbus.runtime.security.seal import Opener, Seal
 
 JOB = "mnist"
 SERVER, ONE, TWO, STRANGER = (new_node_key(name) for name in ("server", "robot-1", "robot-2", "stranger"))
@@ -20,14 +22,20 @@ UPDATES, CONTROL, COMMANDS, MODELS = "train/client_update", epoch.CONTROL, epoch
 class Hall:
     """One controller and some nodes, and everything that was said between them."""
 
+    role: Role = "client"
+
     def __init__(self, *nodes: NodeKey, allowed: AllowList = LIST) -> None:
         self.now_s = 100.0
-        self.door = Door(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s)
-        self.nodes = [Applicant(JOB, key, SERVER.public, "client") for key in nodes]
+        self.door = self.new_door(allowed)
+        self.nodes = [Applicant(JOB, key, SERVER.public, self.role) for key in nodes]
         self.said: list[bytes] = []
         self.wrong: list[str] = []
         for node in self.nodes:
             self.meet(node)
+
+    def new_door(self, allowed: AllowList) -> Door:
+        """A start of the controller."""
+        return Door(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s)
 
     def meet(self, node: Applicant) -> None:
         """The node hears that the controller is there."""
@@ -72,6 +80,48 @@ class Hall:
         except FrameError as error:
             return error.reason
         return "its own" if opened is None else f"{opened[1].name}: {bytes(opened[0]).decode()}"
+
+
+RANKS = AllowList(
+    (Entry(ONE.name, "worker", ONE.public, ((1, 2),)), Entry(TWO.name, "worker", TWO.public, ((3, 3),)))
+)  # fmt: skip
+
+
+class RankHall(Hall):
+    """The same for a job of ranks, where all seal with one key."""
+
+    role = "worker"
+
+    def __init__(self, *nodes: NodeKey, allowed: AllowList = RANKS) -> None:
+        self._seals: dict[bytes, Seal] = {}
+        self._openers: dict[tuple[bytes, str], Opener] = {}
+        super().__init__(*nodes, allowed=allowed)
+
+    def new_door(self, allowed: AllowList) -> Door:
+        return Door(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s, ranks=RankKeys())
+
+    def keys(self, party: Applicant | Door) -> RankKeys:
+        assert party.ranks is not None
+        return party.ranks
+
+    def seal_of(self, party: Applicant | Door) -> Seal:
+        """What seals and opens for one of them; what is removed at it is removed there."""
+        if party.session not in self._seals:
+            made = self._seals[party.session] = Seal(JOB, self.keys(party), party.session)
+            party.on_removed = lambda sessions: [made.peers.remove(one) for one in sessions] and None
+        return self._seals[party.session]
+
+    def says(self, party: Applicant | Door, text: bytes, topic: str = CONTROL) -> bytes:
+        return self.seal_of(party).sealer(topic).seal((text,))
+
+    def hears(self, party: Applicant | Door, data: bytes, topic: str = CONTROL) -> str:
+        """What one of them makes of it: the text, or a reason why not."""
+        seal = self.seal_of(party)
+        opener = self._openers.setdefault((party.session, topic), seal.opener(topic, ignores_own=True))
+        try:
+            return bytes(opener.open(data).data).decode()
+        except FrameError as error:
+            return error.reason
 
 
 def upload(node: Applicant, text: bytes, topic: str = UPDATES) -> bytes:

@@ -31,7 +31,7 @@ class Place:
     """What a scene gets: which rank it is, and how to make and destroy the process group.
 
     Attributes:
-        rank, world, backend: of this process. options: what the test gave.
+        rank, world, backend: of this process. options: what the test gave; ``environments``: of each rank.
     """
 
     def __init__(self, spec: dict[str, Any], say: Say) -> None:
@@ -94,6 +94,7 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
     """Entry of a forked process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["GRADBUS_BUS__DOMAIN"] = str(spec["domain"])
+    os.environ.update(spec["options"].get("environments", {spec["rank"]: {}})[spec["rank"]])
     torch.set_num_threads(1)
 
     def say(event: str, **facts: Any) -> None:

@@ -9,7 +9,7 @@ from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, STRA
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import door, envelope, epoch, handshake, waiting
-from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry, Role
+from gradbus.runtime.security.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import JOIN_TOPIC, Door
 from gradbus.runtime.security.identity_key import NodeKey
@@ -57,7 +57,7 @@ def test_an_update_cannot_be_made_by_another_client_nor_moved_to_another_topic_o
 
 
 def entry(key: NodeKey, role: Role = "client", ids: tuple[tuple[int, int], ...] = ((0, 0),)) -> AllowList:
-    return AllowList((Entry(key.name, role, key.public, ids if role == "client" else ()),))
+    return AllowList((Entry(key.name, role, key.public, ids if role in WITH_IDS else ()),))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,8 @@ def entry(key: NodeKey, role: Role = "client", ids: tuple[tuple[int, int], ...] 
         (LIST, "client", SERVER, "stranger is not on the allow list of the controller"),
         (entry(NodeKey("stranger", ONE.private)), "client", SERVER, "the allow list of the controller has another key"),
         (entry(STRANGER, "observer"), "client", SERVER, "on the allow list as observer, and wants to join as client"),
-        (entry(STRANGER, "worker"), "worker", SERVER, "is on the allow list as worker"),
+        (entry(STRANGER, "worker"), "client", SERVER, "is on the allow list as worker"),
+        (entry(STRANGER, "worker"), "worker", SERVER, "and this is a federated run, which has no ranks"),
         (entry(STRANGER, "controller"), "controller", SERVER, "is on the allow list as controller"),
         (entry(STRANGER), "client", TWO, "expects another key of the controller, here it is ed25519:"),
     ],
