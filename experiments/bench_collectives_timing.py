@@ -125,7 +125,7 @@ class NoTorch:
     """A group of our own API on the bus that the process group has already."""
 
     def __init__(self, place: Place) -> None:
-        self._bus = bus_thread.acquire(dist.distributed_c10d._get_default_store())
+        self._bus = bus_thread.acquire(dist.distributed_c10d._get_default_store(), dist.get_rank())
         self._stack = AsyncExitStack()
         joining = join_group(self._bus.bus, rank=place.rank, world=place.world, name="bench")
         self._group = self._bus.start(self._stack.enter_async_context(joining)).result()

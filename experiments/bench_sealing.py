@@ -2,10 +2,10 @@
 
     python -m gradbus.experiments.bench_sealing [--repeats 3] [--only PART]
 
-Each process has two buses, one with ``none`` and one with ``psk``, and both do the same, block by block in turns: so
-all that changes with time or with the start of a process strikes both. A block with ``psk`` is compared with the mean
-of its two neighbours; told are the median of these ratios and their quartiles, of time and of processor time of all
-processes together.
+Each process has three buses, with ``none``, ``psk`` and ``identity``, and all do the same, block by block in turns: so
+all that changes with time or with the start of a process strikes all. A sealed block is compared with what the blocks
+with ``none`` before and after it say of its place between them; told are the median of these ratios and their
+quartiles, of time and of processor time of all processes together.
 
 Real processes on this machine, so both sides of every transfer share its cores. With shared memory only what says where
 the data lies is sealed. Without, all of it is, and passes from process to process at the speed of memory: a network in
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -34,14 +35,17 @@ import gradbus
 from gradbus.models import NullTask
 from gradbus.runtime import logs
 from gradbus.runtime.security import Security
+from gradbus.runtime.security.allow_list import AllowList, Entry, write_allow_list
+from gradbus.runtime.security.identity_key import new_node_key, public_text
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.seal import PskKeys, Seal
 
 DOMAIN = 219
 DIM = 1_199_882
 ELEMENTS = 1 << 20  # 4 MiB of float32
-LEVELS = ("none", "psk")
-# Of each level. The first calls of a block are not counted: the other level's data is in the caches.
+LEVELS = ("none", "psk", "identity")
+NODES = ("server", "host-1", "robot-0", "robot-1")
+# Of each level. The first calls of a block are not counted: another level's data is in the caches.
 ROUNDS, WARM_ROUNDS, ROUND_BLOCKS = 6, 1, 9
 CALLS, WARM_CALLS, CALL_BLOCKS = 12, 2, 41
 _SETTLE_S = 0.02  # clients still take in the model when the controller has sent it
@@ -73,8 +77,34 @@ class Block(NamedTuple):
     cpu_s: float
 
 
+def _make_keys(folder: Path) -> None:
+    """Of a job, and of nodes with a list of those that may take part."""
+    write_secret_file(folder / "job.key", new_job_key().text)
+    keys = {name: new_node_key(name) for name in NODES}
+    for name, key in keys.items():
+        write_secret_file(folder / f"{name}.key", key.text)
+    (folder / "controller.public").write_text(public_text(keys["server"].public))
+    ranks = Entry("host-1", "worker", keys["host-1"].public, ((1, 1),))
+    robots = [Entry(f"robot-{n}", "client", keys[f"robot-{n}"].public, ((n, n),)) for n in (0, 1)]
+    write_allow_list(folder / "allow.list", AllowList((ranks, *robots)))
+
+
+def _security(spec: dict[str, Any], level: str) -> Security:
+    folder = Path(spec["folder"])
+    if level == "none":
+        return Security()
+    if level == "psk":
+        return Security(level="psk", key_file=folder / "job.key")
+    is_rank, number = spec["what"] == "rank", spec["number"]
+    name = f"robot-{number}" if spec["what"] == "client" else "host-1" if is_rank and number else "server"
+    return Security(
+        level="identity", key_file=folder / f"{name}.key", controller_key=(folder / "controller.public").read_text(),
+        allow_file=folder / "allow.list", role="worker" if is_rank else "client",
+    )  # fmt: skip
+
+
 def _bus(spec: dict[str, Any], level: str) -> Any:
-    security = Security(level="psk", key_file=Path(spec["key_file"])) if level == "psk" else Security()
+    security = _security(spec, level)
     network = gradbus.NetworkConfig(lease_s=10.0, shared_memory=spec["memory"])
     return gradbus.connect(f"{spec['job']}-{level}", domain=DOMAIN, network=network, security=security)
 
@@ -85,30 +115,34 @@ def _cpu_s(pids: list[int]) -> float:
 
 
 async def _client(spec: dict[str, Any]) -> None:
-    async with _bus(spec, "none") as plain, _bus(spec, "psk") as sealed, asyncio.TaskGroup() as both:
-        for bus in (plain, sealed):
-            both.create_task(gradbus.Client(bus, NullTask(DIM), client_id=spec["number"]).run())
+    async def play(level: str) -> None:
+        async with _bus(spec, level) as bus:
+            await gradbus.Client(bus, NullTask(DIM), client_id=spec["number"]).run()
+
+    async with asyncio.TaskGroup() as all_levels:
+        for level in LEVELS:
+            all_levels.create_task(play(level))
 
 
 class _Turns:
-    """Lets one of two threads go on at a time."""
+    """Lets one thread go on at a time, one of each level."""
 
     def __init__(self) -> None:
-        self._both = threading.Barrier(2)
+        self._all = threading.Barrier(len(LEVELS))
         self._turn = {level: threading.Semaphore(0) for level in LEVELS}
         self._seen = dict.fromkeys(LEVELS, 0)
 
     def end(self, level: str) -> None:
         """A block has ended: wait for the next one. Nobody waits after the last."""
         self._seen[level] += 1
-        if self._seen[level] == 1:  # both have started at once
-            self._both.wait(_TIMEOUT_S)
+        if self._seen[level] == 1:  # all have started at once
+            self._all.wait(_TIMEOUT_S)
             if level == LEVELS[0]:
                 self._turn[level].release()
         else:
-            self._turn[LEVELS[1 - LEVELS.index(level)]].release()
+            self._turn[LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)]].release()
         if self._seen[level] < ROUND_BLOCKS and not self._turn[level].acquire(timeout=_TIMEOUT_S):
-            raise TimeoutError(f"the other controller did not end its block within {_TIMEOUT_S:g} s")
+            raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
 
 
 class _BlockTask(NullTask):
@@ -138,26 +172,27 @@ async def _controller(spec: dict[str, Any]) -> list[Block]:
         task = _BlockTask(level, turns, spec["pids"])
         async with _bus(spec, level) as bus:
             times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
-        starts = range(ROUNDS, len(times), ROUNDS)  # both had their first block at once
+        starts = range(ROUNDS, len(times), ROUNDS)  # all had their first block at once
         seconds = [statistics.median(times[at + WARM_ROUNDS : at + ROUNDS]) for at in starts]
         blocks[level] = [Block(level, *one) for one in zip(seconds, task.cpu_s[1:], strict=True)]
 
-    async with asyncio.TaskGroup() as both:
+    async with asyncio.TaskGroup() as all_levels:
         for level in LEVELS:
-            both.create_task(run(level))
-    return [one for pair in zip(*(blocks[level] for level in LEVELS), strict=True) for one in pair]
+            all_levels.create_task(run(level))
+    return [one for turn in zip(*(blocks[level] for level in LEVELS), strict=True) for one in turn]
 
 
 async def _rank(spec: dict[str, Any]) -> list[Block]:
     tensor = torch.ones(ELEMENTS)
     blocks = []
-    async with (
-        _bus(spec, "none") as plain, _bus(spec, "psk") as sealed,
-        gradbus.join_group(plain, rank=spec["number"], world=2) as plain_group,
-        gradbus.join_group(sealed, rank=spec["number"], world=2) as sealed_group,
-    ):  # fmt: skip
-        for number in range(2 * CALL_BLOCKS):
-            group, times = (plain_group, sealed_group)[number % 2], []
+    async with contextlib.AsyncExitStack() as opened:
+        groups = []
+        for level in LEVELS:
+            bus = await opened.enter_async_context(_bus(spec, level))
+            joining = gradbus.join_group(bus, rank=spec["number"], world=2)
+            groups.append(await opened.enter_async_context(joining))
+        for number in range(len(LEVELS) * CALL_BLOCKS):
+            group, times = groups[number % len(LEVELS)], []
             await group.barrier()
             began_cpu_s = _cpu_s(spec.get("pids", []))
             for step in range(CALLS):
@@ -166,7 +201,7 @@ async def _rank(spec: dict[str, Any]) -> list[Block]:
                 await group.all_reduce("x", tensor, op="mean", out=tensor, round_id=number * CALLS + step)
                 times.append(time.perf_counter() - began_s)
             cpu_s = (_cpu_s(spec.get("pids", [])) - began_cpu_s) / CALLS
-            blocks.append(Block(LEVELS[number % 2], statistics.median(times[WARM_CALLS:]), cpu_s))
+            blocks.append(Block(LEVELS[number % len(LEVELS)], statistics.median(times[WARM_CALLS:]), cpu_s))
     return blocks
 
 
@@ -175,10 +210,10 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _blocks(part: Part, key_file: str) -> list[Block]:
+def _blocks(part: Part, folder: str) -> list[Block]:
     """Of one start of the processes."""
     job = f"sealing-{os.getpid()}-{time.time_ns()}"
-    spec = {"memory": part.memory, "key_file": key_file, "job": job}
+    spec = {"memory": part.memory, "folder": folder, "job": job}
     children: list[subprocess.Popen[str]] = []
     try:
         for number, other in enumerate(part.others, start=part.measures == "rank"):
@@ -195,12 +230,16 @@ def _blocks(part: Part, key_file: str) -> list[Block]:
     return [Block(*block) for block in json.loads(told.splitlines()[-1])]
 
 
-def ratios(blocks: list[Block], what: str) -> list[float]:
-    """Each block with ``psk`` by the mean of its neighbours, of ``seconds`` or ``cpu_s``."""
-    values = [getattr(block, what) for block in blocks]
-    middles = range(1, len(blocks) - 1, 2)
-    assert all(blocks[at].level == "psk" for at in middles)
-    return [2 * values[at] / (values[at - 1] + values[at + 1]) for at in middles]
+def ratios(blocks: list[Block], level: str, what: str) -> list[float]:
+    """Each block of a level by the line between those with ``none`` before and after it, of ``seconds`` or ``cpu_s``.
+    The last one has none after it, and does not count."""
+    values, place, turn = [getattr(block, what) for block in blocks], LEVELS.index(level), len(LEVELS)
+    found = []
+    for at in range(place, len(blocks) - turn, turn):
+        before, after = at - place, at - place + turn
+        assert (blocks[at].level, blocks[before].level, blocks[after].level) == (level, "none", "none")
+        found.append(values[at] / (values[before] + place / turn * (values[after] - values[before])))
+    return found
 
 
 def measure_alone() -> None:
@@ -227,23 +266,23 @@ def measure(repeats: int, only: str | None) -> None:
     """All parts, or one; prints a line for each."""
     measure_alone()
     with tempfile.TemporaryDirectory() as folder:
-        key_file = str(Path(folder) / "key")
-        write_secret_file(Path(key_file), new_job_key().text)
+        _make_keys(Path(folder))
         for name, part in PARTS.items():
             if only not in (None, name):
                 continue
-            starts = [_blocks(part, key_file) for _ in range(repeats)]
+            starts = [_blocks(part, folder) for _ in range(repeats)]
             line = f"{part.title}:"
             for what, label in (("seconds", ""), ("cpu_s", "processor ")):
                 of = {
                     level: 1e3 * statistics.median(getattr(b, what) for one in starts for b in one if b.level == level)
                     for level in LEVELS
                 }
-                low, middle, high = statistics.quantiles([r for one in starts for r in ratios(one, what)], n=4)
-                line += (
-                    f" {label}none {of['none']:.2f} ms, psk {of['psk']:.2f} ms, ratio {middle:.2f} "
-                    f"({low:.2f} to {high:.2f});"
-                )
+                line += f" {label}none {of['none']:.2f} ms,"
+                for level in LEVELS[1:]:
+                    found = [ratio for one in starts for ratio in ratios(one, level, what)]
+                    low, middle, high = statistics.quantiles(found, n=4)
+                    line += f" {level} {of[level]:.2f} ms, ratio {middle:.2f} ({low:.2f} to {high:.2f}),"
+                line = line.removesuffix(",") + ";"
             print(line.removesuffix(";"), flush=True)
 
 

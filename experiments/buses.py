@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 
 from gradbus.runtime.faults import parse_rules
 from gradbus.runtime.network import NetworkConfig, build_xml
-from gradbus.runtime.security.settings import check_exposure, security_of
+from gradbus.runtime.security.settings import Security, check_exposure, rank_security, security_of
 from gradbus.runtime.settings import BusSettings
 
 if TYPE_CHECKING:
     from gradbus.runtime.bus import Bus
 
 
-def check(settings: BusSettings) -> None:
+def check(settings: BusSettings, *, rank: int | None = None) -> None:
     """Find out at once what opening the bus would find out seconds later, when torch and the data are loaded.
+
+    Args:
+        rank: of this process in a job of ranks; None: it is none.
 
     Raises:
         ConfigError: no such interface, CYCLONEDDS_URI holds no document for Cyclone DDS, the machine would be left
@@ -32,14 +35,20 @@ def check(settings: BusSettings) -> None:
     if settings.security == "identity":
         from gradbus.runtime.security.identity_opening import read_identity
 
-        read_identity(security_of(settings))
+        read_identity(_security(settings, rank))
 
 
-def open_bus(settings: BusSettings, *, observes: bool = False) -> AbstractAsyncContextManager[Bus]:
-    """The bus that the settings describe. ``observes``: to listen and say nothing."""
+def _security(settings: BusSettings, rank: int | None) -> Security:
+    return security_of(settings) if rank is None else rank_security(settings, rank)
+
+
+def open_bus(
+    settings: BusSettings, *, observes: bool = False, rank: int | None = None
+) -> AbstractAsyncContextManager[Bus]:
+    """The bus that the settings describe. ``observes``: to listen and say nothing. ``rank``: as for :func:`check`."""
     from gradbus.runtime.bus import connect  # loads DDS
 
-    security = security_of(settings)
+    security = _security(settings, rank)
     return connect(
         settings.job,
         domain=settings.domain,

@@ -79,7 +79,9 @@ def allow(
         str, typer.Argument(metavar="PUBLIC_KEY", help="As 'gradbus keys show' prints it there.", show_default=False)
     ],
     role: Annotated[str, typer.Option(help="client, observer, controller or worker; see docs/security.md.")] = "client",
-    ids: Annotated[str, typer.Option(metavar="IDS", help="Client ids that it may use: 0, or 0-3,7.")] = "",
+    ids: Annotated[
+        str, typer.Option(metavar="IDS", help="Client ids, or ranks of a worker, that it may use: 0, or 0-3,7.")
+    ] = "",
     file: ListFile = Path("allow.list"),
 ) -> None:
     """Put a node on the allow list. A controller that runs lets it in within a second."""

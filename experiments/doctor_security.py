@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from gradbus.experiments.buses import open_bus
@@ -57,17 +58,26 @@ def measurable(settings: BusSettings) -> Iterator[BusSettings]:
         yield settings.model_copy(update=update)
 
 
-def _identity(settings: BusSettings) -> Finding:
-    """Who this node is, and whether its files are well. Joining takes a controller, and is not tried."""
+async def _identity(settings: BusSettings) -> Finding:
+    """Who this node is, and whether its files are well. Who has the controller's key can be joined by a rank with the
+    same one, which is tried; another node takes a controller that runs, and is not tried."""
     try:
-        key, pinned, allowed = read_identity(security_of(settings))
-    except ConfigError as error:
+        key, pinned, allowed = read_identity(replace(security_of(settings), role="worker"))
+        if key.public != pinned:
+            value = (
+                f"{key.name}, {public_text(key.public)}, expects the controller {public_text(pinned)}. Joining is not "
+                f"tried"
+            )
+        else:
+            nodes = "no list of others" if allowed is None else f"{len(allowed.entries)} nodes on its list"
+            trip_s = await _trip_s(settings, ranks=(0, 1))
+            value = f"{key.name} is the controller, {nodes}. A rank with its key joins it, {1000 * trip_s:.0f} ms"
+    except (ConfigError, BusError) as error:
         return Finding("security", "identity: does not work", Verdict.BAD, str(error))
-    if allowed is not None:
-        value = f"{key.name} is the controller, {len(allowed.entries)} nodes on its list"
-    else:
-        value = f"{key.name}, {public_text(key.public)}, expects the controller {public_text(pinned)}"
-    return Finding("security", f"identity: {value}. Joining is not tried; measured with a key of this moment")
+    except TimeoutError:
+        cure = f"the key is well, but a rank with the same key was not let in within {TRIP_S:g} s: see discovery"
+        return Finding("security", "identity: nobody gets in", Verdict.BAD, cure)
+    return Finding("security", f"identity: {value}; measured with a key of this moment")
 
 
 def has_key(settings: BusSettings) -> bool:
@@ -78,7 +88,7 @@ def has_key(settings: BusSettings) -> bool:
 async def security(settings: BusSettings) -> Finding:
     """The level, and with a job key whether a sealed sample comes back. The key's id is said, never the key."""
     if settings.security == "identity":
-        return _identity(settings)
+        return await _identity(settings)
     if not has_key(settings):
         return Finding("security", "none: for one machine, or a network where you trust everybody")
     try:
@@ -98,11 +108,13 @@ async def security(settings: BusSettings) -> Finding:
     )  # fmt: skip
 
 
-async def _trip_s(settings: BusSettings) -> float:
-    """Seconds from the first bus of a job to a sealed word from one to the other. Both are in this process."""
+async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = (None, None)) -> float:
+    """Seconds from the first bus of a job to a sealed word from one to the other. Both are in this process. ``ranks``:
+    as for :func:`.buses.open_bus`."""
     settings = settings.model_copy(update={"job": f"doctor-{secrets.token_hex(4)}"})
     started_s = time.monotonic()
-    async with asyncio.timeout(TRIP_S), open_bus(settings) as one, open_bus(settings) as other:
+    buses = [open_bus(settings, rank=rank) for rank in ranks]
+    async with asyncio.timeout(TRIP_S), buses[0] as one, buses[1] as other:
         with one.subscribe(Control) as ours, other.subscribe(Control) as theirs:
             speaks = asyncio.create_task(Link(one, DOCTOR, ours).meet(_PROOF), name="doctor")
             try:

@@ -38,7 +38,7 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
     file = load(
         WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
     )  # fmt: skip
-    check(file.bus)
+    check(file.bus, rank=0)  # the others have the same key file, and join that one
     world = file.world if ranks is None else ranks
     if world is None:
         raise ConfigError("how many ranks? Say -n N, or set world in the configuration")

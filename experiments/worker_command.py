@@ -38,7 +38,7 @@ def worker_run(
     """``gradbus worker``. ``hint`` gets how the run can be continued, once that is known."""
     file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
     place = find_place(rank=rank, world=world, file_rank=file.rank, file_world=file.world)
-    check(file.bus)
+    check(file.bus, rank=place.rank)
     run_dir = run_dir or file.run_dir
     if place.rank == 0 and run_dir is None:
         run_dir = new_path(file.bus.job)

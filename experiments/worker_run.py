@@ -85,7 +85,7 @@ async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcom
     rules = file.worker
     run: _Run | None = None
     try:
-        async with open_bus(file.bus) as bus:
+        async with open_bus(file.bus, rank=rank) as bus:
             if world > 1:
                 log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, domain=file.bus.domain)
                 telling.say(

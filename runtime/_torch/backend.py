@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import DistBackendError
 
-from gradbus.runtime.errors import BarrierTimeout, BusError
+from gradbus.runtime.errors import BarrierTimeout, BusError, JobTaken, JoinRefused
 from gradbus.torch.comm_thread import Lane
 from gradbus.torch.groups import TorchGroup
 from gradbus.torch.meeting import WORLD
@@ -57,10 +57,14 @@ class DdsBackend(Backend):
         self._timeout_s = options._timeout.total_seconds()
         self._lane = Lane()
         self._tasks = Reductions(rank, size)
-        label = str(options.group_name) if options.global_ranks_in_group else WORLD
+        all_ranks = options.global_ranks_in_group
+        label = str(options.group_name) if all_ranks else WORLD
         try:
-            self._group = TorchGroup.form(store, rank, size, label, self._timeout_s, self._lane.watch)
-        except (BarrierTimeout, BusError) as error:
+            self._group = TorchGroup.form(
+                store, rank, size, label, self._timeout_s, self._lane.watch,
+                job_rank=all_ranks[rank] if all_ranks else rank,
+            )  # fmt: skip
+        except (BarrierTimeout, BusError, JoinRefused, JobTaken) as error:
             raise DistBackendError(f"[Rank {rank}] {error}") from error
         self._lane.engine = self._group.engine
         self._lane.later = self._group.later

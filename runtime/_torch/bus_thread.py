@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradbus.runtime.bus import Bus, connect
 from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.security.settings import security_of
+from gradbus.runtime.security.settings import Security, rank_security
 from gradbus.runtime.settings import BusSettings, Settings, load_settings
 
 _PREFIX = "GRADBUS_BUS__"
@@ -55,11 +55,12 @@ def job_of(store: Store, settings: BusSettings) -> str:
 class BusThread:
     """Runs until it is released as often as it was acquired."""
 
-    def __init__(self, job: str, settings: BusSettings) -> None:
-        """Open the bus. Raises ConfigError, BusError."""
+    def __init__(self, job: str, settings: BusSettings, rank: int) -> None:
+        """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError, BusError."""
         self.job = job
         self.users = 0
         self._settings = settings
+        self._security: Security = rank_security(settings, rank)
         self._opened: Future[Bus] = Future()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -93,7 +94,7 @@ class BusThread:
         try:
             async with connect(
                 self.job, domain=settings.domain, network=network, stall_timeout_s=settings.stall_timeout_s,
-                security=security_of(settings),
+                security=self._security,
             ) as bus:  # fmt: skip
                 self._opened.set_result(bus)
                 await self._stop.wait()
@@ -107,8 +108,11 @@ _threads: dict[tuple[int, str], BusThread] = {}  # by process (a fork does not i
 _lock = threading.Lock()
 
 
-def acquire(store: Store) -> BusThread:
+def acquire(store: Store, rank: int) -> BusThread:
     """The thread for the processes of this store, opened for its first user. :func:`release` gives it back.
+
+    Args:
+        rank: of this process among all of the job, not of one of its process groups.
 
     Raises:
         ConfigError: a setting is wrong. BusError: DDS cannot be started.
@@ -118,7 +122,7 @@ def acquire(store: Store) -> BusThread:
     with _lock:
         thread = _threads.get((os.getpid(), job))
         if thread is None:
-            thread = _threads[os.getpid(), job] = BusThread(job, settings)
+            thread = _threads[os.getpid(), job] = BusThread(job, settings, rank)
         thread.users += 1
         return thread
 

@@ -39,11 +39,14 @@ class TorchGroup:
         self._claim: Claim | None = None
 
     @classmethod
-    def form(cls, store: Store, rank: int, world: int, label: str, timeout_s: float, watch: Watch) -> TorchGroup:
+    def form(
+        cls, store: Store, rank: int, world: int, label: str, timeout_s: float, watch: Watch, *, job_rank: int
+    ) -> TorchGroup:
         """Form the group with the other ranks.
 
         Args:
             store: of this process group alone.
+            job_rank: which rank this is among all.
             label: what people call the group.
             timeout_s: how long to wait for the others.
             watch: called now and then on the event loop with ``time.monotonic``; it must not wait.
@@ -63,7 +66,7 @@ class TorchGroup:
                 claim = Claim(store, rank, world, label)
                 undo.callback(claim.release)
             name = agreed_name(store, rank, world, label, timeout_s)
-            thread = bus_thread.acquire(store)
+            thread = bus_thread.acquire(store, job_rank)
             undo.callback(bus_thread.release, thread)
             life = _Life(watch)
             group = life.begin(thread, rank, world, name, timeout_s)

@@ -95,6 +95,8 @@ class Client:
                     if time.monotonic() > loud_s:
                         log.warning("still waiting", store=self._name, rank=self._rank, reason=heard or self._nobody())
                         loud_s += LOUD_S
+                    if self._bus.standing.refusal:
+                        raise DistNetworkError(f"{self._name}: rank {self._rank}: {self._bus.standing.refusal}")
                     if self._writer.matched:
                         self._say(Join(VERSION, self._world, self._host), to=0)
                     with contextlib.suppress(TimeoutError):
@@ -134,6 +136,8 @@ class Client:
     def _nobody(self) -> str:
         what = "there is a rank 0, which does not answer" if self._writer.matched else "there is no rank 0"
         doubt = f". It was heard that {self._bus.doubt}" if self._bus.doubt else ""
+        if self._bus.standing.absence:
+            doubt = f". Here that is {self._bus.standing.absence}{doubt}"
         return f"{what}. Start it, and check that all use the same domain, job and network interface{doubt}"
 
     # Requests
@@ -201,7 +205,8 @@ class Client:
             while True:
                 with contextlib.suppress(BarrierTimeout):
                     await self._bus.matched(lambda: self._reader.reader.matched == 0, timeout_s=_LOOK_S)
-                    self._fail(f"rank 0 on {self._arbiter_host} is gone, and the keys with it. Start all ranks anew")
+                    gone = f"rank 0 on {self._arbiter_host} is gone, and the keys with it. Start all ranks anew"
+                    self._fail(self._bus.standing.refusal or gone)
                     return
         except BusError as error:
             self._fail(str(error))

@@ -68,7 +68,7 @@ def _acquire(address: Address) -> bus_thread.BusThread:
     with bus_thread._lock:
         thread = bus_thread._threads.get((os.getpid(), job))
         if thread is None:
-            thread = bus_thread.BusThread(job, settings.model_copy(update={"domain": address.domain}))
+            thread = bus_thread.BusThread(job, settings.model_copy(update={"domain": address.domain}), address.rank)
             bus_thread._threads[os.getpid(), job] = thread
         thread.users += 1
         return thread

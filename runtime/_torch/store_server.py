@@ -197,6 +197,9 @@ class Arbiter:
     async def _watch(self) -> None:
         try:
             while True:
+                if self._bus.standing.refusal:
+                    self._fail(self._bus.standing.refusal)
+                    return
                 if self._is_contested:
                     here = Here(not self._absent, self._host)
                     self._port.write(self._others, frame_of(here, sender=0, incarnation=self.incarnation, to=0))
@@ -216,7 +219,7 @@ class Arbiter:
 
     def _has_news(self) -> bool:
         here = [peer.look() for peer in self._peers.values()]  # all of them: it notes who has been seen
-        return self._is_contested or not all(here)
+        return self._is_contested or not all(here) or bool(self._bus.standing.refusal)
 
     def _forget(self, peer: Peer) -> None:
         """It has left, or its process is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,7 +182,10 @@ def test_the_doctor_says_who_a_node_is_and_measures_what_its_bus_costs_without_a
             works = asyncio.run(doctor_security.security(measured))
         assert works.value.startswith("psk, key ")
         assert "works" in works.value
-    assert "is the controller, 2 nodes on its list" in found.value
+    assert re.search(r"is the controller, 2 nodes on its list\. A rank with its key joins it, \d+ ms", found.value)
+    monkeypatch.delenv("GRADBUS_BUS__ALLOW_FILE")
+    assert "is the controller, no list of others. A rank with its key joins it" in doctor_says(domain).value
+    monkeypatch.setenv("GRADBUS_BUS__ALLOW_FILE", str(known.list_file))
     known.list_file.chmod(0o666)
     assert doctor_says(domain).verdict is Verdict.BAD
 
@@ -235,6 +239,8 @@ def test_two_who_change_the_list_at_once_do_so_one_after_the_other(invoke, tmp_p
     [
         (["robot", "ed25519:12", "--ids", "1"], "PUBLIC_KEY: expected a public key"),
         (["robot", "ed25519:" + "a" * 64], "client robot: expected the ids that it may use"),
+        (["host", "ed25519:" + "a" * 64, "--role", "worker"], "worker host: expected the ranks that it may use"),
+        (["desk", "ed25519:" + "a" * 64, "--role", "observer", "--ids", "1"], "expected no ids: clients and workers"),
         (["robot", "ed25519:" + "a" * 64, "--role", "boss"], "--role: role 'boss': expected one of client"),
         (["a b", "ed25519:" + "a" * 64, "--ids", "1"], "name 'a b'"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import Forked
+from identities import Identities
 
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.runtime.profile_summary import read_summary
@@ -66,6 +67,16 @@ def config(tmp_path: Path, domain: int) -> Path:
     return path
 
 
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identities:
+    """Every process has the key of one machine, but for who is given another one."""
+    known = Identities(tmp_path, clients=0)
+    monkeypatch.setenv("GRADBUS_BUS__SECURITY", "identity")
+    for name in ("key_file", "controller_key"):
+        monkeypatch.setenv(f"GRADBUS_BUS__{name.upper()}", known.security("server")[name])
+    return known
+
+
 @pytest.fixture(autouse=True)
 def _no_rank_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {"RANK", "WORLD", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
@@ -85,7 +96,9 @@ def reports_of(run: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(200)  # two launches, each of which loads torch twice
-def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued(start, config, tmp_path: Path) -> None:
+def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_also_where_it_is_sealed_by_now(
+    start, config, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     process = start("run", "-n", 2, "--", config, "--run-dir", "run")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
@@ -111,6 +124,7 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued(st
     assert (run / "accuracy.png").stat().st_size > 1000
     assert load(WorkerFile, run / "config.json").world == 2
 
+    request.getfixturevalue("known")
     process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "worker.epochs=3")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
@@ -132,13 +146,17 @@ def test_a_rank_that_fails_ends_the_launch_with_its_own_traceback(start, config)
 
 
 def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
-    fork, config, tmp_path: Path, monkeypatch
+    fork, config, known: Identities, tmp_path: Path, monkeypatch
 ) -> None:
+    """Each is a machine with a key of its own."""
+    known.allow_rank("host-b", 1)
+    monkeypatch.setenv("GRADBUS_BUS__ALLOW_FILE", str(known.list_file))
     monkeypatch.setenv("WORLD", "2")
     endless = ("--set", "worker.epochs=1000000")
     first = fork("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
     read_until(first, "waiting for 1 more of 2 ranks: job default, on lo")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("GRADBUS_BUS__KEY_FILE", known.security("host-b")["key_file"])
     second = fork("worker", config, *endless)
     read_until(first, "epoch 3/1000000")
     second.terminate()
@@ -166,7 +184,9 @@ def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(start, co
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == "stopped"
 
 
-def test_torchrun_can_start_the_ranks(config, tmp_path: Path) -> None:
+def test_torchrun_can_start_the_ranks_with_one_key_for_all_of_a_machine(
+    config, known: Identities, tmp_path: Path
+) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     if not torchrun.exists():
         pytest.skip("this torch has no torchrun")
