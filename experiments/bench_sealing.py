@@ -252,14 +252,16 @@ def measure_alone() -> None:
         seal_s, open_s = [], []
         for _ in range(300):
             envelope = sealer.envelope((data,))
-            octets = memoryview(bytearray().join((envelope.header, data, envelope.tail)))
+            octets = memoryview(bytearray(envelope.size))
+            start = len(envelope.header)
+            octets[:start] = envelope.header
             began_s = time.perf_counter()
-            envelope.close(octets)
+            envelope.seal_into(octets[start:])
             sealed_s = time.perf_counter()
             opener.open(octets)
             open_s.append(time.perf_counter() - sealed_s)
             seal_s.append(sealed_s - began_s)
-        print(f"{size >> 10} KiB: seal in place {1e6 * min(seal_s):.0f} us, open {1e6 * min(open_s):.0f} us")
+        print(f"{size >> 10} KiB: seal {1e6 * min(seal_s):.0f} us, open {1e6 * min(open_s):.0f} us")
 
 
 def measure(repeats: int, only: str | None) -> None:

@@ -97,13 +97,9 @@ class Writer:
         if self._sertype is None or envelope.size <= ddsc.JOINED_BYTES:
             taken = self.write(clear, (envelope.octets(),))
         else:
-            prefix = self.idl_type.prefix(*clear, envelope.size)
-            start, end = len(prefix), len(prefix) + envelope.size
-            code = ddsc.write(
-                self.entity._ref, self._sertype, (prefix, envelope.header, *envelope.plain), envelope.tail,
-                lambda sample: envelope.close(sample[start:end]),
-            )  # fmt: skip
-            taken = self._is_taken(code)
+            head = self.idl_type.prefix(*clear, envelope.size) + envelope.header
+            room = envelope.size - len(envelope.header)
+            taken = self._is_taken(ddsc.write_made(self.entity._ref, self._sertype, head, room, envelope.seal_into))
         if taken:
             envelope.written()
         return taken
@@ -165,6 +161,10 @@ class Reader:
                 break
             taken += [(one, one.sample_info.publication_handle) for one in got if isinstance(one, self.idl_type)]
         return taken
+
+    def owns(self, data: memoryview) -> bool:
+        """Whether the octets of a sample of this reader's may be written over: nobody else has them."""
+        return self._taker is not None and ddsc.is_ours_alone(data)
 
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""

@@ -194,27 +194,20 @@ def _address(part: Any) -> tuple[int, int]:
 _PADS = (b"", b"\0", b"\0\0", b"\0\0\0")
 
 
-def write(
-    entity: int, sertype: int, parts: Sequence[Any], tail: bytes = b"",
-    change: Callable[[memoryview], None] | None = None,
-) -> int:  # fmt: skip
+def write(entity: int, sertype: int, parts: Sequence[Any]) -> int:
     """Write one sample from scattered buffers, without the GIL.
 
     Args:
         entity: the writer's handle.
         sertype: from :func:`sertype_of`.
         parts: bytes-like, contiguous; the first one starts with the 4-byte encapsulation. All but the last are small.
-        tail: some bytes behind them.
-        change: gets the sample where DDS has put it, the padding included, and may change its bytes before anybody sees
-            them: so what has to be copied is copied once.
 
     Returns:
         The DDS return code: 0, or negative (-10: the writer's max_blocking_time passed).
     """
-    assert _from_iov is not None
     assert _writecdr is not None
     body = parts[-1]
-    pad = tail + _PADS[-(sum(map(len, parts)) + len(tail)) % 4]  # the representation is padded to a multiple of four
+    pad = _PADS[-sum(map(len, parts)) % 4]  # the representation is padded to a multiple of four
     if len(body) <= JOINED_BYTES:
         head, count = b"".join((*parts, pad)), 1
         vector = _Scattered(head, len(head))
@@ -223,28 +216,54 @@ def write(
         head, count = b"".join(parts[:-1]), 3 if pad else 2
         vector = _Scattered(head, len(head), *_address(body), pad, len(pad))
         total = len(head) + len(body) + len(pad)
-    sample = _from_iov(sertype, _SERDATA_KIND_DATA, count, ct.byref(vector), total)
-    if not sample:
-        raise OSError(f"ddsi_serdata_from_ser_iov refused a sample of {total} bytes")
-    if change is not None:
-        _change(sample, total, change)
-    return int(_writecdr(entity, sample))  # takes over the reference
+    return int(_writecdr(entity, _sample_of(sertype, vector, count, total)))  # takes over the reference
 
 
-def _change(sample: int, size: int, change: Callable[[memoryview], None]) -> None:
+def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Callable[[memoryview], None]) -> int:
+    """Write one sample, most of which is made right where DDS keeps it: nothing but ``head`` is copied.
+
+    Args:
+        entity, sertype: as for :func:`write`.
+        head: what it starts with, the 4-byte encapsulation and the number of its octets among it.
+        room_bytes: of what comes behind that.
+        make: gets the room for it, and fills it. If it raises, nothing is written.
+
+    Returns:
+        As :func:`write`.
+    """
+    assert _writecdr is not None
     assert _to_ser_ref is not None
     assert _to_ser_unref is not None
     assert _serdata_unref is not None
+    start, end = len(head), len(head) + room_bytes
+    pad = _PADS[-end % 4]
+    size = end + len(pad)
+    sample = _sample_of(sertype, _Scattered(head, start), 1, size)  # DDS takes what there is, and leaves the rest free
     iov = _IoVec()
     _to_ser_ref(sample, 0, size, ct.byref(iov))
     try:
         with _view(iov.base, size, _WRITABLE) as view:
-            change(view)
+            view[end:] = pad
+            with view[start:end] as room:
+                make(room)
     except BaseException:
         _serdata_unref(sample)
         raise
     finally:
         _to_ser_unref(sample, ct.byref(iov))
+    return int(_writecdr(entity, sample))
+
+
+def _sample_of(sertype: int, vector: _Scattered, count: int, size: int) -> int:
+    assert _from_iov is not None
+    sample = _from_iov(sertype, _SERDATA_KIND_DATA, count, ct.byref(vector), size)
+    if not sample:
+        raise OSError(f"ddsi_serdata_from_ser_iov refused a sample of {size} bytes")
+    return int(sample)
+
+
+_REFERENCES_AT = 12  # in struct ddsi_serdata: a pointer and a hash come before its count of references
+_count_is_known = False  # the self-test has seen it count
 
 
 class _Owner:
@@ -256,9 +275,31 @@ class _Owner:
         self._sample = sample
         self._iov = iov
 
+    @property
+    def references(self) -> int:
+        """What DDS counts for the sample. Two of them are its own: for the sample, and for its bytes."""
+        return ct.c_uint32.from_address(self._sample + _REFERENCES_AT).value
+
+    def counts(self) -> bool:
+        """Whether that goes up and down as it should."""
+        assert _to_ser_ref is not None
+        assert _to_ser_unref is not None
+        before, iov = self.references, _IoVec()
+        _to_ser_ref(self._sample, 0, 4, ct.byref(iov))
+        during = self.references
+        _to_ser_unref(self._sample, ct.byref(iov))
+        return 2 <= before == during - 1 == self.references
+
     def __del__(self) -> None:
         _to_ser_unref(self._sample, ct.byref(self._iov))  # type: ignore[misc]
         _serdata_unref(self._sample)  # type: ignore[misc]
+
+
+def is_ours_alone(view: memoryview) -> bool:
+    """Whether what was taken may be written over: it lies in memory of DDS's own, and nobody else has it. Other readers
+    in this process would, and the writer, if it is here. False also where that cannot be told."""
+    owner = getattr(view.obj, "_owner", None)
+    return _count_is_known and isinstance(owner, _Owner) and owner.references == 2
 
 
 @functools.lru_cache(maxsize=64)
@@ -319,22 +360,26 @@ def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
         return "libddsc does not export the functions"
     taker = Taker(reader, 4)
     sertype = sertype_of(writer)
-
-    def change(sample: memoryview) -> None:
-        sample[8 + len(payload)] = 77
-
     for size in (13, 70_001):
         payload = np.arange(size, dtype=np.uint32).astype(np.uint8)
-        head = ENCAPSULATION + (size + 1).to_bytes(4, "little")
-        code = write(writer._ref, sertype, (head, payload), b"\0", change)
-        if code != RETCODE_OK:
-            return f"write returned {code}"
+        head = ENCAPSULATION + size.to_bytes(4, "little")
+
+        def make(room: memoryview, payload: Any = payload) -> None:
+            room[:] = payload.data
+
+        for code in (
+            write(writer._ref, sertype, (head, payload)), write_made(writer._ref, sertype, head, size, make)
+        ):  # fmt: skip
+            if code != RETCODE_OK:
+                return f"write returned {code}"
         taken: list[tuple[memoryview, int]] = []
-        while not taken:
+        while len(taken) < 2:
             if not wait():
                 return "the sample did not arrive"
-            taken = taker.take(4)
-        view = taken[0][0]
-        if bytes(view[: 9 + size]) != head + payload.tobytes() + bytes([77]):
+            taken += taker.take(4)
+        if any(bytes(view[: 8 + size]) != head + payload.tobytes() for view, _ in taken):
             return "the sample came back with other bytes"
+    global _count_is_known
+    owner = getattr(taken[0][0].obj, "_owner", None)
+    _count_is_known = isinstance(owner, _Owner) and owner.counts()
     return None

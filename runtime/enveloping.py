@@ -7,22 +7,20 @@ from typing import Any, Protocol
 
 
 class Envelope(Protocol):
-    """What a sample is put into on its way out: a header before it, and something behind it.
+    """What a sample is put into on its way out: a header, and the sealed sample behind it.
 
     Attributes:
-        header, tail: the tail is not yet what it will be. plain: what goes between them. size: octets of all that.
+        header: in clear. size: octets of both.
     """
 
     header: bytes
-    tail: bytes
-    plain: tuple[Any, ...]
     size: int
 
-    def close(self, octets: memoryview) -> None:
-        """Seal header, plain and tail in place."""
+    def seal_into(self, room: memoryview) -> None:
+        """Put the sealed sample there; ``room`` has its size, and nothing in it yet."""
 
     def octets(self) -> bytes:
-        """The same, sealed, in memory of its own."""
+        """Header and sealed sample, in memory of their own."""
 
     def written(self) -> None:
         """DDS has taken it."""

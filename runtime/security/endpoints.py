@@ -93,7 +93,8 @@ class SealedReader(_MatchedWhileIn, Reader):
         if not isinstance(raw, tuple):
             return raw
         wire, source = raw
-        opened = self._opener.open(self._wire.typed(wire).data)
+        data = self._wire.typed(wire).data
+        opened = self._opener.open(data, in_place=self._wire.owns(data))
         if len(opened.peer.sources) < MAX_SOURCES:
             opened.peer.sources.add(source)
         sample = self.idl_type.deserialize(opened.data)

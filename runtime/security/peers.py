@@ -16,11 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import Header
 from gradbus.runtime.security.replay import ReplayWindow
+from gradbus.runtime.security.stream_key import StreamKey
 
 CHALLENGE_BYTES = 16
 GREETING_TOPIC = "train/session"
@@ -39,13 +38,13 @@ class Incoming:
     """One stream of a session: its topic's envelopes."""
 
     generation: int
-    aead: AESGCM
+    aead: StreamKey
     window: ReplayWindow = field(default_factory=ReplayWindow)
-    before: AESGCM | None = None  # of the generation before, whose last envelopes may still be on their way
+    before: StreamKey | None = None  # of the generation before, whose last envelopes may still be on their way
     key_id: bytes = b""  # of the key that both are from
-    other: tuple[bytes, int, AESGCM] | None = None  # key and generation used last of another epoch, before or after
+    other: tuple[bytes, int, StreamKey] | None = None  # key and generation used last of another epoch, before or after
 
-    def change_key(self, key_id: bytes, generation: int, aead: AESGCM) -> None:
+    def change_key(self, key_id: bytes, generation: int, aead: StreamKey) -> None:
         """An envelope of another epoch was opened. The window stays: a sender counts on over all of them."""
         self.other = self.key_id, self.generation, self.aead
         self.key_id, self.generation, self.aead, self.before = key_id, generation, aead, None

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
@@ -19,6 +18,7 @@ from gradbus.runtime.security.envelope import HEADER_BYTES, Header
 from gradbus.runtime.security.job_key import derive
 from gradbus.runtime.security.peers import Incoming
 from gradbus.runtime.security.seal import GENERATION_BITS, Envelope, Sealer
+from gradbus.runtime.security.stream_key import StreamKey
 
 SECRET_BYTES = 32
 _LAST_GENERATION = 1  # of a key that is shared with all: its epoch ends after 2**32 envelopes, or soon after
@@ -53,11 +53,11 @@ class SharedKey:
         if (header.level, header.epoch, header.key_id) != (self.level, self.epoch, self.key_id):
             raise FrameError("other key", f"an envelope of key {header.key_id.hex()}, here it is {self.key_id.hex()}")
 
-    def stream_key(self, session: bytes, topic: str, generation: int) -> AESGCM:
+    def stream_key(self, session: bytes, topic: str, generation: int) -> StreamKey:
         """The key of a stream, as with a job key."""
         numbers = self.epoch.to_bytes(4, "little") + session + generation.to_bytes(4, "little")
         salt = envelope.associated(self.job, "")
-        return AESGCM(derive(self.secret, salt, b"gradbus/1 frame\0" + numbers + topic.encode()))
+        return StreamKey(derive(self.secret, salt, b"gradbus/1 frame\0" + numbers + topic.encode()))
 
 
 class OutgoingStreams:
@@ -106,7 +106,7 @@ class IncomingStreams:
         self.key = key
         self.session = session
         self._remembers = remembers
-        self._fixed: dict[tuple[str, int], AESGCM] = {}
+        self._fixed: dict[tuple[str, int], StreamKey] = {}
         self._streams: dict[str, Incoming] = {}
         self._floors: dict[str, int] = {}
 
@@ -145,7 +145,7 @@ class IncomingStreams:
         stream.window.note(header.counter)
         return plain.data
 
-    def _aead(self, stream: Incoming | None, topic: str, generation: int) -> AESGCM:
+    def _aead(self, stream: Incoming | None, topic: str, generation: int) -> StreamKey:
         if not self._remembers:
             return self._fixed_aead(topic, generation)
         if stream is None:
@@ -158,7 +158,7 @@ class IncomingStreams:
             return self.key.stream_key(self.session, topic, generation)
         raise FrameError("counter", f"an envelope on {topic} is {1 << GENERATION_BITS} or more ahead of the others")
 
-    def _fixed_aead(self, topic: str, generation: int) -> AESGCM:
+    def _fixed_aead(self, topic: str, generation: int) -> StreamKey:
         if generation > _LAST_GENERATION:
             raise FrameError("counter", f"an envelope on {topic} counts further than one key is used")
         known = self._fixed.get((topic, generation))

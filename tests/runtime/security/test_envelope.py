@@ -42,6 +42,30 @@ def test_what_is_sealed_is_opened_by_another_process_with_the_key() -> None:
         assert opened.peer.session == ours.session
 
 
+def test_what_is_sealed_where_it_goes_is_the_same_as_what_is_sealed_apart() -> None:
+    payload = memoryview(bytes(range(256)) * 4096)
+    for parts in ((b"",), (b"a" * 5, b"b"), (b"p" * 8, b"h" * 80, payload)):
+        ours = make()
+        apart, there = (Sealer(ours.keys, JOB, ours.session, TOPIC) for _ in range(2))
+        made = there.envelope(parts)
+        room = bytearray(made.size - len(made.header))
+        made.seal_into(memoryview(room))
+        assert made.header + room == apart.seal(parts)
+
+
+def test_what_is_opened_in_place_takes_the_place_of_what_was_sealed() -> None:
+    ours, theirs = make(), make()
+    opener = theirs.opener(TOPIC, ignores_own=False)
+    octets = bytearray(ours.sealer(TOPIC).seal((b"the weights", b" of the model")))
+    opened = opener.open(memoryview(octets), in_place=True)
+    assert opened.data.obj is octets
+    assert bytes(opened.data) == b"the weights of the model" == octets[HEADER_BYTES:-TAG_BYTES]
+    changed = bytearray(ours.sealer(TOPIC).seal((b"the weights",)))
+    changed[HEADER_BYTES] ^= 1
+    with pytest.raises(FrameError, match="was changed"):
+        opener.open(memoryview(changed), in_place=True)
+
+
 def test_the_page_on_the_wire_is_enough_to_open_an_envelope() -> None:
     def hkdf(salt: bytes, info: bytes, size: int) -> bytes:
         secret = hmac.digest(salt or bytes(32), KEY.secret, "sha256")

@@ -97,14 +97,14 @@ def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
 ) -> None:
     monkeypatch.setattr(greeter, "LEEWAY_S", 0)
     model = random.randbytes(2_500_000)
-    write, tries = ddsc.write, count()
+    write, tries = ddsc.write_made, count()
 
-    def full_twice(entity: int, sertype: int, parts: tuple[Any, ...], *rest: Any) -> int:
-        if sum(map(len, parts)) > 100_000 and next(tries) % 3 < 2:
+    def full_twice(entity: int, sertype: int, head: bytes, room_bytes: int, make: Callable[[memoryview], None]) -> int:
+        if room_bytes > 100_000 and next(tries) % 3 < 2:
             return ddsc.RETCODE_TIMEOUT
-        return write(entity, sertype, parts, *rest)
+        return write(entity, sertype, head, room_bytes, make)
 
-    monkeypatch.setattr(ddsc, "write", full_twice)
+    monkeypatch.setattr(ddsc, "write_made", full_twice)
 
     async def main() -> None:
         async with gradbus.connect(**keyed) as one:
@@ -295,3 +295,38 @@ def test_a_sealed_group_adds_up_what_an_outsider_can_neither_read_nor_change(
         assert rejected["replay"] > 0
 
     run(main())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ranks_of_one_process_hear_is_opened_by_each_of_them(
+    keyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    """DDS gives all of them the same memory: who opened it in place would take it from the others."""
+    alone: list[bool] = []
+    is_ours_alone = ddsc.is_ours_alone
+
+    def noted(view: memoryview) -> bool:
+        if len(view) > 100_000:
+            alone.append(is_ours_alone(view))
+        return is_ours_alone(view)
+
+    monkeypatch.setattr(ddsc, "is_ours_alone", noted)
+
+    async def rank(number: int) -> list[torch.Tensor]:
+        async with (
+            gradbus.connect(**keyed, shared_memory=False) as bus,
+            gradbus.join_group(bus, rank=number, world=world, name="g") as group,
+        ):
+            gathered: list[torch.Tensor] = []
+            for step in range(3):
+                gathered += await group.all_gather("part", torch.full((300_000,), float(number + step)), round_id=step)
+            assert not any(reason in bus.rejected for reason in ("tag", "not sealed"))
+            return gathered
+
+    async def main() -> None:
+        for gathered in await asyncio.gather(*(rank(number) for number in range(world))):
+            expected = [float(other + step) for step in range(3) for other in range(world)]
+            assert [float(tensor.mean()) for tensor in gathered] == expected
+
+    run(main())
+    assert any(alone) or world > 2

@@ -1,0 +1,43 @@
+"""AES-256-GCM with the key of one stream of envelopes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+
+class StreamKey:
+    """A key at work. Any thread may use it; the GIL is free while bytes are sealed and opened.
+
+    Attributes:
+        encrypt, decrypt_into: as those of :class:`AESGCM`.
+    """
+
+    __slots__ = ("_algorithm", "decrypt_into", "encrypt")
+
+    def __init__(self, secret: bytes) -> None:
+        """``secret``: 32 octets."""
+        aead = AESGCM(secret)
+        self.encrypt = aead.encrypt
+        self.decrypt_into = aead.decrypt_into
+        self._algorithm = AES(secret)
+
+    def encrypt_parts_into(self, nonce: bytes, parts: Sequence[Any], context: bytes, room: memoryview) -> None:
+        """Seal what lies apart: each part is read where it lies and is written once, as it has to be in the end.
+
+        Args:
+            nonce: 12 octets. parts: contiguous. context: is authenticated with them.
+            room: of the size of all parts together and a tag of 16 octets, which come here.
+        """
+        encryptor = Cipher(self._algorithm, GCM(nonce)).encryptor()
+        encryptor.authenticate_additional_data(context)
+        at = 0
+        for part in parts:
+            at += encryptor.update_into(part, room[at:])
+        encryptor.finalize()
+        room[at:] = encryptor.tag
