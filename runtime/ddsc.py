@@ -186,9 +186,12 @@ def wait_for_acks(writer: Any, timeout_s: float) -> bool:
 
 
 def _address(part: Any) -> tuple[int, int]:
-    """Address and length of a contiguous buffer; the caller keeps it alive."""
-    array = np.frombuffer(part, np.uint8)
-    return int(array.__array_interface__["data"][0]), array.nbytes
+    """Address and length of a contiguous buffer of octets; the caller keeps it alive."""
+    try:
+        return ct.addressof(ct.c_char.from_buffer(part)), len(part)
+    except (TypeError, ValueError):  # it is read-only, which takes longer, or empty
+        array = np.frombuffer(part, np.uint8)
+        return int(array.__array_interface__["data"][0]), array.nbytes
 
 
 _PADS = (b"", b"\0", b"\0\0", b"\0\0\0")

@@ -25,6 +25,7 @@ from gradbus.runtime.messages import Control, Message, PeerGone
 from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
+LONG_PARKED_S = 0.012  # the same when visitors have come again and again: each look takes their core, and the GIL
 CARE_S = 0.002  # how often functions are called that look after something
 SPIN_S = 100e-6  # a visitor looks again and again for so long before it sleeps: a wake-up takes as long
 DOUBT_S = 10.0  # how often at most to say that something is not understood
@@ -184,14 +185,16 @@ class Receiver(threading.Thread):
     # The thread
 
     def run(self) -> None:
+        parked_s = PARKED_S
         try:
             while not self._stop_flag:
                 if self._visitor or self._visited:
                     # In the midst of calls that wait for what they start, the next visitor comes soon.
                     self._visited = False
-                    self._wanted.wait(PARKED_S)
+                    parked_s = PARKED_S if self._wanted.wait(parked_s) else min(2 * parked_s, LONG_PARKED_S)
                     self._wanted.clear()
                     continue
+                parked_s = PARKED_S
                 with self._turn:
                     self._take_turn(1.0)
         except BaseException as error:
