@@ -30,11 +30,11 @@ class Part(NamedTuple):
 
 
 PARTS: dict[str, Part] = {
-    "bus": Part(part_bus.measure, "Bus", {"quick": 20, "full": 70}),
-    "codecs": Part(part_codecs.measure, "Codecs", {"quick": 5, "full": 180}),
-    "collectives": Part(part_collectives.measure, "Collectives", {"quick": 60, "full": 600}),
-    "federated": Part(part_federated.measure, "Federated rounds", {"quick": 30, "full": 500}),
-    "parallel": Part(part_parallel.measure, "Data-parallel steps", {"quick": 30, "full": 200}),
+    "bus": Part(part_bus.measure, "Bus", {"quick": 20, "full": 30}),
+    "codecs": Part(part_codecs.measure, "Codecs", {"quick": 5, "full": 30}),
+    "collectives": Part(part_collectives.measure, "Collectives", {"quick": 60, "full": 1200}),
+    "federated": Part(part_federated.measure, "Federated rounds", {"quick": 30, "full": 190}),
+    "parallel": Part(part_parallel.measure, "Data-parallel steps", {"quick": 30, "full": 120}),
 }
 
 
