@@ -290,12 +290,11 @@ async def known_ranks(rank: Rank) -> None:
                 rank.say("ended", kind=type(error).__name__, text=str(error), steps=step)
             if left is None:
                 return
-            while True:
-                summed = await left.all_reduce("pair", torch.full((1000,), rank.rank + 1.0), round_id=step)
+            for turn in itertools.count():  # not the step: one may have ended a step that the other was lost in
+                summed = await left.all_reduce("pair", torch.full((1000,), rank.rank + 1.0), round_id=turn)
                 assert summed.min() == summed.max() == 3.0
-                step += 1
                 more = torch.tensor([float(current_epoch(group) == first_epoch or bool(keys_of(group)._former))])
-                if not (await left.all_reduce("more", more, op="max", round_id=step)).item():
+                if not (await left.all_reduce("more", more, op="max", round_id=turn)).item():
                     break
             rank.say("went on", rejected=dict(group._bus.rejected), key=keys_of(group).current.key_id)
 
