@@ -35,19 +35,12 @@ Release = Callable[[Any, int], None]  # a sample and the handle of the DDS write
 
 @dataclass(slots=True)
 class Incoming:
-    """One stream of a session: its topic's envelopes."""
+    """One stream of a session: its topic's envelopes under one key."""
 
     generation: int
     aead: StreamKey
     window: ReplayWindow = field(default_factory=ReplayWindow)
     before: StreamKey | None = None  # of the generation before, whose last envelopes may still be on their way
-    key_id: bytes = b""  # of the key that both are from
-    other: tuple[bytes, int, StreamKey] | None = None  # key and generation used last of another epoch, before or after
-
-    def change_key(self, key_id: bytes, generation: int, aead: StreamKey) -> None:
-        """An envelope of another epoch was opened. The window stays: a sender counts on over all of them."""
-        self.other = self.key_id, self.generation, self.aead
-        self.key_id, self.generation, self.aead, self.before = key_id, generation, aead, None
 
 
 class _Held(NamedTuple):
@@ -68,7 +61,9 @@ class Peer:
     floor: int = 0  # moment of the session: what it sealed before is old
     retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
     heard_s: float = 0.0
-    streams: dict[str, Incoming] = field(default_factory=dict)
+    # By topic and id of the key, with a window each: who was removed has the former key for a while, and one envelope
+    # that he makes up with a high counter would keep out all that the session seals with the next one.
+    streams: dict[tuple[str, bytes], Incoming] = field(default_factory=dict)
     sources: set[int] = field(default_factory=set)  # handles of the DDS writers that it speaks through
     held: deque[_Held] = field(default_factory=deque)
 

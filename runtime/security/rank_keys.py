@@ -83,6 +83,11 @@ class RankKeys:
         key.check(header)
         return key
 
+    def has(self, key_id: bytes) -> bool:
+        """See :class:`.seal.Keys`."""
+        known = (self._current, None if self._next is None else self._next.key)
+        return key_id in self._former or any(key is not None and key.key_id == key_id for key in known)
+
     def admits(self, key: Key) -> bool:
         """See :class:`.seal.Keys`. With the newest key alone, as soon as it is here: who was removed has the one
         before, and could come as somebody new."""

@@ -65,6 +65,9 @@ class Keys(SealingKeys, Protocol):
     def of(self, header: Header) -> Key:
         """The one for such an envelope. Raises FrameError: this process has none."""
 
+    def has(self, key_id: bytes) -> bool:
+        """Whether envelopes of this one are still opened."""
+
     def admits(self, key: Key) -> bool:
         """Whether a session that was not known may show up with it."""
 
@@ -98,6 +101,9 @@ class PskKeys:
                 f"{self.key_id.hex()}. Compare 'gradbus keys show FILE' on both machines",
             )
         return self
+
+    def has(self, key_id: bytes) -> bool:
+        return key_id == self.key_id
 
     def admits(self, key: Key) -> bool:
         return True
@@ -276,7 +282,7 @@ class Opener:
         peer = self._peers.get(header.session)
         if peer is None and not self._keys.admits(key):
             raise FrameError("old", "a process shows up with a key of an epoch that is over")
-        stream = None if peer is None else peer.streams.get(self._topic)
+        stream = None if peer is None else peer.streams.get((self._topic, key.key_id))
         generation = header.counter >> GENERATION_BITS
         if peer is not None and peer.is_old(self._topic, header):
             raise FrameError("old", f"an envelope on {self._topic} is from before its sender had heard of this process")
@@ -295,9 +301,7 @@ class Opener:
         if peer is None:
             peer = self._peers.add(header.session)
         if stream is None:
-            stream = peer.streams[self._topic] = Incoming(generation, aead, key_id=key.key_id)
-        elif key.key_id != stream.key_id:
-            stream.change_key(key.key_id, generation, aead)
+            stream = self._begin(peer, key, Incoming(generation, aead))
         elif generation > stream.generation:
             stream.before, stream.aead, stream.generation = stream.aead, aead, generation
         stream.window.note(header.counter)
@@ -306,12 +310,15 @@ class Opener:
             self._keys.heard(key, header.session)
         return Opened(peer, header, plain)
 
+    def _begin(self, peer: Peer, key: Key, stream: Incoming) -> Incoming:
+        """The first envelope of this topic with this key. Of keys with which nothing is opened any more, none stays."""
+        over = [one for one in peer.streams if one[0] == self._topic and not self._keys.has(one[1])]
+        for one in over:
+            del peer.streams[one]
+        peer.streams[self._topic, key.key_id] = stream
+        return stream
+
     def _aead(self, stream: Incoming, key: Key, session: bytes, generation: int) -> StreamKey:
-        if key.key_id != stream.key_id:
-            known = stream.other
-            if known is not None and known[:2] == (key.key_id, generation):
-                return known[2]
-            return key.stream_key(session, self._topic, generation)
         if generation == stream.generation:
             return stream.aead
         if generation == stream.generation - 1 and stream.before is not None:

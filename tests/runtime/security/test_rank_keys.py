@@ -16,6 +16,7 @@ from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.epoch import HandedToRanks
 from gradbus.runtime.security.join_messages import Hello, parse
 from gradbus.runtime.security.joined import most_processes
+from gradbus.runtime.security.seal import Sealer
 
 ROUNDS = 12
 
@@ -206,6 +207,34 @@ def test_the_same_recording_is_opened_once_over_all_epochs() -> None:
     assert hall.keys(one).current.key_id != said[0][40:48]
     again = hall.says(one, b"anew")
     assert [hall.hears(two, data) for data in (again, again, *said)] == ["anew"] + ["replay"] * 4
+
+
+def test_who_was_removed_cannot_keep_out_what_others_seal_with_the_next_key() -> None:
+    hall = RankHall(ONE, TWO, SERVER)
+    one, two, third = hall.nodes
+    everybody_hears_everybody(hall)
+    old = hall.keys(two).current
+    hall.pass_on(hall.door.allow(without(RANKS, TWO.name), hall.now_s), hall.door)
+    hall.later(0.1)
+    forged = Sealer(old, JOB, one.session, CONTROL, start=1 << 31)
+    assert hall.hears(third, forged.seal((b"as one",))) == "as one"  # it has the key for some seconds more
+    hall.hears(one, hall.says(hall.door, b"a greeting"))  # with the new key: so one uses it, too
+    hall.later(0.1)
+    said = hall.says(one, b"word")
+    assert [hall.hears(third, data) for data in (said, said)] == ["word", "replay"]
+
+
+def test_of_keys_that_are_over_nothing_is_remembered() -> None:
+    hall = RankHall(ONE, TWO)
+    one, two = hall.nodes
+    for _ in range(10):
+        everybody_hears_everybody(hall)
+        hall.door.rotation.begin(set(hall.door.members), hall.now_s, "tested")
+        for _ in range(20):
+            hall.later(0.5)
+    peer = hall.seal_of(two).peers.get(one.session)
+    assert peer is not None
+    assert len(peer.streams) <= 2
 
 
 def test_a_hello_of_a_worker_is_one_that_older_programs_can_read() -> None:
