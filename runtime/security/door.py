@@ -376,5 +376,5 @@ class Door:
         for streams in (self.group, self.rotation.next):
             if streams is not None:
                 ranks.take(streams.key, self.session, now_s)
-        ranks.use(self.group.key, now_s)
+        ranks.use(self.group.key)
         ranks.tick(now_s)

@@ -19,6 +19,7 @@ from gradbus.runtime.security.seal import Key
 from gradbus.runtime.security.shared_keys import SharedKey
 
 FORMER_S = 5.0  # so long what was sealed with the key of the epoch before may still be on its way
+LOOKS = 4  # in that time this process has looked so often at least: what came while it stood still is opened after that
 SETTLE_S = 1.0  # the giver of the keys was started anew: all others join it within that time, as they miss it together
 
 
@@ -42,7 +43,8 @@ class RankKeys:
         self._current: SharedKey | None = None
         self._giver = b""
         self._next: _Next | None = None
-        self._former: dict[bytes, tuple[SharedKey, float]] = {}  # by id, until when
+        self._former: dict[bytes, tuple[SharedKey, float]] = {}  # by id, for how long still
+        self._ticked_s = 0.0
         self._heard_next = self._is_shut = False
         self.on_change: Callable[[], None] = _nothing
         self.on_lack: Callable[[], None] = _nothing
@@ -109,30 +111,32 @@ class RankKeys:
                 return
             if giver == self._next.giver and key.epoch < self._next.key.epoch:
                 return
-            self._switch(self._next, now_s)  # two in a row: the one between has been told to all
+            self._switch(self._next)  # two in a row: the one between has been told to all
         again = self._current is not None and giver != self._giver
         following = _Next(key, giver, not again, now_s + (SETTLE_S if again else SWITCH_S))
         if self._current is None:
-            self._switch(following, now_s)
+            self._switch(following)
         else:
             self._next, self._heard_next = following, False
 
-    def use(self, key: SharedKey, now_s: float) -> None:
+    def use(self, key: SharedKey) -> None:
         """The giver's own: this one from now on."""
         if self._next is not None and self._next.key is key:
-            self._switch(self._next, now_s)
+            self._switch(self._next)
 
     def tick(self, now_s: float) -> None:
         """Do what it is time for."""
+        passed_s, self._ticked_s = min(now_s - self._ticked_s, FORMER_S / LOOKS), now_s
+        if self._former:
+            left = {key_id: (key, left_s - passed_s) for key_id, (key, left_s) in self._former.items()}
+            self._former = {key_id: one for key_id, one in left.items() if one[1] > 0}
         following = self._next
         if following is not None and (self._heard_next or now_s >= following.at_s):
-            self._switch(following, now_s)
-        if any(now_s > until_s for _, until_s in self._former.values()):
-            self._former = {key_id: one for key_id, one in self._former.items() if now_s <= one[1]}
+            self._switch(following)
 
-    def _switch(self, following: _Next, now_s: float) -> None:
+    def _switch(self, following: _Next) -> None:
         if self._current is not None:
-            self._former = {**self._former, self._current.key_id: (self._current, now_s + FORMER_S)}
+            self._former = {**self._former, self._current.key_id: (self._current, FORMER_S)}
         self._current, self._giver, self._next, self._heard_next = following.key, following.giver, None, False
         self.on_change()
 
