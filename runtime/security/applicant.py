@@ -31,7 +31,9 @@ from gradbus.runtime.security.shared_keys import IncomingStreams, SharedKey
 # A Hello that has led to nothing is followed by another one, later each time: the answer to the one before is worth
 # nothing then, so the time must come to be longer than a controller takes whom a thousand nodes ask at once.
 FIRST_S, LONGEST_S = 0.125, 5.0
-ASK_S = 2.0  # a member that finds that it lacks a key joins again, so often at most: anybody can make it think so
+# A member that finds that it lacks a key joins again, so often at most. Anybody can make it think so, for the id of a
+# key is in clear: each time that brings no other key it waits twice as long, but not so long that it would miss much.
+ASK_S, LONGEST_ASK_S = 2.0, 16.0
 OTHERS_S = 10.0  # how often at most to say Hello to a controller with another key, for its log
 SILENT_S = 3.0  # a controller that was not heard for so long may have been followed by another one
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have checks of their own
@@ -83,6 +85,8 @@ class Applicant:
         self._attempts = self._in_vain = 0
         self._jitter = 1.0  # so that nodes that began together do not ask together for ever
         self._lacks = False
+        self._ask_s = ASK_S
+        self._newest = (b"", -1)  # controller and epoch of the newest key
         self._heard_s = self._joined_s = 0.0
         self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
 
@@ -161,7 +165,7 @@ class Applicant:
             return []
         joined = None if self._joined is None else self._beacons.get(self._joined.controller)
         silent = now_s - self._heard_s > SILENT_S or (joined is not None and not joined.is_there(alive))
-        lacks = self._lacks and now_s - self._joined_s > ASK_S
+        lacks = self._lacks and now_s - self._joined_s > self._ask_s
         candidates = [
             heard
             for heard in self._beacons
@@ -242,6 +246,11 @@ class Applicant:
         else:
             return []  # for others
         self._heard_s = now_s
+        newest, self._newest = self._newest, (keys.controller, word.epoch)
+        if newest != self._newest:
+            self._ask_s = ASK_S
+        elif keys is not self.keys:
+            self._ask_s = min(LONGEST_ASK_S, 2 * self._ask_s)
         if isinstance(word, epoch.Handed):
             keys.take(word, now_s)
         elif isinstance(word, epoch.HandedToRanks):

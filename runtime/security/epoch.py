@@ -26,7 +26,7 @@ _KEYS_BODY = struct.Struct("<BBHI32sQQQQQ")
 _HAVE_BODY = struct.Struct("<BBHI")
 _RANK_HEAD = struct.Struct("<BBHI32sHH")
 _RANGE = struct.Struct("<II")
-MAX_REMOVED = 256
+MAX_REMOVED = 2048  # sessions of one line: two for each rank that a group can have
 
 
 class Handed(NamedTuple):

@@ -206,7 +206,7 @@ def test_any_bytes_are_refused_for_a_reason_and_leave_nothing(data: bytes) -> No
     assert len(seal.peers) == 1
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.builds(
         Header, st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, STRA
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import door, envelope, epoch, handshake, waiting
 from gradbus.runtime.security.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
-from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.applicant import ASK_S, Applicant
 from gradbus.runtime.security.door import JOIN_TOPIC, Door
 from gradbus.runtime.security.identity_key import NodeKey
 from gradbus.runtime.security.join_messages import Hello, Welcome, parse
@@ -196,6 +197,28 @@ def test_of_two_processes_with_one_key_file_the_earlier_one_is_told_that_it_is_o
     assert hall.door.members["robot-1"].attempt == attempt + 1
     assert not later.refusal
     assert hall.taken(UPDATES, upload(later, b"x")) == "robot-1: x"
+
+
+def test_a_node_that_is_made_to_think_that_it_lacks_a_key_asks_less_and_less_often() -> None:
+    hall = Hall(ONE)
+    one = hall.nodes[0]
+    member = hall.door.members["robot-1"]
+    asked_s, attempt = [], member.attempt
+    while len(asked_s) < 6:
+        one._note_lack()
+        hall.later(0.5)
+        if hall.door.members["robot-1"].attempt != attempt:
+            attempt = hall.door.members["robot-1"].attempt
+            asked_s.append(hall.now_s)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    for pause, least in zip(pauses, (4.0, 8.0, 16.0, 16.0, 16.0), strict=True):
+        assert least <= pause < least + 2.0
+    hall.door.rotation.begin({"robot-1"}, hall.now_s, "a test")
+    hall.later(1.0)
+    one._note_lack()
+    asked_s.append(hall.now_s)
+    hall.later(ASK_S + 1.0)
+    assert hall.door.members["robot-1"].attempt == attempt + 1
 
 
 def test_a_controller_that_was_restarted_is_joined_at_once_and_its_former_start_forgotten() -> None:
