@@ -36,6 +36,7 @@ class Introductions:
     _digest: int = 0
     _probed: dict[int, float] = field(default_factory=dict)  # rank: when
     _probed_all: bool = False
+    _probed_all_s: float = float("-inf")
     _probed_s: float = float("-inf")
 
     def says(self, hello: GroupHello, now_s: float) -> bool:
@@ -62,7 +63,8 @@ class Introductions:
         if probed_s is None or now_s < probed_s + self._pause_s:
             return False
         del self._probed[rank]
-        self._probed_all = False
+        # The topic of all serves everybody: each who says so must not cost one for all others.
+        self._probed_all = self._probed_all and now_s < self._probed_all_s + self._pause_s
         return True
 
     def probes(self, digest: int, owed: Sequence[int], *, all_know: bool, now_s: float) -> tuple[list[int], bool]:
@@ -81,5 +83,6 @@ class Introductions:
         ranks = [rank for rank in owed if rank not in self._probed]
         self._probed.update(dict.fromkeys(ranks, now_s))
         to_all = bool(owed) and all_know and not self._probed_all
-        self._probed_all = self._probed_all or to_all
+        if to_all:
+            self._probed_all, self._probed_all_s = True, now_s
         return ranks, to_all

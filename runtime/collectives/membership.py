@@ -167,7 +167,7 @@ class Membership:
 
     async def _watch_matches(self, timeout_s: float) -> None:
         """Whom DDS has matched just now has not heard what was said before, and may be able to take probes."""
-        with contextlib.suppress(BusError):
+        with contextlib.suppress(GradbusError):  # who forms the group finds out, too, and says so
             while True:
                 before = self._matched
                 await self._bus.matched(lambda known=before: self._matched != known, timeout_s=timeout_s)  # type: ignore[misc]

@@ -71,6 +71,21 @@ def test_a_rank_that_says_again_that_it_is_not_linked_gets_another_probe_but_not
     assert words.probes(7, [1, 2, 3], all_know=True, now_s=10.0 + 9 * NEWS_S) == ([1], True)
 
 
+def test_many_that_say_again_that_they_are_not_linked_get_a_probe_each_and_share_the_one_to_all() -> None:
+    world, now_s = 25, 10.0
+    words, others = Introductions(world), range(1, world)
+    words.probes(7, others, all_know=True, now_s=now_s)
+    sent, to_all = Counter[int](), 0
+    for rank in others:  # one after the other, within 0.096 s, as of ranks that wait for one that is late
+        now_s += 4 * NEWS_S
+        if words.still_owed(rank, now_s):
+            ranks, is_to_all = words.probes(7, others, all_know=True, now_s=now_s)
+            sent.update(ranks)
+            to_all += is_to_all
+    assert sent == {rank: 1 for rank in others if 4 * rank >= world}
+    assert to_all == 3  # with one for each of them, ranks that wait would cost N^3 words
+
+
 def test_probes_for_other_members_are_sent_anew_at_once() -> None:
     words = Introductions(3)
     assert words.probes(7, [1, 2], all_know=True, now_s=10.0) == ([1, 2], True)
@@ -109,9 +124,10 @@ class Hall:
             if what == "hello":
                 assert hello is not None
                 was_known = here.knows(who[-1], said_by.me.incarnation)
-                if not here.hello(who[-1], said_by.me.incarnation, hello):
+                if here.hello(who[-1], said_by.me.incarnation, hello):
+                    self.words[rank].met |= not was_known
+                elif hello.linked or not self.words[rank].still_owed(who[-1], now_s):
                     continue
-                self.words[rank].met |= not was_known
             elif what == "probe" and not here.probe(who[-1], who[1], said_by.digest):
                 continue
             self.speak(rank, now_s)
