@@ -26,10 +26,9 @@ from gradbus.runtime.dds import Node, Waiter, Writer
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
 from gradbus.runtime.frame_port import FramePort
 from gradbus.runtime.frames import FrameKey, Kind
-from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.network import NetworkConfig, Profile
-from gradbus.runtime.opening import check_job, node_maker, open_node, profile_config
+from gradbus.runtime.opening import check_job, closed_on_error, node_maker, open_node, profile_config
 from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.sealed_memory import PayloadMemory
 from gradbus.runtime.security import Level, Security
@@ -39,8 +38,6 @@ from gradbus.runtime.switch_interval import short_switch_interval
 from gradbus.runtime.topics import READABLE, TOPICS
 
 _MAX_JOBS = 16
-
-log = get_logger("bus")
 
 
 class Bus:
@@ -384,9 +381,8 @@ async def connect(
         network = profile_config(network, interface or "lo", peers, lease_s=lease_s, shared_memory=shared_memory)
     with short_switch_interval():
         node = await open_node(node_maker(job, domain=domain, network=network, fast=fast, security=security))
-        if node.fast_path_fault is not None:
-            log.warning("slow path", reason=node.fast_path_fault, effect="large messages hold the GIL")
-        bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
+        async with closed_on_error(node):
+            bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
         try:
             if faults:
                 from gradbus.runtime.faulty_bus import FaultyBus

@@ -213,6 +213,9 @@ class Node:
         except DDSException as error:
             self.close()
             raise BusError(f"DDS in domain {domain_id} does not start: {error.msg or error.code}") from None
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, receiver: Any) -> None:
         """What it has to say by itself, it says from now on, on the receive thread of its bus."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from gradbus.runtime.dds import Node
@@ -70,9 +70,22 @@ async def open_node(make: Callable[[], Node]) -> Node:
     """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
     opening = asyncio.get_running_loop().run_in_executor(None, make)
     try:
-        return await asyncio.shield(opening)
+        node = await asyncio.shield(opening)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
             node = await opening
             await asyncio.to_thread(node.close)
+        raise
+    if node.fast_path_fault is not None:
+        log.warning("slow path", reason=node.fast_path_fault, effect="large messages hold the GIL")
+    return node
+
+
+@contextlib.asynccontextmanager
+async def closed_on_error(node: Node) -> AsyncIterator[None]:
+    """Close a participant of which no bus has come: its place among others of this process would stay taken."""
+    try:
+        yield
+    except BaseException:
+        await asyncio.to_thread(node.close)
         raise

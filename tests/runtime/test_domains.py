@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
+from cyclonedds.core import DDSException
 
-from gradbus.runtime import domains
-from gradbus.runtime.errors import ConfigError
+import gradbus
+from gradbus.runtime import bus, dds, domains
+from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.network import NetworkConfig, build_xml
 
 DOMAIN = 143
@@ -60,3 +63,20 @@ def test_a_domain_that_is_not_in_use_any_more_takes_another_configuration() -> N
             domains.acquire(DOMAIN, XML, job("second"))
     finally:
         domains.release(participant, job("first"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(dds, "Subscriber"), (dds, "_self_test"), (bus, "Waiter"), (bus, "Sender")]
+)
+def test_a_bus_that_cannot_be_opened_leaves_nothing(module: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DDSException(DDSException.DDS_RETCODE_OUT_OF_RESOURCES)
+
+    async def open_one() -> None:
+        async with gradbus.connect(job=job("first"), domain=DOMAIN):
+            pass
+
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises((BusError, DDSException)):
+        asyncio.run(open_one())
+    assert DOMAIN not in domains._domains
