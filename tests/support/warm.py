@@ -81,6 +81,7 @@ def look(spec: dict[str, Any], pipe: Connection) -> None:
         {
             "has": sorted(spec["modules"] & sys.modules.keys()),
             "threads": len(os.listdir("/proc/self/task")),
+            "server_threads": len(os.listdir(f"/proc/{os.getppid()}/task")),
             "path": os.environ.get(_PATH, ""),
         }
     )
