@@ -329,7 +329,7 @@ def _self_test(participant: Any) -> str | None:
 def _run_self_test(participant: Any) -> str | None:
     """Through two endpoints of the participant itself, in a partition of their own. A participant made for the test and
     taken down again would do what :mod:`.domains` tells of."""
-    partition = f"gradbus-self-test-{os.getpid()}"
+    partition = f"gradbus-self-test-{os.urandom(8).hex()}"  # processes in containers may all have the number 1
     made: list[Any] = []
     try:
         qos = Qos(Policy.Partition(partitions=[partition]))

@@ -6,7 +6,9 @@ import asyncio
 import os
 
 import pytest
-from cyclonedds.core import DDSException
+from cyclonedds.core import DDSException, Policy, Qos
+from cyclonedds.domain import DomainParticipant
+from cyclonedds.pub import Publisher
 
 import gradbus
 from gradbus.runtime import bus, dds, domains
@@ -80,3 +82,23 @@ def test_a_bus_that_cannot_be_opened_leaves_nothing(module: object, name: str, m
     with pytest.raises((BusError, DDSException)):
         asyncio.run(open_one())
     assert DOMAIN not in domains._domains
+
+
+def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    partitions = []
+    publisher = dds.Publisher
+
+    def note(participant: DomainParticipant, qos: Qos) -> Publisher:
+        partitions.extend(qos[Policy.Partition].partitions)
+        return publisher(participant, qos=qos)
+
+    monkeypatch.setattr(dds, "Publisher", note)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    participant = domains.acquire(DOMAIN, XML, job("first"))
+    try:
+        assert [dds._run_self_test(participant.entity) for _ in range(2)] == [None, None]
+    finally:
+        domains.release(participant, job("first"))
+    assert len(set(partitions)) == 2
