@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cyclonedds.core import (
@@ -52,6 +54,7 @@ class Writer:
         self.idl_type = _TYPES[topic.idl_type]
         self._sertype = ddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
+        self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
         """Look whether the matched readers changed. Only the receive thread calls this: looking resets the trigger."""
@@ -117,7 +120,8 @@ class Writer:
 
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""
-        self.entity._delete(self.entity._ref)
+        domains.delete(self.entity)
+        self.deleted()
 
 
 class Reader:
@@ -130,6 +134,7 @@ class Reader:
         self.condition = ReadCondition(entity, _ANY)
         self._taker = ddsc.Taker(entity, 16) if fast else None
         self.matched = 0  # writers that are matched, as of the last refresh
+        self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
         """Look whether the matched writers changed. Only the receive thread calls this: looking resets the trigger."""
@@ -168,13 +173,24 @@ class Reader:
 
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""
-        self.entity._delete(self.entity._ref)
+        domains.delete(self.entity)
+        self.deleted()
 
     def typed(self, raw: Any) -> Any:
         """The sample as an object of its IDL type; None: it is not for now. Raises SampleError."""
         if isinstance(raw, idl_types.SampleError):
             raise raw
         return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
+
+
+@dataclass(slots=True)
+class _UsedTopic:
+    entity: Any
+    count: int = 0
+
+
+def _nothing() -> None:
+    pass
 
 
 class Node:
@@ -200,6 +216,8 @@ class Node:
         self._partition = partition
         self.participant = self._lease.entity
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
+        self._topics: dict[str, _UsedTopic] = {}
+        self._topics_lock = threading.Lock()  # the loop opens readers and writers, the receive thread deletes them
         self._is_open = True
         self.leaves_machine = leaves_machine(xml)
         self.shared_memory = network.shared_memory
@@ -207,7 +225,6 @@ class Node:
             qos = Qos(Policy.Partition(partitions=[partition]))
             self._publisher = self.keep(Publisher(self.participant, qos=qos))
             self._subscriber = self.keep(Subscriber(self.participant, qos=qos))
-            self._topics: dict[str, Any] = {}
             self.fast_path_fault = None if fast is False else _self_test(self.participant)
             self.fast = self.fast_path_fault is None if fast is None else fast
         except DDSException as error:
@@ -241,7 +258,9 @@ class Node:
             policies.append(Policy.IgnoreLocal.Participant)
         entity = DataWriter(self._publisher, self._dds_topic(topic), qos=Qos(*policies))
         entity.set_status_mask(DDSStatus.PublicationMatched)
-        return self.make_writer(topic, entity, self.fast)
+        writer = self.make_writer(topic, entity, self.fast)
+        writer.deleted = partial(self._leave_topic, topic.name)
+        return writer
 
     def topic_reader(self, topic: Topic) -> Reader:
         """A reader; DDS starts to fill it at once."""
@@ -259,14 +278,28 @@ class Node:
             policies.append(Policy.IgnoreLocal.Participant)
         entity = DataReader(self._subscriber, self._dds_topic(topic), qos=Qos(*policies))
         entity.set_status_mask(DDSStatus.SubscriptionMatched)
-        return Reader(topic, entity, self.fast)
+        reader = Reader(topic, entity, self.fast)
+        reader.deleted = partial(self._leave_topic, topic.name)
+        return reader
 
     def _dds_topic(self, topic: Topic) -> Any:
-        known = self._topics.get(topic.name)
-        if known is None:
-            known = self._topics[topic.name] = DdsTopic(self.participant, topic.name, _TYPES[topic.idl_type])
-            self._made.insert(0, known)  # can only be deleted after its readers and writers
-        return known
+        with self._topics_lock:
+            used = self._topics.get(topic.name)
+            if used is None:
+                entity = DdsTopic(self.participant, topic.name, _TYPES[topic.idl_type])
+                used = self._topics[topic.name] = _UsedTopic(entity)
+            used.count += 1
+            return used.entity
+
+    def _leave_topic(self, name: str) -> None:
+        """A reader or writer is gone: groups have topics of their own, and a bus may see any number of groups."""
+        with self._topics_lock:
+            used = self._topics.get(name)
+            if used is not None:
+                used.count -= 1
+                if used.count == 0:
+                    del self._topics[name]
+                    domains.delete(used.entity)
 
     def keep(self, entity: Any) -> Any:
         """Have an entity deleted when this is closed, and before what was there already."""
@@ -281,6 +314,10 @@ class Node:
         for entity in reversed(self._made):
             domains.delete(entity)
         self._made.clear()
+        with self._topics_lock:  # after their readers and writers
+            for used in self._topics.values():
+                domains.delete(used.entity)
+            self._topics.clear()
         domains.release(self._lease, self._partition)
 
 

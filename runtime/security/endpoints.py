@@ -78,6 +78,10 @@ class SealedReader(_MatchedWhileIn, Reader):
         self._opener = opener
         self._released: deque[tuple[Any, int]] = deque()
 
+    def delete(self) -> None:
+        """See :meth:`.dds.Reader.delete`: the reader below has the same entity."""
+        self._wire.delete()
+
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """See :meth:`.dds.Reader.take`: envelopes as they came, or samples that were held until now."""
         if self._released:

@@ -165,6 +165,10 @@ class IdentityReader(_MatchedWhileIn, Reader):
         self._wire = wire
         self._side = side
 
+    def delete(self) -> None:
+        """See :meth:`.endpoints.SealedReader.delete`."""
+        self._wire.delete()
+
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """See :meth:`.dds.Reader.take`: envelopes as they came."""
         return self._wire.take(limit)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import Run
+from bus_helpers import Run, until
 from group_node import LEASE_S, as_ranks
 
 import gradbus
+from gradbus.runtime import domains
 from gradbus.runtime.collectives import Group, Member
 from gradbus.runtime.control import GroupHello
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.messages import Control, Identity
+from gradbus.runtime.security import Level, Security
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
@@ -183,3 +187,30 @@ def test_an_object_that_cannot_be_read_fails_the_one_who_reads_it(run: Run, plac
         await group.barrier()
 
     run(lambda: as_ranks(place, 2, script))
+
+
+@pytest.mark.parametrize("level", ["none", "psk"])
+def test_groups_that_were_left_leave_nothing_in_dds(
+    run: Run, place: dict[str, Any], level: Level, tmp_path: Path
+) -> None:
+    """A bus may see any number of groups, and each has topics of its own."""
+
+    def children() -> int:
+        (participant,) = domains._domains[place["domain"]].participants
+        return len(participant.entity.get_children())
+
+    async def main() -> None:
+        write_secret_file(tmp_path / "key", new_job_key().text)
+        security = Security(level="psk", key_file=tmp_path / "key") if level == "psk" else Security()
+        async with gradbus.connect(**place, security=security) as bus:
+            with bus.subscribe(Control):
+                bus.open_writer(Control)
+                before = children()
+                for number in range(3):
+                    async with gradbus.join_group(bus, rank=0, world=1, name=f"group{number}") as group:
+                        await group.barrier()
+                        assert children() > before
+                async with asyncio.timeout(10.0):
+                    await until(lambda: children() == before)  # the receive thread deletes them
+
+    run(main)
