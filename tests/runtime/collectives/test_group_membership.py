@@ -330,20 +330,22 @@ def test_a_rank_whose_loop_is_slow_has_joined_a_group_although_the_others_left_i
 ) -> None:
     """The word that forms the group and the other's farewell wait for its loop together."""
     hello_now, linked, other_left = Formation.hello_now, threading.Event(), threading.Event()
+    ranks: dict[int, Formation] = {}
 
     def stand_still() -> None:
         assert other_left.wait(10)
         time.sleep(0.05)  # all that the other said was acknowledged before; now it is in the queue, too
 
     def said(self: Formation) -> GroupHello:
-        if self.linked and self.me.rank == 1 and not linked.is_set():
+        ranks[self.me.rank] = self
+        if self.me.rank == 1 and len(ranks) == 2 and all(one.linked for one in ranks.values()) and not linked.is_set():
             linked.set()
             asyncio.get_running_loop().call_soon(stand_still)
         hello = hello_now(self)
         return hello if linked.is_set() else dataclasses.replace(hello, linked=False)
 
     monkeypatch.setattr(Formation, "hello_now", said)
-    monkeypatch.setattr(introductions, "NEWS_S", 0.0)  # it is out before the loop stands still
+    monkeypatch.setattr(introductions, "NEWS_S", 1e-6)  # it is out before the loop stands still
 
     async def comes_and_goes() -> None:
         async with joined(place, 0, 2):
