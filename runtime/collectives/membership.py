@@ -139,6 +139,7 @@ class Membership:
             raise
         finally:
             matches.cancel()
+            await asyncio.wait([matches])
         self._check()
         if self._shared is not None:
             self._shared.admit(self.formation.readers)
