@@ -1,7 +1,7 @@
 """The process group: what Python must see as it is, around the backend that has the collectives.
 
 A work that C++ hands on to Python knows only ``wait`` and ``get_future``. Who receives from any rank asks it for the
-sender, so messages are called here, past C++. Collectives are left to C++, which tells autograd and the profiler.
+sender, so messages are called here, past C++. Collectives go past it where nobody looks on, see :mod:`.direct`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from gradbus.torch.backend import DdsBackend
+from gradbus.torch.direct import DirectCalls
 from gradbus.torch.monitored_barrier import monitored_barrier
 from gradbus.torch.register import NAME
 from gradbus.torch.works import DdsWork
@@ -24,7 +25,7 @@ _CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM
 
 
-class DdsProcessGroup(ProcessGroup):
+class DdsProcessGroup(DirectCalls):
     """One rank's view of the ranks that work together."""
 
     def __init__(self, store: Store, rank: int, size: int, backend: DdsBackend) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_node import Place
 
 Case = Callable[[int, int], list[Tensor]]
@@ -16,6 +17,21 @@ FLOATS = (torch.float32, torch.float64, torch.float16)
 INTS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 SIZES = {"one": 1, "odd": 1013, "two chunks": 300_001, "large": 2_200_000}  # float32: of 1 MiB; beyond 8 MiB
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the operators of torch.distributed, which then go through torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,6 +66,16 @@ def every_case(place: Place) -> dict[str, Any]:
         results[name] = case()
     dist.barrier()
     return results
+
+
+def both_ways(place: Place) -> dict[str, Any]:
+    """Results of all cases, alone and with somebody who looks on, and what he saw."""
+    place.start()
+    alone = {name: case() for name, case in cases(place.rank, place.world).items()}
+    with Dispatched() as seen:
+        watched = {name: case() for name, case in cases(place.rank, place.world).items()}
+    dist.barrier()
+    return {"alone": alone, "watched": watched, "seen": sorted(set(seen.names))}
 
 
 def all_reduce(rank: int, op: str, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
