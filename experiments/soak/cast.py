@@ -168,7 +168,8 @@ def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] 
     federated, parallel = path / "federated", path / "parallel"
     task = {"task": "gradbus.experiments.soak.task:PacedTask"}
     rules = {
-        "rounds": 1_000_000, "num_clients": clients, "min_clients": 1, "quorum": 0.5, "grace_s": 1.0,
+        # A killed client's lease takes a second, as long as the others may wait for it: the grace has to end earlier.
+        "rounds": 1_000_000, "num_clients": clients, "min_clients": 1, "quorum": 0.5, "grace_s": 0.8,
         "start_timeout_s": 600.0, "start_grace_s": 15.0, "round_timeout_s": 20.0, "max_attempts": 1000, "codec": "sq8",
         "downlink_codec": "s4", "heartbeat_s": 0.3, "dead_after_s": 1.5, "eval_every": 0, "history_payloads": True,
     }  # fmt: skip
