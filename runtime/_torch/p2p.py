@@ -78,10 +78,8 @@ class Messages:
         if not self._from_anyone:
             return
         with self._lock:
-            waiting, self._from_anyone = self._from_anyone, deque()
-            for work, tensor, tag in waiting:
-                if not work.ended and not self._match(work, tensor, tag):
-                    self._from_anyone.append((work, tensor, tag))
+            # Not empty meanwhile: what comes behind this look must not pass by those that wait.
+            self._from_anyone = deque(one for one in self._from_anyone if not one[0].ended and not self._match(*one))
 
     def _match(self, work: DdsWork, tensor: Tensor, tag: int) -> bool:
         engine, rank = self._group.engine, self._group.rank
