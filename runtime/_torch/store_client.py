@@ -88,19 +88,23 @@ class Client:
         """
         heard = ""
         held_s: float | None = None
-        loud_s = time.monotonic() + LOUD_S
+        next_s = time.monotonic()
+        loud_s = next_s + LOUD_S
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._arbiter:
-                    if time.monotonic() > loud_s:
+                    now_s = time.monotonic()
+                    if now_s > loud_s:
                         log.warning("still waiting", store=self._name, rank=self._rank, reason=heard or self._nobody())
                         loud_s += LOUD_S
                     if self._bus.standing.refusal:
                         raise DistNetworkError(f"{self._name}: rank {self._rank}: {self._bus.standing.refusal}")
-                    if self._writer.matched:
-                        self._say(Join(VERSION, self._world, self._host), to=0)
+                    if now_s >= next_s:  # an answer that says no is none to ask again for at once
+                        next_s = now_s + JOIN_S
+                        if self._writer.matched:
+                            self._say(Join(VERSION, self._world, self._host), to=0)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(JOIN_S):
+                        async with asyncio.timeout(next_s - now_s):
                             incarnation, message = await self._news.get()
                             match message:
                                 case Welcome():

@@ -1,0 +1,90 @@
+"""A rank's way to the arbiter of a store, with a bus that is none: what it says how often, and what it lets in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from gradbus.runtime import frames
+from gradbus.runtime.frames import Frame
+from gradbus.torch import store_client
+from gradbus.torch.store_client import Client
+from gradbus.torch.store_messages import Join, Message, NotNow, Welcome, decode, frame_of
+
+ARBITER = 7
+LEFT = NotNow(alive=False, holder="there", host="elsewhere")
+
+
+def parsed(message: Message, *, sender: int, incarnation: int, to: int) -> Frame:
+    head, body = frame_of(message, sender=sender, incarnation=incarnation, to=to)
+    return frames.parse(head + bytes(body))
+
+
+class Bus:
+    """All there is of a bus for a client: each of its messages is answered at once, on the same thread.
+
+    Attributes:
+        said: by the client. answer: what the arbiter says to the so-and-so-manyth message, if anything.
+    """
+
+    def __init__(self, answer: Callable[[int], Message | None]) -> None:
+        self.said: list[Message] = []
+        self.answer = answer
+        self.standing = SimpleNamespace(refusal="", absence="")
+        self.doubt = ""
+        self.take: Callable[[Frame], None] = lambda frame: None
+
+    def frame_port(self) -> Any:
+        return self
+
+    def open_reader(self, topic: str, take: Callable[[Frame], None]) -> None:
+        self.take = take
+
+    def open_writer(self, topic: str) -> Any:
+        return SimpleNamespace(matched=1)
+
+    def write(self, writer: Any, frame: tuple[Any, ...]) -> bool:
+        head, body = frame
+        heard = frames.parse(head + bytes(body))
+        self.said.append(decode(heard.data))
+        answer = self.answer(len(self.said))
+        if answer is not None:
+            self.take(parsed(answer, sender=0, incarnation=ARBITER, to=heard.key.incarnation))
+        return True
+
+    async def matched(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+async def joined(bus: Bus, timeout_s: float) -> Client:
+    client = Client(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
+    await client.join(timeout_s, patience_s=60.0)
+    return client
+
+
+def test_a_rank_that_is_told_no_does_not_ask_again_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "JOIN_S", 60.0)
+    bus = Bus(lambda number: LEFT if number < 5 else None)
+    with pytest.raises(DistNetworkError, match=r"within 0\.1 s: rank 1 took part already, as there"):
+        asyncio.run(joined(bus, 0.1))
+    assert [type(message) for message in bus.said] == [Join]
+
+
+def test_a_rank_asks_again_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "JOIN_S", 0.001)
+    bus = Bus({2: LEFT, 5: Welcome("elsewhere")}.get)
+
+    async def join_and_leave() -> None:
+        await (await joined(bus, 60.0)).close()
+
+    asyncio.run(join_and_leave())
+    assert len(bus.said) >= 5
+    assert {type(message) for message in bus.said} == {Join}
