@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 from torch._C._distributed_c10d import Store
 
@@ -15,6 +15,7 @@ from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
+from gradbus.runtime.logs import get_logger
 from gradbus.torch import bus_thread
 from gradbus.torch.meeting import WORLD, Claim, agreed_name
 from gradbus.torch.stall import WARNING_S
@@ -24,6 +25,8 @@ _LEAVE_S = 10.0
 _FORM_S = 10.0  # so long may a group take to form, also if its collectives may not
 
 Watch = Callable[[float], None]
+
+log = get_logger("torch")
 
 
 class TorchGroup:
@@ -121,26 +124,37 @@ class _Life:
         self._reason = reason
         thread.call(self._leave.set)
         if self._task is not None:
-            with contextlib.suppress(TimeoutError):  # then the bus closes under it
+            with contextlib.suppress(TimeoutError, CancelledError):  # the bus closes under it, or has done so
                 self._task.exception(_LEAVE_S)
 
     async def _live(self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float) -> None:
+        last_word: GradbusError | None = None
         try:
             async with join_group(
                 thread.bus, rank=rank, world=world, name=name, timeout_s=max(timeout_s, _FORM_S),
                 collective_timeout_s=timeout_s, stall_warning_s=WARNING_S,
             ) as group:  # fmt: skip
                 self._joined.set_result(group)
-                await self._watch_until_left()
+                await self._watch_until_left(name)
                 if self._reason:
-                    raise GradbusError(self._reason)  # leaving with an error is what the others are told of
+                    last_word = GradbusError(self._reason)  # leaving with an error is what the others are told of
+                    raise last_word
         except Exception as error:
             if not self._joined.done():
                 self._joined.set_exception(error)
+            elif error is not last_word:
+                log.exception("left group", group=name)
 
-    async def _watch_until_left(self) -> None:
+    async def _watch_until_left(self, name: str) -> None:
+        failed = False
         while not self._leave.is_set():
-            self._watch(time.monotonic())
+            try:
+                self._watch(time.monotonic())
+            except Exception:  # of what it looks after: the group and its deadlines go on
+                if not failed:
+                    failed = True
+                    with contextlib.suppress(Exception):  # a log that takes no line
+                        log.exception("watch failed", group=name)
             try:
                 async with asyncio.timeout(WATCH_S):
                     await self._leave.wait()
