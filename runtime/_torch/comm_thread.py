@@ -18,6 +18,7 @@ Callbacks never run on the event loop, which they would stop, and with it what t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -101,13 +102,12 @@ class Lane:
             self._thread.start()
 
     def ended(self, work: DdsWork, has_future: bool) -> None:
-        """A work has ended."""
+        """A work has ended. ``has_future``: it had one by then; whoever asks for one later gets it done."""
         if has_future:
             self._deliveries.put(work)
         else:
             with self.lock:
-                if not work.undelivered:
-                    self._open.discard(work)
+                self._open.discard(work)
 
     # The thread
 
@@ -118,14 +118,18 @@ class Lane:
             if work is None:
                 closing = True
                 continue
+            failed: Exception | None = None
             try:
                 work.deliver()
-            except Exception:  # of a callback: it has nobody else to tell
-                log.exception("callback failed", group=self.engine.group, call=work.task.what)
+            except Exception as error:
+                failed = error
             with self.lock:
                 self._open.discard(work)
                 self.running -= work.counted
             self._start_waiting()
+            if failed is not None:  # of a callback: it has nobody else to tell
+                with contextlib.suppress(Exception):  # a log that takes no line
+                    log.error("callback failed", group=self.engine.group, call=work.task.what, exc_info=failed)
 
     def _idle(self) -> bool:
         with self.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -78,22 +79,21 @@ class StallReport:
         try:
             self._look(now_s)
         except Exception:  # whoever calls this has more to do than that
-            log.exception("stall report failed", group=self._group)
+            with contextlib.suppress(Exception):  # a log that takes no line
+                log.exception("stall report failed", group=self._group)
 
     def _look(self, now_s: float) -> None:
         if not self.warning_s:
             return
         late = [waiting for waiting in list(self._waiting) if self._is_due(waiting, now_s)]
-        lines = 0
-        for waiting in late:
+        for waiting in late:  # before any line: one that cannot be written must not come again at once
             waiting.every_s = max(self.warning_s, 2 * waiting.every_s)
             waiting.due_s = now_s + waiting.every_s
-            if waiting.left:
-                lines += 1
-                if lines <= MAX_LINES:
-                    log.warning("stalled", **self._facts(waiting, now_s))
-        if lines > MAX_LINES:
-            log.warning("stalled", more_tensors=lines - MAX_LINES, group=self._group, rank=self._rank)
+        late = [waiting for waiting in late if waiting.left]
+        for waiting in late[:MAX_LINES]:
+            log.warning("stalled", **self._facts(waiting, now_s))
+        if len(late) > MAX_LINES:
+            log.warning("stalled", more_tensors=len(late) - MAX_LINES, group=self._group, rank=self._rank)
 
     def _is_due(self, waiting: Waiting, now_s: float) -> bool:
         return now_s >= (waiting.due_s or waiting.since_s + self.warning_s)

@@ -180,7 +180,7 @@ class DdsWork(Work):
 
     def _told(self, error: BaseException) -> Exception:
         """The error as torch's users know them: a RuntimeError. Its cause is ours."""
-        how = f"Timed out after {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "failed"
+        how = f"Timed out after {self._timeout_s:g} s" if isinstance(error, CollectiveTimeout) else "failed"
         text = str(error).removeprefix(f"collective {self.name!r}: ")  # the name says nothing: all have the same
         if " where this rank " in text:
             order = " in the same order" if self.ordered else ""

@@ -1,0 +1,120 @@
+"""Works and the thread of their callbacks: what they leave behind, what their errors say, logs that take no line."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from memory_link import MemoryNet
+
+from gradbus.runtime.errors import CollectiveTimeout, WriteTimeout
+from gradbus.torch import comm_thread, stall
+from gradbus.torch.comm_thread import Lane
+from gradbus.torch.moves import Moves
+from gradbus.torch.stall import StallReport, begins
+from gradbus.torch.works import DdsWork
+
+
+class Pair:
+    """A lane of rank 0, and a rank 1, in memory."""
+
+    def __init__(self) -> None:
+        self.net = MemoryNet(2, inline=1.0)
+        self.lane = Lane()
+        self.lane.engine = self.net.engines[0]
+
+    def barrier(self) -> DdsWork:
+        return DdsWork(self.lane, Moves(0, 2).barrier(), "c", 60.0, ordered=True)
+
+    def barrier_of_rank_1(self) -> None:
+        self.net.start(Moves(1, 2).barrier().operations[0], "c")
+
+
+class NoLog:
+    """A log whose reader is gone, until it has one again. Its lines go there."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.broken = True
+
+    def _write(self, event: str, **facts: Any) -> None:
+        if self.broken:
+            raise BrokenPipeError
+        self.lines.append(facts.get("tensor", event))
+
+    warning = error = exception = _write
+
+
+def test_a_future_asked_for_while_its_work_ends_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    work = pair.barrier()
+
+    def another_thread_asks() -> None:
+        with monkeypatch.context() as slow:
+            slow.setattr(work, "deliver", lambda: None)  # it gets no further for now
+            work.get_future()
+
+    pair.lane.engine.progress = SimpleNamespace(nudge=another_thread_asks)  # type: ignore[assignment]
+    pair.lane.submit(work)
+    pair.barrier_of_rank_1()
+    pair.net.settle()
+    assert work.ended
+    work.deliver()
+    assert work.get_future().done()
+    pair.lane.watch(time.monotonic())
+    assert pair.lane._open == set()
+
+
+def test_callbacks_go_on_after_one_that_fails_and_a_log_that_takes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm_thread, "log", NoLog())
+    pair = Pair()
+    first, second = pair.barrier(), pair.barrier()
+    all_is_here, called = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        assert all_is_here.wait(10.0)
+        raise ValueError("of a callback")
+
+    monkeypatch.setattr(first, "deliver", fail)
+    for work in (first, second):  # which waits for the first one's callbacks
+        pair.lane.submit(work).get_future().add_done_callback(lambda _: called.set())
+    for _ in range(2):
+        pair.barrier_of_rank_1()
+    pair.net.settle()
+    assert not called.is_set()
+    all_is_here.set()
+    assert called.wait(10.0)
+    pair.lane.close()
+    assert (pair.lane.running, pair.lane._open) == (0, set())
+
+
+def test_a_stall_report_whose_lines_are_lost_goes_on_in_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = NoLog()
+    monkeypatch.setattr(stall, "log", log)
+    report = StallReport("group", 0, 2, warning_s=1.0)
+    for name in ("a", "b"):
+        report.add(begins(name, Moves(0, 2).barrier(), 0))
+    began_s = time.monotonic()
+    report.look(began_s + 1.5)
+    log.broken = False
+    report.look(began_s + 2.0)
+    assert log.lines == []
+    report.look(began_s + 2.6)
+    assert log.lines == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (CollectiveTimeout("c", [1], 60.0), "[Rank 0] barrier Timed out after 60 s: 'c': still waiting for ranks [1]"),
+        (WriteTimeout("train/x", 2.0), "[Rank 0] barrier failed: topic 'train/x': no progress for 2 s"),
+    ],
+)
+def test_only_its_own_deadline_is_told_as_that(error: Exception, told: str) -> None:
+    work = Pair().barrier()
+    assert work.end(error)
+    assert str(work.exception()).startswith(told)
+    assert work.exception().__cause__ is error  # type: ignore[union-attr]
