@@ -36,7 +36,7 @@ from gradbus.torch.store_messages import (
     decode,
     frame_of,
 )
-from gradbus.torch.store_pending import Pending
+from gradbus.torch.store_pending import Backlog, Pending
 
 JOIN_S = 0.1  # how often to ask to be let in
 LOUD_S = 20.0  # how often to say in the log that nobody answers
@@ -44,7 +44,7 @@ REPEAT_S = 0.25  # when to repeat a request first, then after twice as long, up 
 MAX_REPEAT_S = 1.0
 _BYTES_PER_S = 10e6  # a large request is not repeated while it may still be on its way
 _LOOK_S = 3600.0
-_MAX_NEWS = 64  # answers to Join that wait for the loop
+_MAX_NEWS = 64  # messages but answers that wait for the loop, and those that wait for join
 
 log = get_logger("store")
 
@@ -68,7 +68,7 @@ class Client:
         self._failed = failed
         self._arbiter = 0  # its incarnation
         self._arbiter_host = ""
-        self._loop = asyncio.get_running_loop()
+        self._backlog = Backlog(_MAX_NEWS)
         self._news: asyncio.Queue[tuple[int, Message]] = asyncio.Queue(_MAX_NEWS)
         self.pending = Pending()
         self._watcher: asyncio.Task[None] | None = None
@@ -191,8 +191,7 @@ class Client:
             if key.incarnation == self._arbiter:
                 self.pending.give(message)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._on_news, key.incarnation, message)
+            self._backlog.post(self._on_news, key.incarnation, message)
 
     def _on_news(self, incarnation: int, message: Message) -> None:
         if not self._arbiter:

@@ -1,9 +1,13 @@
-"""Requests of this process that wait for their answers, each in a thread of its own."""
+"""What waits at an end of a store: requests of this process for their answers, each in a thread of its own, and what
+has come in for the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradbus.torch.store_messages import Answer
@@ -65,3 +69,26 @@ class Pending:
             slots = list(self._slots.values())
         for slot in slots:
             slot.event.set()
+
+
+class Backlog:
+    """Calls that wait for the event loop, so many at most. They are posted on one thread at a time."""
+
+    def __init__(self, limit: int) -> None:
+        """Only from inside the loop."""
+        self._loop = asyncio.get_running_loop()
+        self._limit = limit
+        self._posted = 0
+        self._done = 0  # by the loop: each of the two threads has a counter of its own
+
+    def post(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call it on the loop. Nothing is done when too much waits already: whoever is not answered asks again."""
+        if self._posted - self._done >= self._limit:
+            return
+        self._posted += 1
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._call, function, arguments)
+
+    def _call(self, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        self._done += 1
+        function(*arguments)

@@ -34,7 +34,7 @@ from gradbus.torch.store_messages import (
     frame_of,
 )
 from gradbus.torch.store_peer import Asker, Peer
-from gradbus.torch.store_pending import Pending
+from gradbus.torch.store_pending import Backlog, Pending
 from gradbus.torch.store_table import Table, answer
 
 HERE_S = 0.1  # how often arbiters of one name tell each other
@@ -42,6 +42,7 @@ _LOOK_S = 60.0
 _HURRY_S = 0.1  # how often to look whether the process is ending
 _MAX_STRANGERS = 64  # processes that have not been let in
 _MAX_FRAMES = 1024  # that wait for the loop
+_MAX_HOST_BYTES = 256  # of what a process calls itself, where that is a part of a text
 
 log = get_logger("store")
 
@@ -72,7 +73,7 @@ class Arbiter:
         self._ranks: dict[int, Peer] = {}  # who has joined, also those that are gone
         self._left = asyncio.Event()  # somebody has
         self._removals: set[asyncio.Task[None]] = set()
-        self._frames_waiting = 0
+        self._backlog = Backlog(_MAX_FRAMES)
         self._port = bus.frame_port()
         self._port.open_reader(store_topic(), self._take)
         self._others = self._port.open_writer(store_topic())  # its own reader takes what it writes, too
@@ -112,13 +113,10 @@ class Arbiter:
 
     def _take(self, frame: Frame) -> None:
         """On the receive thread."""
-        if frame.key.job in (0, self.incarnation) and self._frames_waiting < _MAX_FRAMES:
-            self._frames_waiting += 1
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._hear, frame)
+        if frame.key.job in (0, self.incarnation):
+            self._backlog.post(self._hear, frame)
 
     def _hear(self, frame: Frame) -> None:
-        self._frames_waiting -= 1
         key = frame.key
         try:
             message = decode(frame.data)
@@ -164,8 +162,9 @@ class Arbiter:
                 f"version of gradbus everywhere"
             )
         if said.world != self._world or not 0 < rank < self._world:
+            host = said.host.encode()[:_MAX_HOST_BYTES].decode(errors="ignore")
             return (
-                f"rank {rank} on {said.host} has world_size={said.world}, rank 0 on {self._host} has "
+                f"rank {rank} on {host} has world_size={said.world}, rank 0 on {self._host} has "
                 f"world_size={self._world}: give all ranks the same"
             )
         return ""

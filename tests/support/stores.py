@@ -95,10 +95,10 @@ class RawRank(AbstractContextManager["RawRank"]):
         facts = {"open": [*range(since, request_id + 1)], "values": [], "number": 0, "wait_s": 0.0, **more}
         self.say(Request(id=request_id, op=op, keys=list(keys), **facts))
 
-    def join(self, world: int = 2, version: int = VERSION) -> Message:
+    def join(self, world: int = 2, version: int = VERSION, host: str = "a test") -> Message:
         """Ask to be let in until there is an answer."""
         while True:
-            self.say(Join(version, world, "a test"))
+            self.say(Join(version, world, host))
             with contextlib.suppress(queue.Empty):
                 return self.heard.get(timeout=0.1)
 

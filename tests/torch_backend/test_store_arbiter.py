@@ -156,6 +156,15 @@ def test_a_rank_with_another_world_size_is_refused_at_once(job: tuple[int, str],
         open_rank(job, 1, 3)
 
 
+@pytest.mark.parametrize("letter", ["h", "\N{EURO SIGN}"])
+def test_a_rank_is_refused_whatever_it_calls_itself(job: tuple[int, str], first: DdsStore, letter: str) -> None:
+    with RawRank(job) as rank:
+        refused = rank.join(world=3, host=letter * (1024 // len(letter.encode())))
+        assert isinstance(refused, Refused)
+        assert f"rank 1 on {letter}" in refused.why
+        assert refused.why.endswith("give all ranks the same")
+
+
 def test_a_second_process_with_a_rank_is_told_who_has_it(job: tuple[int, str], first: DdsStore) -> None:
     second = open_rank(job, 1, 2)
     with pytest.raises(dist.DistNetworkError, match=r"rank 1 is taken, by .*process \d+\)\. Give each process"):

@@ -88,3 +88,26 @@ def test_a_rank_asks_again_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(join_and_leave())
     assert len(bus.said) >= 5
     assert {type(message) for message in bus.said} == {Join}
+
+
+def test_news_that_the_loop_has_no_time_for_are_bounded() -> None:
+    bus = Bus(lambda number: None)
+    posted: list[Callable[[], None]] = []
+
+    def post(function: Callable[..., None], *arguments: object) -> None:
+        posted.append(lambda: function(*arguments))
+
+    async def make() -> Client:
+        asyncio.get_running_loop().call_soon_threadsafe = post  # type: ignore[method-assign, assignment]
+        return Client(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
+
+    loop = asyncio.new_event_loop()
+    client = loop.run_until_complete(make())
+    loop.close()
+    for _ in range(2):
+        for _ in range(3 * store_client._MAX_NEWS):
+            bus.take(parsed(Welcome("another"), sender=0, incarnation=8, to=client.incarnation))
+        assert len(posted) == store_client._MAX_NEWS
+        while posted:
+            posted.pop()()
+    assert client._news.full()
