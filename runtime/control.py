@@ -1,19 +1,14 @@
-"""Control messages: their schema, and how they become bytes.
-
-A body on the wire is a msgpack array ``[kind, {field: value}]``. It is read with limits on every length, checked
-against the dataclass (exact types, ranges), and anything else is a :class:`FrameError`. Unknown fields are skipped, so
-that a newer peer may say more; unknown kinds are an error that the receiver counts.
-"""
+"""Control messages: their schema and limits. :mod:`gradbus.runtime.bodies` says how they become bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Annotated, Any, Literal
 
-import msgpack
-from pydantic import Field, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from gradbus.runtime.bodies import pack_body, read_body
 from gradbus.runtime.control_groups import GroupHello as GroupHello
 from gradbus.runtime.control_groups import GroupLeave as GroupLeave
 from gradbus.runtime.control_groups import Pulse as Pulse
@@ -31,8 +26,7 @@ from gradbus.runtime.control_types import (
     Text,
     Waits,
 )
-from gradbus.runtime.errors import FrameError
-from gradbus.runtime.packing import Limits, PackingError, unpack
+from gradbus.runtime.packing import Limits
 
 PROTOCOL = 2
 MAX_BODY_BYTES = 64 * 1024
@@ -324,12 +318,7 @@ def encode(body: Body) -> bytes:
     Raises:
         ValueError: longer than a receiver accepts.
     """
-    # Fields are flat by design: no nested dataclasses, so no deep copy of what they hold.
-    fields = {field.name: getattr(body, field.name) for field in dataclasses.fields(body)}
-    packed: bytes = msgpack.packb([type(body).__name__, fields])
-    if len(packed) > MAX_BODY_BYTES:
-        raise ValueError(f"{type(body).__name__} of {len(packed)} bytes, at most {MAX_BODY_BYTES}")
-    return packed
+    return pack_body(body, MAX_BODY_BYTES)
 
 
 def decode(data: bytes | memoryview) -> Body:
@@ -338,22 +327,5 @@ def decode(data: bytes | memoryview) -> Body:
     Raises:
         FrameError: ``control``: too long, not msgpack, of an unknown kind, or against the schema.
     """
-    try:
-        raw = unpack(data, _LIMITS)
-    except PackingError as error:
-        raise FrameError("control", f"control body is not msgpack within limits: {error}") from None
-    if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
-        raise FrameError("control", "control body is not [kind, fields]")
-    if not all(isinstance(name, str) for name in raw[1]):
-        raise FrameError("control", "control body has field names that are not text")
-    kind = _KINDS.get(raw[0])
-    if kind is None:
-        raise FrameError("control", f"control message of unknown kind {raw[0][:40]!r}")
-    try:
-        # pydantic checks every field here. Of unknown ones not even the names may reach it: they are foreign text.
-        body: Body = kind(**{name: value for name, value in raw[1].items() if name in kind.__dataclass_fields__})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise FrameError("control", f"{raw[0]}.{where}: {first['msg']}") from None
+    body: Body = read_body(data, _LIMITS, _KINDS, "control")
     return body

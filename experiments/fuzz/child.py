@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WATCHED = (
     "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.fuzz", "gradbus.experiments.history",
     "gradbus.experiments.run_files",
-    "gradbus.models.idx", "gradbus.runtime.assembler", "gradbus.runtime.checkpoint",
+    "gradbus.models.idx", "gradbus.runtime.assembler", "gradbus.runtime.bodies", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects",
     "gradbus.runtime.collectives.stream", "gradbus.runtime.collectives.tensors", "gradbus.runtime.control",
     "gradbus.runtime.frames", "gradbus.runtime.idl_types", "gradbus.runtime.json_text", "gradbus.runtime.packing",

@@ -7,17 +7,15 @@ table.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any, Literal
 
-import msgpack
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from gradbus.runtime import frames
-from gradbus.runtime.errors import FrameError
+from gradbus.runtime.bodies import pack_body, read_body
 from gradbus.runtime.frames import FrameKey, Kind
-from gradbus.runtime.packing import Limits, PackingError, unpack
+from gradbus.runtime.packing import Limits
 
 VERSION = 1
 MAX_KEY_BYTES = 1024  # in UTF-8
@@ -164,10 +162,7 @@ def frame_of(message: Message, *, sender: int, incarnation: int, to: int) -> tup
     Raises:
         ValueError: longer than a receiver accepts.
     """
-    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-    body: bytes = msgpack.packb([type(message).__name__, fields])
-    if len(body) > frames.MAX_CHUNK_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(body)} bytes, at most {frames.MAX_CHUNK_BYTES}")
+    body = pack_body(message, frames.MAX_CHUNK_BYTES)
     key = FrameKey(Kind.CONTROL, to, 0, sender, incarnation)
     (frame,) = frames.split(key, body, chunk_bytes=frames.MAX_CHUNK_BYTES)
     return frame
@@ -179,20 +174,5 @@ def decode(data: bytes | memoryview) -> Message:
     Raises:
         FrameError: ``store``: not msgpack within the limits, of an unknown kind, or against the schema.
     """
-    try:
-        raw = unpack(data, _LIMITS)
-    except PackingError as error:
-        raise FrameError("store", f"store message is not msgpack within limits: {error}") from None
-    if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], dict):
-        raise FrameError("store", "store message is not [kind, fields]")
-    kind = _KINDS.get(raw[0])
-    if kind is None:
-        raise FrameError("store", f"store message of unknown kind {raw[0][:40]!r}")
-    try:
-        known = kind.__dataclass_fields__
-        message: Message = kind(**{name: value for name, value in raw[1].items() if name in known})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise FrameError("store", f"{raw[0]}.{where}: {first['msg']}") from None
+    message: Message = read_body(data, _LIMITS, _KINDS, "store")
     return message
