@@ -48,7 +48,11 @@ def job_of(store: Store, settings: BusSettings) -> str:
     root = store
     while isinstance(root, PrefixStore):
         root = root.underlying_store
-    number = root.compare_set(_JOB_KEY, "", secrets.token_hex(8)).decode()
+    return numbered_job(root.compare_set(_JOB_KEY, "", secrets.token_hex(8)).decode(), settings)
+
+
+def numbered_job(number: str, settings: BusSettings) -> str:
+    """The same, of processes that know their number."""
     return f"{settings.job[:40]}-{number}"
 
 
@@ -118,7 +122,11 @@ def acquire(store: Store, rank: int) -> BusThread:
         ConfigError: a setting is wrong. BusError: DDS cannot be started.
     """
     settings = settings_from_environment()
-    job = job_of(store, settings)
+    return acquire_job(job_of(store, settings), settings, rank)
+
+
+def acquire_job(job: str, settings: BusSettings, rank: int) -> BusThread:
+    """The same for a job that is known; ``settings`` are for its first user."""
     with _lock:
         thread = _threads.get((os.getpid(), job))
         if thread is None:
@@ -128,10 +136,9 @@ def acquire(store: Store, rank: int) -> BusThread:
 
 
 def release(thread: BusThread) -> None:
-    """One user less; the last one closes the bus."""
+    """One user less; the last one closes the bus, and who wants the next one waits for that."""
     with _lock:
         thread.users -= 1
-        if thread.users:
-            return
-        _threads.pop((os.getpid(), thread.job), None)
-    thread.close()
+        if not thread.users:
+            _threads.pop((os.getpid(), thread.job), None)
+            thread.close()

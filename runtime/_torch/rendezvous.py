@@ -10,7 +10,6 @@ is set by the environment (``GRADBUS_BUS__INTERFACE=eth0`` and so on); the domai
 from __future__ import annotations
 
 import os
-import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -20,11 +19,12 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.opening import check_job
 from gradbus.torch.store import DdsStore
 from gradbus.torch.store_link import Address, StoreLink
 
 _FORM = "dds://DOMAIN/JOB with rank= and world_size= for init_process_group, or dds://0/job1?rank=0&world_size=2"
-_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_WORLD = 1 << 20
 
 _links: dict[tuple[int, int, str, int], StoreLink] = {}  # by process (a fork does not inherit threads) and address
@@ -37,12 +37,13 @@ def parse(url: str) -> Address:
     if parts.scheme != "dds":
         raise _error(url, f"its scheme is {parts.scheme!r}, expected 'dds'")
     domain = _number(parts.netloc)
-    if domain is None or domain > 232:
+    if domain is None:
         raise _error(url, f"the DDS domain is {parts.netloc!r}, expected a number from 0 to 232")
     job = parts.path.removeprefix("/")
-    if not _JOB.fullmatch(job):
-        raise _error(url, f"the name of the job is {job!r}, expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a "
-                          f"letter or digit")  # fmt: skip
+    try:
+        check_job(job, domain)
+    except ConfigError as error:
+        raise _error(url, str(error)) from None
     if parts.fragment:
         raise _error(url, f"nothing is known of {'#' + parts.fragment!r}")
     found: dict[str, str] = {}

@@ -51,46 +51,20 @@ class Address:
 
     @property
     def number(self) -> str:
-        """Of the bus that its processes share: see :func:`.bus_thread.job_of`."""
+        """Of the bus that its processes share: see :func:`.bus_thread.numbered_job`."""
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
 def _acquire(address: Address) -> bus_thread.BusThread:
     """The bus of all that has to do with an address: this store, the process groups that are made with it, and what is
     left of a former store. Participants of one process that come and go while others discover them may never be found
-    (see :mod:`gradbus.runtime.dds`), so there is one.
+    (see :mod:`gradbus.runtime.domains`), so there is one.
 
     Raises:
         ConfigError: a setting is wrong. BusError: DDS cannot be started.
     """
-    settings = bus_thread.settings_from_environment()
-    job = bus_thread.job_of(_Numbered(address.number), settings)  # type: ignore[arg-type]
-    with bus_thread._lock:
-        thread = bus_thread._threads.get((os.getpid(), job))
-        if thread is None:
-            thread = bus_thread.BusThread(job, settings.model_copy(update={"domain": address.domain}), address.rank)
-            bus_thread._threads[os.getpid(), job] = thread
-        thread.users += 1
-        return thread
-
-
-def _release(thread: bus_thread.BusThread) -> None:
-    """One user less; the last one closes the bus, and who wants the next one waits for that."""
-    with bus_thread._lock:
-        thread.users -= 1
-        if not thread.users:
-            bus_thread._threads.pop((os.getpid(), thread.job), None)
-            thread.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbered:
-    """A store whose processes have agreed already."""
-
-    number: str
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.number.encode()
+    settings = bus_thread.settings_from_environment().model_copy(update={"domain": address.domain})
+    return bus_thread.acquire_job(bus_thread.numbered_job(address.number, settings), settings, address.rank)
 
 
 class StoreLink:
@@ -146,7 +120,7 @@ class StoreLink:
             if end is not None:
                 with contextlib.suppress(TimeoutError):
                     thread.start(end.close()).result(_CLOSE_S)
-            _release(thread)
+            bus_thread.release(thread)
             raise
         _open.add(self)
 
@@ -244,7 +218,7 @@ class StoreLink:
         except (TimeoutError, RuntimeError):
             pass  # the bus takes with it what is left
         finally:
-            _release(thread)
+            bus_thread.release(thread)
             _open.discard(self)
             self._leaving = None  # with the table; a handle or a list of links may keep this object
             self.finished.set()

@@ -19,9 +19,9 @@ from gradbus.runtime.frame_port import FramePort
 from gradbus.runtime.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
 from gradbus.runtime.messages import new_incarnation
 from gradbus.runtime.topics import store_topic
-from gradbus.torch.bus_thread import BusThread
+from gradbus.torch.bus_thread import BusThread, release
 from gradbus.torch.store import DdsStore
-from gradbus.torch.store_link import Address, StoreLink, _acquire, _release
+from gradbus.torch.store_link import Address, StoreLink, _acquire
 from gradbus.torch.store_messages import VERSION, Answer, Join, Message, Request, decode, frame_of
 
 TIMEOUT = timedelta(seconds=20)
@@ -110,7 +110,7 @@ class RawRank(AbstractContextManager["RawRank"]):
 
     def __exit__(self, *_: object) -> None:
         self.thread.start(self.port.close()).result(10.0)
-        _release(self.thread)
+        release(self.thread)
 
 
 async def _port_of(thread: BusThread) -> FramePort:
