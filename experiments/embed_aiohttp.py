@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 import gradbus
 from gradbus.actors import FederatedTask, Progress
+from gradbus.experiments.buses import check, open_bus
 from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.lifecycle import guard, say
 from gradbus.experiments.metrics import JobCollector, Totals
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network import NetworkConfig, Profile
-from gradbus.runtime.security import Level, Security
-from gradbus.runtime.security.settings import security_of
-from gradbus.runtime.settings import BusSettings
 
 log = logs.get_logger("service")
 
@@ -49,10 +47,7 @@ class Job:
         name: str,
         task: FederatedTask,
         config: gradbus.FederatedConfig,
-        *,
-        domain: int,
-        network: Profile | NetworkConfig,
-        security: Level | Security,
+        connection: AbstractAsyncContextManager[gradbus.Bus],
     ) -> None:
         self.name = name
         self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
@@ -60,18 +55,14 @@ class Job:
         self.error: BaseException | None = None
         self._task = task
         self._config = config
-        self._domain = domain
-        self._network = network
-        self._security = security
+        self._connection = connection
         self._bus: gradbus.Bus | None = None
         self._totals = Totals()
 
     async def run(self) -> None:
         """All rounds. Whatever goes wrong is kept here: the host of the controller goes on."""
         try:
-            async with gradbus.connect(
-                self.name, domain=self._domain, network=self._network, security=self._security
-            ) as bus:
+            async with self._connection as bus:
                 self._bus = bus
                 controller = gradbus.Controller(bus, self._task, self._config)
                 self.progress = controller.progress
@@ -152,19 +143,19 @@ class FederatedService:
         name: str,
         task: FederatedTask,
         config: gradbus.FederatedConfig,
-        *,
-        domain: int = 0,
-        network: Profile | NetworkConfig = "loopback",
-        security: Level | Security = "none",
+        connection: AbstractAsyncContextManager[gradbus.Bus] | None = None,
     ) -> Job:
-        """Run a controller for this job: now, or as soon as the service runs. See connect for the rest.
+        """Run a controller for this job: now, or as soon as the service runs.
+
+        Args:
+            connection: how it reaches the others, as by ``gradbus.connect(name, ...)``. None: on this machine alone.
 
         Raises:
             ValueError: there is a job of this name that has not ended.
         """
         if name in self.jobs and self.jobs[name].running:
             raise ValueError(f"job {name!r} is there already; add it again when it has ended, or choose another name")
-        job = self.jobs[name] = Job(name, task, config, domain=domain, network=network, security=security)
+        job = self.jobs[name] = Job(name, task, config, connection or gradbus.connect(name))
         if self._group is not None:
             self._group.create_task(job.run(), name=f"job-{name}")
         return job
@@ -268,25 +259,20 @@ def _serve(options: argparse.Namespace) -> None:
         file = load(ControllerFile, path, overrides=overrides)
         if file.bus.job in service.jobs:
             raise ConfigError(f"{path}: job {file.bus.job!r} is there already; give each file a bus.job of its own")
+        check(file.bus)
         task = ConfiguredTask(file.task)
         task.load()  # before anybody can ask: it may take a while
-        service.add_job(
-            file.bus.job, task, file.federated, domain=file.bus.domain, network=_network(file.bus),
-            security=security_of(file.bus),
-        )  # fmt: skip
+        service.add_job(file.bus.job, task, file.federated, open_bus(file.bus))
     try:
         web.run_app(
             make_app(service), host=options.host, port=options.port, shutdown_timeout=1.0, access_log=None,
             print=lambda text: say(text.splitlines()[0]),
         )  # fmt: skip
     except OSError as error:
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
-
-
-def _network(bus: BusSettings) -> NetworkConfig:
-    return NetworkConfig(
-        profile=bus.network, interface=bus.interface, peers=bus.peers, multicast=bus.multicast, lease_s=bus.lease_s
-    )
+        where = f"{options.host}:{options.port}"
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror}; choose another place with --port or --host"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -6,28 +6,23 @@ import asyncio
 import itertools
 import os
 import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from aiohttp import ClientSession, web
 from federation import DIM, Federation
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradbus
-from gradbus.experiments.embed_aiohttp import FederatedService, main, make_app
+from gradbus.experiments.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NullTask
 
 _numbers = itertools.count()
@@ -41,12 +36,6 @@ def domain() -> int:
 @pytest.fixture
 def job() -> str:
     return new_job()
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()  # else it goes on writing into a captured stream that is closed by then
 
 
 def new_job() -> str:
@@ -148,7 +137,7 @@ def threads_of_gradbus() -> list[str]:
 def test_status_answers_at_once_and_shows_progress_while_rounds_run(job: str, domain: int) -> None:
     async def scenario() -> tuple[list[float], list[dict[str, Any]]]:
         service = FederatedService()
-        service.add_job(job, NullTask(DIM), rules(6, 2), domain=domain)
+        service.add_job(job, NullTask(DIM), rules(6, 2), gradbus.connect(job, domain=domain))
         delays, seen = [], []
         async with asyncio.timeout(30), serving(service) as web, clients(job, domain, [SlowTask(DIM, 0.1)] * 2):
             while not seen or seen[-1]["phase"] != "done":
@@ -172,7 +161,7 @@ def test_status_answers_at_once_and_shows_progress_while_rounds_run(job: str, do
 def test_metrics_agree_with_the_reports(job: str, domain: int) -> None:
     async def scenario() -> tuple[FederatedService, dict[tuple[str, ...], float]]:
         service = FederatedService()
-        service.add_job(job, NullTask(5000), rules(3, 2), domain=domain)
+        service.add_job(job, NullTask(5000), rules(3, 2), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(30), serving(service) as web:
             await web.until(job, "waiting")
             assert (await web.metrics())["gradbus_controller_up", job] == 1
@@ -229,7 +218,7 @@ def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int) -> None:
         async with asyncio.timeout(30), serving(service) as web, asyncio.TaskGroup() as group:
             for name, job in jobs.items():
                 dim, number = sizes[name]
-                service.add_job(job, NullTask(dim), rules(3, number), domain=domain)
+                service.add_job(job, NullTask(dim), rules(3, number), gradbus.connect(job, domain=domain))
                 group.create_task(take_part(job, [NullTask(dim, delta="seeded")] * number, web))
         return {name: service.jobs[job].progress.reports for name, job in jobs.items()}
 
@@ -252,7 +241,7 @@ def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(job: str, domain
 
     async def scenario() -> tuple[float, str, set[str]]:
         service = FederatedService()
-        service.add_job(job, NullTask(DIM), rules(3, 1), domain=domain)
+        service.add_job(job, NullTask(DIM), rules(3, 1), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(30), serving(service) as web, clients(job, domain, [SlowTask(DIM, 20.0)]):
             await web.until(job, "training")
             started_s = time.perf_counter()
@@ -274,7 +263,9 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
 
     async def scenario() -> None:
         service = FederatedService()
-        service.add_job(job, NullTask(8), rules(1, 2, min_clients=2, start_timeout_s=0.3), domain=domain)
+        service.add_job(
+            job, NullTask(8), rules(1, 2, min_clients=2, start_timeout_s=0.3), gradbus.connect(job, domain=domain)
+        )
         async with asyncio.timeout(30), serving(service) as web:
             assert await web.get("/healthz") == (200, {"ok": True, "failed": {}})
             failed = await web.until(job, "failed")
@@ -283,11 +274,11 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
             assert await web.get("/healthz") == (503, {"ok": False, "failed": {job: failed["error"]}})
             assert (await web.metrics())["gradbus_controller_failed", job] == 1
 
-            service.add_job(other, NullTask(8), rules(2, 1), domain=domain)
+            service.add_job(other, NullTask(8), rules(2, 1), gradbus.connect(other, domain=domain))
             async with clients(other, domain, [NullTask(8)]):
                 assert (await web.until(other, "done"))["last_report"]["round_id"] == 2
 
-            service.add_job(job, NullTask(8), rules(1, 1), domain=domain)
+            service.add_job(job, NullTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
             async with clients(job, domain, [NullTask(8)]):
                 await web.until(job, "done")
             assert (await web.get("/healthz"))[0] == 200
@@ -298,8 +289,9 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
 def test_a_controller_that_cannot_even_start_is_told_of(job: str, domain: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     service = FederatedService()
-    service.add_job(job, NullTask(8), rules(1, 1, state_dir=tmp_path / "file"), domain=domain)
-    service.add_job("not a job's name", NullTask(8), rules(1, 1), domain=domain)
+    service.add_job(job, NullTask(8), rules(1, 1, state_dir=tmp_path / "file"), gradbus.connect(job, domain=domain))
+    name = "not a job's name"
+    service.add_job(name, NullTask(8), rules(1, 1), gradbus.connect(name, domain=domain))
 
     async def scenario() -> tuple[int, Any]:
         async with asyncio.timeout(10), serving(service) as web:
@@ -309,12 +301,12 @@ def test_a_controller_that_cannot_even_start_is_told_of(job: str, domain: int, t
 
     status, answer = asyncio.run(scenario())
     assert status == 503
-    assert set(answer["failed"]) == {job, "not a job's name"}
+    assert set(answer["failed"]) == {job, name}
 
 
 def test_one_job_has_an_address_of_its_own_and_an_unknown_one_is_not_found(job: str, domain: int) -> None:
     service = FederatedService()
-    service.add_job(job, NullTask(8), rules(1, 1), domain=domain)
+    service.add_job(job, NullTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
 
     async def scenario() -> None:
         async with asyncio.timeout(10), serving(service) as web:
@@ -336,7 +328,7 @@ def add_twice(service: FederatedService, job: str) -> None:
 def test_clients_in_processes_of_their_own_train_for_an_embedded_controller(job: str, domain: int) -> None:
     async def scenario(federation: Federation) -> dict[str, Any]:
         service = FederatedService()
-        service.add_job(job, NullTask(DIM), rules(4, 2), domain=domain)
+        service.add_job(job, NullTask(DIM), rules(4, 2), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(60), serving(service) as web:
             nodes = [await asyncio.to_thread(federation.client, client_id) for client_id in (0, 1)]
             status = await web.until(job, "done", "failed")
@@ -347,42 +339,3 @@ def test_clients_in_processes_of_their_own_train_for_an_embedded_controller(job:
     with Federation(domain=domain, job=job) as federation:
         status = asyncio.run(scenario(federation))
     assert (status["phase"], status["last_report"]["clients"]) == ("done", [0, 1])
-
-
-@pytest.mark.slow
-def test_the_program_serves_until_it_is_told_to_stop(job: str, domain: int, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    settings = ["task.data=glyphs", 'task.data_options={"train":200,"test":100}', f"bus.domain={domain}"]
-    command = [sys.executable, "-P", "-m", "gradbus.experiments.embed_aiohttp", "--job", job, "--port", str(port)]
-    command += [word for item in settings for word in ("--set", item)]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            while f"127.0.0.1:{port}" not in (line := process.stderr.readline()):
-                assert line, "it ended before it served"
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/status/{job}", timeout=5) as answer:
-                assert answer.status == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(5.0) == 0
-            assert "Traceback" not in process.stderr.read()
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--set", "federated.round=3"], "did you mean 'rounds'"),
-        (["--config", "missing.json"], "missing.json cannot be read"),
-        (["--config", "a.json", "--config", "b.json", "--job", "x"], "--job names one job"),
-    ],
-)
-def test_a_wrong_option_ends_the_program_with_one_line(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
