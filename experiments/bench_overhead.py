@@ -15,6 +15,7 @@ from gradbus.experiments.bench_rows import Row, at_most, shown
 _DOMAIN = 20
 MODEL_4_8_MB = 1_199_882
 MODEL_100_MB = 25_000_000
+WAYS = {"one host": True, "DDS only": False}  # shared_memory, of all processes: by itself, and as between machines
 
 
 def federated(

@@ -1,6 +1,6 @@
 """A data-parallel step: dense, DGC, and stock DistributedDataParallel on gloo. Same model, same data, world 2.
 
-Each runs in processes of its own, by turns, so that none has threads of another beside it.
+Each runs in processes of its own, by turns, so that none has threads of another beside it. malloc is set for all alike.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gradbus.experiments.bench_collectives_ranks import Place
 from gradbus.experiments.bench_collectives_ranks import run_ranks as run_places
 from gradbus.experiments.bench_collectives_timing import in_turns
 from gradbus.experiments.bench_ddp_process import Training, run_ranks
+from gradbus.runtime import ddsc
 
 _WORLD = 2
 _LR = 0.05
@@ -93,6 +94,7 @@ def _of_slower_rank(steps_s: Sequence[Sequence[float]]) -> float:
 def gloo_steps(place: Place) -> dict[str, Any]:
     """The role of a rank: seconds of each step. Its spec: ``plan``."""
     plan: Plan = place.spec["plan"]
+    ddsc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
     place.start("gloo")
     task = _training(plan).task()
     model = task.build_model()

@@ -1,4 +1,7 @@
-"""What a larger model costs: a controller and one client, 1 MB to 1 GB, both ways as fp32."""
+"""What a larger model costs: a controller and one client, 1 MB to 1 GB, up and down as fp32.
+
+Through the memory of one host, and over DDS alone, as between machines.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradbus.experiments.bench.results import Effort, Figure, figure
-from gradbus.experiments.bench_overhead import cpu_per_round_s, federated, periods_s
+from gradbus.experiments.bench_overhead import WAYS, cpu_per_round_s, federated, periods_s
 
 _MODELS_HELD = 12  # by both processes and shared memory at the worst moment, with some to spare
 PLANS: dict[Effort, Sequence[tuple[float, int]]] = {  # megabytes, rounds
@@ -26,18 +29,25 @@ def measure(effort: Effort) -> Iterator[Figure]:
                 f"left out: {megabytes:g} MB needs {_MODELS_HELD} times that, {free / 1e9:.1f} GB free", file=sys.stderr
             )
             continue
-        dim = round(megabytes * 1e6 / 4)
-        controller, clients = federated(
-            dim, clients=1, processes=1, rounds=rounds, timeout_s=240.0, round_timeout_s=120.0, dead_after_s=20.0
-        )
-        peak = (controller["peak_bytes"] - controller["idle_bytes"]) / 1e6
-        for series, unit, samples in (
-            ("time of a round", "ms", [1e3 * one for one in periods_s(controller)]),
-            ("processor time of a round, both", "ms", [1e3 * cpu_per_round_s(controller, clients, rounds)]),
-            ("controller, peak memory above idle", "MB", [peak]),
-        ):
-            note = f"{peak / megabytes:.2f} models" if unit == "MB" else ""
-            yield figure(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
+        for way in WAYS:
+            yield from points(megabytes, rounds, way)
+
+
+def points(megabytes: float, rounds: int, way: str) -> Iterator[Figure]:
+    """Of one size, one of :data:`WAYS`."""
+    controller, clients = federated(
+        round(megabytes * 1e6 / 4), clients=1, processes=1, rounds=rounds, timeout_s=240.0, round_timeout_s=120.0,
+        dead_after_s=20.0, shared_memory=WAYS[way],
+    )  # fmt: skip
+    peak = (controller["peak_bytes"] - controller["idle_bytes"]) / 1e6
+    for cost, unit, samples in (
+        ("time of a round", "ms", [1e3 * one for one in periods_s(controller)]),
+        ("processor time of a round, both processes", "ms", [1e3 * cpu_per_round_s(controller, clients, rounds)]),
+        ("controller, peak memory above idle", "MB", [peak]),
+    ):
+        series = f"{cost}, {way}"
+        note = f"{peak / megabytes:.2f} models" if unit == "MB" else ""
+        yield figure(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
 
 
 def _available_bytes() -> float:

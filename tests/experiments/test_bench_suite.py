@@ -7,16 +7,19 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 from pydantic import ValidationError
 
+from gradbus.experiments import bench_overhead
 from gradbus.experiments.bench import __main__ as bench
-from gradbus.experiments.bench import document, suite
+from gradbus.experiments.bench import document, part_federated, part_parallel, scale_payload, suite
 from gradbus.experiments.bench.compare import compare, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Figure, Results, Run, figure, machine, make_run, summary
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, Part
+from gradbus.runtime import ddsc
 from gradbus.runtime.errors import ConfigError
 
 
@@ -217,6 +220,56 @@ def test_a_tiny_run_of_bus_and_codecs_goes_into_a_file_and_the_page(
     assert exact.samples == (40_016,)
     assert document.tables(results) in (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert bench.main(["--results", "runs/bench.json", "--compare", "runs/bench.json"]) == 0
+
+
+@pytest.mark.slow
+def test_rounds_are_measured_on_one_host_and_over_dds_alone_and_their_names_say_which(tmp_path: Path) -> None:
+    assert bench.main(["--tiny", "--part", "federated", "--part", "payload", "--out", "rounds.json"]) == 0
+    results = Results.load(tmp_path / "rounds.json")
+    for part, first in (("federated", "round overhead, 0.004 MB, 2 clients"), ("payload", "time of a round")):
+        run = results.run(part)
+        assert run is not None
+        names = {one.name if part == "federated" else one.series for one in run.figures}
+        assert {f"{first}, one host", f"{first}, DDS only"} <= names
+        ways = [name.rpartition(", ")[2] for name in names]
+        assert ways.count("one host") == ways.count("DDS only") == len(names) / 2
+
+
+def test_of_two_ways_one_shares_memory_and_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def federated(*_: Any, shared_memory: bool, **__: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        asked.append(shared_memory)
+        raise RuntimeError("nothing more is looked at")
+
+    monkeypatch.setattr(part_federated, "federated", federated)
+    monkeypatch.setattr(scale_payload, "federated", federated)
+    (case,), echo = part_federated.PLANS["tiny"][1], SimpleNamespace(round_trip_s=lambda size: 0.001)
+    for way in bench_overhead.WAYS:
+        with pytest.raises(RuntimeError, match="nothing more"):
+            part_federated.launch(case, way, cast("Any", echo))
+        with pytest.raises(RuntimeError, match="nothing more"):
+            list(scale_payload.points(1, 5, way))
+    assert asked == [True, True, False, False]
+
+
+def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Stopped(Exception):
+        pass
+
+    class NoPlace:
+        spec: ClassVar = {"plan": part_parallel.PLANS["tiny"]}
+
+        def start(self, backend: str) -> None:
+            calls.append(backend)
+            raise Stopped
+
+    monkeypatch.setattr(ddsc, "keep_memory", lambda: calls.append("memory"))
+    with pytest.raises(Stopped):
+        part_parallel.gloo_steps(cast("Any", NoPlace()))
+    assert calls == ["memory", "gloo"]
 
 
 def test_a_worse_ratio_ends_the_comparison_with_1_and_is_named_with_both_values_and_the_spread(
