@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from gradbus.actors.limits import Limited
 from gradbus.actors.norms import l2_norm
 from gradbus.actors.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.strategy import FedAvg, Strategy
-from gradbus.experiments.bench_rows import Row, at_least, at_most, finish, shown
+from gradbus.experiments import bench_parts
+from gradbus.experiments.bench_parts import Part, Taken
+from gradbus.experiments.bench_rows import Row, at_least, at_most, shown
 from gradbus.models import ClassificationTask, load, mnist_mlp, seeded_generator
 
 CLIENTS, HOSTILE = 10, 3
@@ -119,7 +122,7 @@ def typical_norm(scene: Scene) -> float:
     return statistics.median(l2_norm(scene.update(i, 1, scene.initial, "none")) for i in range(CLIENTS))
 
 
-def accuracy_rows(data_root: Path | None, partition: str, rounds: int, seeds: int) -> tuple[list[Row], dict[str, Any]]:
+def accuracy_rows(data_root: Path | None, partition: str, rounds: int, seeds: int) -> Taken:
     """Each defence under each attack."""
     curves: dict[str, dict[str, list[list[float]]]] = {attack: {name: [] for name in MAKE} for attack in ATTACKS}
     for seed in range(seeds):
@@ -151,7 +154,7 @@ def _row(attack: str, name: str, value: float, alone: float, mean: float, *, ask
     return shown(title, value, "%", note)
 
 
-def time_rows() -> tuple[list[Row], dict[str, Any]]:
+def time_rows() -> Taken:
     """What a round of ten updates costs, on one thread."""
     updates = [
         codecs.parse(codecs.get("fp32").encode(0.01 * torch.randn(TIMED_DIM, generator=seeded_generator("time", i))),
@@ -178,7 +181,16 @@ def time_rows() -> tuple[list[Row], dict[str, Any]]:
     return rows, {"time_ms": taken}
 
 
-def main() -> int:
+def parts(chosen: argparse.Namespace) -> dict[str, Part]:
+    """All parts, as the options say."""
+    accuracy = partial(accuracy_rows, chosen.data_root, chosen.partition, chosen.rounds, chosen.seeds)
+    return {
+        "accuracy": Part(accuracy, "each defence under each attack", needs_mnist=True),
+        "time": Part(time_rows, "what the strategies cost"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Run the parts that are asked for, both by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["accuracy", "time"], action="append", help="only this")
@@ -187,19 +199,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/bench-attacks.json"), help="file of results")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    samples: dict[str, Any] = {}
-    for part in arguments.part or ("accuracy", "time"):
-        more, taken = (
-            time_rows()
-            if part == "time"
-            else accuracy_rows(arguments.data_root, arguments.partition, arguments.rounds, arguments.seeds)
-        )
-        rows += more
-        samples |= taken
-    return finish(f"{HOSTILE} hostile clients of {CLIENTS} on MNIST", rows, arguments.out, samples)
+    title, measured = f"{HOSTILE} hostile clients of {CLIENTS} on MNIST", parts(chosen)
+    return bench_parts.main(title, chosen.part or list(measured), measured, chosen.out, data_root=chosen.data_root)
 
 
 if __name__ == "__main__":

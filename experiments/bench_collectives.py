@@ -13,16 +13,15 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gradbus.experiments import bench_collectives_timing as timing
+from gradbus.experiments import bench_parts
 from gradbus.experiments.bench_collectives_ddp import step_rows
 from gradbus.experiments.bench_collectives_leftovers import big_rows, leftover_rows
 from gradbus.experiments.bench_collectives_multicast import multicast_rows
 from gradbus.experiments.bench_collectives_profile import print_profile
 from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Transport
-from gradbus.experiments.bench_ddp import Part, run
-from gradbus.experiments.bench_rows import Row, finish
+from gradbus.experiments.bench_parts import Part, Taken
 
 PARTS = {
     "collectives": "all_reduce and all_gather, worlds 2 and 4: 3 min",
@@ -37,7 +36,7 @@ def parts(chosen: argparse.Namespace) -> dict[str, Part]:
     """All parts, as the options say."""
     transports: Sequence[Transport] = (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
     sizes = chosen.sizes or timing.SIZES
-    measures: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
+    measures: dict[str, Callable[[], Taken]] = {
         "collectives": partial(
             timing.cell_rows, _setups(chosen), sizes=sizes, repeats=chosen.repeats or timing.REPEATS
         ),
@@ -94,9 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = chosen.part or list(PARTS)
     if "collectives" in wanted and not _setups(chosen):
         parser.error(f"nothing is asked of {chosen.world or 'any'} ranks, {chosen.transport or 'any transport'}")
-    rows, samples = run(wanted, parts(chosen))
-    out = chosen.out or Path("runs/bench-collectives.json")
-    return finish("torch.distributed, ours against gloo: asked and measured", rows, out, samples)
+    title = "torch.distributed, ours against gloo: asked and measured"
+    return bench_parts.main(title, wanted, parts(chosen), chosen.out or Path("runs/bench-collectives.json"))
 
 
 def _profile(chosen: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from gradbus.experiments.bench import (
     scale_ranks,
 )
 from gradbus.experiments.bench.results import Effort, Figure, Run, machine, make_run
+from gradbus.experiments.bench_parts import fault_of
 
 
 class Part(NamedTuple):
@@ -61,8 +62,6 @@ def measure(names: Sequence[str], effort: Effort) -> Iterator[Run]:
             figures.extend(ALL[name].measure(effort))  # what came before a fault stays
         except Exception as error:
             traceback.print_exc()
-            fault = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else 'no reason given'}"
-            )
+            fault = fault_of(error)
         seconds = time.perf_counter() - began_s
         yield make_run(name, figures, facts=facts, seconds=seconds, configuration={"effort": effort}, fault=fault)

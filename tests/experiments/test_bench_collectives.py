@@ -28,8 +28,8 @@ from gradbus.experiments.bench_collectives_timing import (
     ratios_of,
     size_text,
 )
-from gradbus.experiments.bench_ddp import Part
 from gradbus.experiments.bench_ddp_process import RankFailed
+from gradbus.experiments.bench_parts import Part
 from gradbus.experiments.bench_rows import at_most
 
 KIB_4 = 4096
