@@ -11,21 +11,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from gradbus.experiments.live import size
-from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
-from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.logs import get_logger
+from gradbus.experiments.traces import merge_traces, readable
 from gradbus.runtime.profile_summary import ProfileSummary, read_summary
-
-T = TypeVar("T")
 
 _PARTS = {
     "step_s": "step",
@@ -39,8 +34,6 @@ _PARTS = {
     "bytes_in": "bytes in",
 }
 _BETWEEN_STEPS = {"eval_s": "eval", "checkpoint_s": "checkpoint"}
-
-log = get_logger("profile")
 
 
 def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) -> Table:
@@ -77,28 +70,12 @@ def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) ->
 
 def load_summaries(folder: Path) -> list[ProfileSummary]:
     """Of all ranks there, by rank. A file that cannot be read is named in the log and left out."""
-    found = _each(folder.glob("profile-rank-*.jsonl"), read_summary)
+    found = readable(sorted(folder.glob("profile-rank-*.jsonl")), read_summary)
     return sorted((summary for summary in found if summary is not None), key=lambda summary: summary.rank)
 
 
-def merge_traces(folder: Path) -> Path | None:
-    """Make ``trace.json`` of all ``trace-rank-R.json`` there, and return its path; None: there is nothing to merge.
-
-    A file that cannot be read is named in the log and left out.
-
-    Raises:
-        OSError: the trace cannot be written.
-    """
-    traces = _each(folder.glob("trace-rank-*.json"), _read_trace)
-    if not traces:
-        return None
-    path = folder / "trace.json"
-    write_chrome_trace(path, merge_chrome_traces(traces))
-    return path
-
-
 def show_profile(folder: Path, console: Console) -> bool:
-    """Print the table and where the trace is. False: there is no profile. Raises OSError, as :func:`merge_traces`."""
+    """Print the table and where the trace is. False: there is no profile. Raises OSError, as merge_traces."""
     summaries, trace = load_summaries(folder), merge_traces(folder)
     if summaries:
         console.print(summary_table(summaries))
@@ -151,28 +128,6 @@ def _figure(name: str, amount: float) -> str:
 
 def _in_all(summary: ProfileSummary, name: str) -> float:
     return summary.total.get(name, 0.0) + summary.outside.get(name, 0.0)
-
-
-def _each(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    found = []
-    for path in sorted(paths):
-        try:
-            found.append(read(path))
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:  # cut off, or something else
-            log.warning("profile not read", path=str(path), error=str(error))
-    return found
-
-
-def _read_trace(path: Path) -> dict[str, Any]:
-    """Merged with nothing, which says at once if it cannot be merged."""
-    return merge_chrome_traces([parse_json(path.read_text(encoding="utf-8"))])
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gradbus.actors.report import RoundReport
 from gradbus.actors.worker_report import EpochReport
+from gradbus.experiments.traces import MAX_TRACE_BYTES
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
 from gradbus.runtime.profile_summary import ProfileSummary, WindowStats, read_summary
@@ -25,7 +26,6 @@ Kind = Literal["federated", "parallel"]
 
 MAX_FILE_BYTES = 64 << 20  # of config.json, and of summary.json
 MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
-MAX_TRACE_BYTES = 64 << 20
 MAX_LOSS = 1e30
 _LEFT_BY: dict[Kind, str] = {"federated": "rounds.jsonl", "parallel": "epochs.jsonl"}
 _SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "worker"}
@@ -229,9 +229,7 @@ def _step(path: Path, missing: list[str]) -> tuple[int | None, dict[int, tuple[S
     traces: dict[int, _Trace] = {}
     for file in files[:MAX_TRACES]:
         try:
-            if file.stat().st_size > MAX_TRACE_BYTES:
-                raise ValueError(f"it has more than {MAX_TRACE_BYTES >> 20} MiB")
-            trace = _Trace(_parsed(file.read_text(encoding="utf-8")))
+            trace = _Trace(_parsed(read_text(file, MAX_TRACE_BYTES)))
             traces[trace.rank] = trace
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             missing.append(f"{file.name} cannot be read: {error}.")

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.files import OF_CLIENTS, WorkerFile
 from gradbus.experiments.run_dir import about_this_program, json_text, write_json
-from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
+from gradbus.experiments.traces import trace_of
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.json_text import lines_of, parse_json, read_text
 
 if TYPE_CHECKING:
     from gradbus.actors.worker_report import EpochReport
 
 _MARK = ".rank-0"
+_MAX_MARK_BYTES = 64
 
 
 class WorkerDirectory:
@@ -59,9 +60,7 @@ class WorkerDirectory:
     @property
     def mark(self) -> str:
         """Random, and new with every start of rank 0: who reads the same at this path sees the same directory."""
-        with contextlib.suppress(OSError):
-            return (self.path / _MARK).read_text()
-        return ""
+        return _mark_in(self.path)
 
     @classmethod
     def meet(cls, told: Mapping[str, str], own: Path | None, rank: int) -> WorkerDirectory:
@@ -71,9 +70,8 @@ class WorkerDirectory:
             told: by rank 0, from :meth:`invitation`.
         """
         seen = Path(told["path"])
-        with contextlib.suppress(OSError):
-            if (seen / _MARK).read_text() == told["mark"]:
-                return cls(seen, rank)
+        if (mark := _mark_in(seen)) and mark == told["mark"]:
+            return cls(seen, rank)
         return cls(own or Path("runs", seen.name), rank)
 
     def invitation(self) -> dict[str, str]:
@@ -98,20 +96,18 @@ class WorkerDirectory:
     @property
     def trace(self) -> Path:
         """The timeline of this rank, for chrome://tracing or ui.perfetto.dev."""
-        return self._trace_of(self._rank)
-
-    def merge_traces(self, world: int) -> None:
-        """Rank 0, when all have written theirs: those that can be seen here in one file."""
-        paths = [path for path in map(self._trace_of, range(world)) if path.exists()]
-        traces = [parse_json(path.read_text(encoding="utf-8")) for path in paths]
-        write_chrome_trace(self.path / "trace.json", merge_chrome_traces(traces))
+        return trace_of(self.path, self._rank)
 
     def finish(self, **entries: Any) -> None:
         """Write the summary."""
         write_json(self.path / "summary.json", {**entries, **about_this_program()})
 
-    def _trace_of(self, rank: int) -> Path:
-        return self.path / f"trace-rank-{rank}.json"
+
+def _mark_in(folder: Path) -> str:
+    """The mark there; "" if there is none, or something else by its name."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_text(folder / _MARK, _MAX_MARK_BYTES)
+    return ""
 
 
 def _lines(path: Path) -> list[str]:
@@ -119,7 +115,7 @@ def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in (text.rstrip("\n") for text in lines_of(path)):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             parse_json(line)["epoch"]
             lines.append(line)

@@ -22,6 +22,7 @@ from gradbus.experiments.lifecycle import off_the_loop
 from gradbus.experiments.place import Place
 from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.tasks import ConfiguredShardTask
+from gradbus.experiments.traces import merge_traces
 from gradbus.experiments.worker_dir import WorkerDirectory
 from gradbus.experiments.worker_live import EpochDisplay, NoDisplay
 from gradbus.runtime.collectives import Group, join_group
@@ -171,8 +172,8 @@ class _Run:
 
     def _merge_traces(self) -> None:
         try:
-            self._directory.merge_traces(self._group.world)
-        except (OSError, ValueError) as error:  # the disk is full, or a trace is cut off: the run is done all the same
+            merge_traces(self._directory.path, self._group.world)
+        except OSError as error:  # the disk is full: the run is done all the same
             log.warning("trace not written", path=str(self._directory.path / "trace.json"), error=str(error))
 
     def finish(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,10 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments.profile_table import load_summaries, merge_traces, show_profile, summary_table
+from gradbus.experiments import run_files, traces
+from gradbus.experiments.profile_table import load_summaries, show_profile, summary_table
+from gradbus.experiments.run_files import read_run
+from gradbus.experiments.traces import merge_traces, trace_of
 from gradbus.runtime.profile import Profile, ProfileSummary
 
 
@@ -118,6 +123,44 @@ def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> Non
     assert {event["pid"] for event in json.loads(path.read_text())["traceEvents"]} == {1}
     named = sorted(Path(entry["path"]).name for entry in logs)
     assert named == ["profile-rank-0.jsonl", "trace-rank-0.json", "trace-rank-2.json", "trace-rank-3.json"]
+
+
+def test_a_trace_is_measured_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe says nothing of its size."""
+    profiled(1, tmp_path)
+    size = trace_of(tmp_path, 1).stat().st_size
+    for module in (traces, run_files):
+        monkeypatch.setattr(module, "MAX_TRACE_BYTES", size)
+    trace_of(tmp_path, 0).write_text(" " * size + "[]")
+    os.mkfifo(trace_of(tmp_path, 2))
+
+    def feed() -> None:
+        with contextlib.suppress(BrokenPipeError), trace_of(tmp_path, 2).open("wb") as pipe:
+            pipe.write(b" " * (size + 1))
+
+    def told_by_merging() -> list[str]:
+        with structlog.testing.capture_logs() as logs:
+            merge_traces(tmp_path)
+        return [entry["error"] for entry in logs]
+
+    def told_by_a_report() -> list[str]:
+        return [text for text in read_run(tmp_path).missing if "trace-rank" in text]
+
+    for look in (told_by_merging, told_by_a_report):
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        told = look()
+        feeder.join()
+        assert [f"more than {size} bytes" in text for text in told] == [True, True]
+
+
+def test_of_a_smaller_run_in_the_same_folder_only_its_own_ranks_are_merged(tmp_path: Path) -> None:
+    for rank in range(3):
+        profiled(rank, tmp_path)
+    trace_of(tmp_path, 1).write_text('{"traceEvents": [{}], "otherData": {"origin_unix_ns": 0}}')
+    path = merge_traces(tmp_path, world=2)
+    assert path is not None
+    assert {event["pid"] for event in json.loads(path.read_text())["traceEvents"]} == {0}
 
 
 def test_a_folder_without_a_profile_shows_nothing(tmp_path: Path) -> None:
