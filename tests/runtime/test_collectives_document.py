@@ -7,9 +7,11 @@ import inspect
 import re
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
+import numpy as np
 import pytest
+import torch
 from doc_pages import python_blocks, rows, section, tables
 
 import gradbus
@@ -28,6 +30,7 @@ from gradbus.runtime.collectives import (
     outgoing,
     shared,
 )  # fmt: skip
+from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
 from gradbus.runtime.collectives.stream import CHUNK_BYTES
 from gradbus.runtime.network import NetworkConfig
@@ -111,6 +114,39 @@ def test_every_collective_is_there_with_its_arguments(page: str) -> None:
             assert {"round_id", "timeout_s"} <= inspect.signature(method).parameters.keys()
 
 
+DTYPES = {
+    "floating": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "complex": (torch.complex64, torch.complex128),
+    "whole": tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    "bool": (torch.bool,),
+}
+
+
+def is_known(op: ReduceOp, dtype: torch.dtype) -> bool:
+    try:
+        Arithmetic(dtype, op)
+    except ValueError:
+        return False
+    return True
+
+
+def test_every_reduction_is_there_with_the_dtypes_that_it_takes(page: str) -> None:
+    told = rows(section(page, "Reductions"), "`op`")
+    assert [row[0].strip("`") for row in told] == list(get_args(ReduceOp))
+    for op, (_, _, *columns) in zip(get_args(ReduceOp), told, strict=True):
+        for (kind, dtypes), cell in zip(DTYPES.items(), columns, strict=True):
+            assert {is_known(op, dtype) for dtype in dtypes} == {cell.startswith("yes")}, (op, kind)
+    assert not any(is_known(op, torch.float8_e4m3fn) for op in get_args(ReduceOp))
+
+
+def test_sum_and_product_of_bool_are_or_and_and() -> None:
+    pairs = np.array([[False, False, True, True], [False, True, False, True]])
+    for op, expected in (("sum", pairs[0] | pairs[1]), ("product", pairs[0] & pairs[1])):
+        out = np.empty(4, np.uint8)
+        Arithmetic(torch.bool, cast("ReduceOp", op)).reduce([row.view(np.uint8) for row in pairs], out)
+        assert out.tolist() == expected.tolist()
+
+
 def test_the_defaults_of_a_group_are_those_of_the_code(page: str) -> None:
     told: dict[str, str] = {}
     for names, default, _ in rows(section(page, "A group"), "argument of `join_group`"):
@@ -179,10 +215,11 @@ def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
     assert '"no shared memory"' in inspect.getsource(membership)
 
 
-def test_shared_memory_is_switched_off_as_the_page_says(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_shared_memory_is_switched_off_as_the_page_it_links_to_says(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways = [re.findall(r"`([^`]+)`", how) for _, how in rows(section(page, "Shared memory"), "where")]
+    operations = (root / "docs" / "operations.md").read_text(encoding="utf-8")
+    ways = [re.findall(r"`([^`]+)`", how) for _, how in rows(section(operations, "Shared memory"), "where")]
     in_program, in_file, in_environment = ways
     for call in in_program:
         tree: Any = ast.parse(call, mode="eval").body
