@@ -51,8 +51,7 @@ class ConfiguredTask:
         """
         self.note = _load(self._task)
         if to_train:
-            # The first optimizer of a process makes torch import its compiler, which takes seconds.
-            torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+            models.load_optimizers()
 
     def build_model(self) -> nn.Module:
         return self._task.build_model()

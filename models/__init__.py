@@ -14,6 +14,7 @@ from .init import init_parameters
 from .mlp import mnist_mlp
 from .mnist_set import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
 from .null import FlatModel, NullTask
+from .optimizers import load_optimizers
 from .parallel import ShardBatch, num_shard_batches, shard_indices
 from .partition import PartitionSpec
 from .results import EvalResult, ShardResult, TrainingStopped, TrainResult
@@ -44,6 +45,7 @@ __all__ = [
     "glyphs",
     "init_parameters",
     "load",
+    "load_optimizers",
     "mnist",
     "mnist_cnn",
     "mnist_mlp",

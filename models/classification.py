@@ -6,7 +6,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 from . import partition as partitions
 from .data import Dataset, DataSplit, batches
 from .dropout import reseed_dropout
+from .optimizers import load_optimizers
 from .parallel import ShardedTraining, count_correct
 from .results import EvalResult, TrainingStopped, TrainResult
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
-from .task import JSON
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""
@@ -151,8 +151,7 @@ class ClassificationTask(ShardedTraining):
             if num_clients not in (0, self.num_clients):
                 self.num_clients, self._shares = num_clients, None
         self.share(client_id)
-        # The first optimizer of a process imports the compiler of PyTorch: seconds that should not fall into round 1.
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        load_optimizers()
 
     def share(self, client_id: int) -> Tensor:
         """Indices of this client's samples in ``data.train``: int64 (K,), sorted."""
@@ -232,35 +231,3 @@ class ClassificationTask(ShardedTraining):
             return None
         correct, loss_sum = count_correct(model, test.images, test.labels, self._loss)
         return EvalResult(correct / len(test), loss_sum / len(test), len(test))
-
-    # -- about ---------------------------------------------------------------------------------------------------------
-
-    def describe(self) -> dict[str, JSON]:
-        """Names and numbers that must agree on all nodes, and a few for the log. Loads the data."""
-        kind, options = partitions.parse(self._partition)
-        data = self.data
-        return {
-            "task": type(self).__name__,
-            "model": _name(self._make_model),
-            "num_params": self.num_params,
-            "data": data.name,
-            "data_note": data.note,
-            "train_samples": len(data.train),
-            "test_samples": 0 if data.test is None else len(data.test),
-            "partition": {"kind": kind, **options},
-            "num_clients": self.num_clients,
-            "batch_size": self.batch_size,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-            "seed": self.seed,
-            "device": str(self.device),
-            "loss": _name(self._loss),
-            "train_fn": None if self._train_fn is None else _name(self._train_fn),
-        }
-
-
-def _name(callable_: Any) -> str:
-    """``package.module:attribute``, or what a ``functools.partial`` wraps, or the type of a callable object."""
-    inner = getattr(callable_, "func", callable_)
-    named = inner if hasattr(inner, "__qualname__") else type(inner)
-    return f"{named.__module__}:{named.__qualname__}"

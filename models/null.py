@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .results import EvalResult, TrainingStopped, TrainResult
 from .seeds import seeded_generator
-from .task import JSON
 
 Delta = Literal["none", "constant", "seeded"]
 
@@ -86,12 +85,3 @@ class NullTask:
     def evaluate(self, model: nn.Module) -> EvalResult | None:
         """None: there is nothing to be good at."""
         return None
-
-    def describe(self) -> dict[str, JSON]:
-        return {
-            "task": type(self).__name__,
-            "num_params": self.num_params,
-            "data": None,
-            "delta": self.delta,
-            "scale": self.scale,
-        }

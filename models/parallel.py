@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .data import DataSplit
 from .dropout import SeededDropout, reseed_dropout
+from .optimizers import load_optimizers
 from .results import ShardResult
 from .seeds import derive_seed, seeded_generator
 
@@ -93,8 +94,7 @@ class ShardedTraining:
         _check_rank(rank, world)
         if not len(self.data.train):
             raise ValueError(f"the training set {self.data.name!r} is empty")
-        # The first optimizer of a process imports the compiler of PyTorch: seconds that should not fall into step 1.
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        load_optimizers()
 
     def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
         """Batches of this rank in an epoch; the same in every one."""

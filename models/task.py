@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from .results import EvalResult, TrainResult
-
-JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 @runtime_checkable
 class Task(Protocol):
     """What a controller and its clients need. Write your own class with these methods, no base class is needed.
 
-    ``build_model`` and ``train`` do the work. A minimal task lets ``prepare`` do nothing, ``evaluate`` return None and
-    ``describe`` return ``{}``. All methods may be called from a thread other than the one that made the task, and
-    ``train`` for different clients from several threads at once, each with a model of its own.
+    ``build_model`` and ``train`` do the work. A minimal task lets ``prepare`` do nothing and ``evaluate`` return None.
+    All methods may be called from a thread other than the one that made the task, and ``train`` for different clients
+    from several threads at once, each with a model of its own.
     """
 
     def build_model(self) -> nn.Module:
@@ -61,6 +59,3 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module) -> EvalResult | None:
         """Quality on the test set, or None if the task has none."""
-
-    def describe(self) -> dict[str, JSON]:
-        """What is trained on what, for logs, reports and to compare nodes with each other."""
