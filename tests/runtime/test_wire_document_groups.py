@@ -269,7 +269,8 @@ def test_limits_are_those_of_the_code(page: str) -> None:
 
 def test_the_times_are_those_of_the_code(page: str) -> None:
     hello = section(page, "GroupHello")
-    assert f"at least every {introductions.REPEAT_S:g} s" in hello
+    assert f"a pause that doubles, up to {introductions.REPEAT_S:g} s" in " ".join(hello.split())
+    assert f"again, at least every {introductions.REPEAT_S:g} s" in section(page, "How a group forms")
     assert f"every {membership.REPLY_S:g} s" in hello
     assert introductions.NEWS_S == 0.001
     assert "every `world` milliseconds" in " ".join(hello.split())
