@@ -7,6 +7,7 @@ once per process.
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -121,7 +122,7 @@ def multicast_rows(
     taken: dict[str, Any] = {}
     for world in worlds or WORLDS:
         where = f"DDS only, world {world}"
-        spec = {"job": "bench-multicast", "sizes": list(sizes or SIZES), "repeats": repeats}
+        spec = {"job": f"bench-multicast-{os.getpid()}", "sizes": list(sizes or SIZES), "repeats": repeats}
         try:
             found = run_ranks(time_both, world, "dds-only", spec, timeout_s=300.0)
         except RankFailed as error:

@@ -77,15 +77,6 @@ def check(run: RunHistory) -> list[Finding]:
     return findings
 
 
-def committed(run: RunHistory) -> dict[tuple[str, int], Event]:
-    """The commit of each round, by run and round; of one that was committed again, the first."""
-    found: dict[tuple[str, int], Event] = {}
-    for start in run.controller:
-        for event in start.all("committed"):
-            found.setdefault((start.opening["run"], event["round"]), event)
-    return found
-
-
 def _counts_once(run: RunHistory, finding: Finding) -> None:
     counted: set[tuple[str, int, int, int, int]] = set()
     round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever it says of its round

@@ -61,8 +61,7 @@ CODECS: dict[str, Look] = {
     "s4": Look(GREEN, "^", "s4"),
     "sq8": Look(VERMILLION, "D", "sq8"),
     "dgc": Look(PURPLE, "v", "dgc"),
-    "int8": Look(SKY, "P", "int8 baseline"),  # the ring all-reduce over quantized gradients
-    "gloo": Look(GREY, "X", "gloo"),
+    "int8": Look(SKY, "P", "int8 baseline"),  # quantized gradients, sent to all
 }
 """By codec; of exchanges that are no codec of ours too. Data parallel ``dense`` sends fp32, so it looks like that."""
 

@@ -23,7 +23,7 @@ _MAGICS = {
 _DIMS = (60, 0, 1, 257, 1000)
 _LAYOUT = codecs.DgcLayout.of([("w", torch.zeros(6, 10)), ("b", torch.zeros(3)), ("k", torch.zeros(8, 25))])
 
-# Beside the vector itself, 4 bytes an element, at most six times as much for indices and values on their
+# Beside the vector itself, 4 bytes an element, at most six times as much for indices and values on
 # their way, and what one block of the reader's takes.
 _LIMIT_BYTES = 7 * 4 * max(_DIMS) + (64 << 10)
 
