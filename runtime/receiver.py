@@ -21,7 +21,8 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import Control, Message, PeerGone
+from gradbus.runtime.messages import Control, Message
+from gradbus.runtime.speakers import Speakers
 from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
@@ -33,7 +34,6 @@ VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
 _DOUBTS = frozenset({"sealed", "not sealed", "other key", "other level"})  # of other settings, or of nobody's business
-_MAX_SENDERS = 65_536  # remembered for one process: it cannot make us grow without end
 
 
 log = get_logger("bus")
@@ -76,7 +76,7 @@ class Receiver(threading.Thread):
         self._cares: list[Callable[[], bool]] = []
         self._new_cares: deque[Callable[[], bool]] = deque()
         self.each_turn: Callable[[], None] | None = None  # called on the thread, at least once a second
-        self._senders: dict[int, set[tuple[int, int]]] = {}  # writer handle -> who has been heard from it
+        self._speakers = Speakers()
         self.rejected: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
         self.doubt = ""  # what was wrong with samples of processes that are set up in another way
@@ -111,7 +111,7 @@ class Receiver(threading.Thread):
     def shut_out(self, sources: Collection[int], why: str) -> None:
         """Tell of those who speak through these DDS writers that they are gone: nothing of theirs is taken any more. On
         the thread."""
-        lost = [PeerGone(*sender, why) for source in sources for sender in sorted(self._senders.pop(source, ()))]
+        lost = self._speakers.left(sources, why)
         for channel in self._channels:
             if lost and channel.reader.topic.to_message is TOPICS[Control].to_message:
                 channel.taken += len(lost)
@@ -298,12 +298,11 @@ class Receiver(threading.Thread):
     def _note_departures(self, channel: Channel, now: set[int]) -> None:
         gone = channel.sources - now
         if channel.reader.topic.to_message is TOPICS[Control].to_message:
-            gone |= self._senders.keys() - now
-        for handle in gone:
-            lost: list[Message] = [PeerGone(*sender) for sender in sorted(self._senders.pop(handle, ()))]
-            if lost:
-                channel.taken += len(lost)
-                self._post(channel.deliver, lost)
+            gone |= self._speakers.writers - now
+        lost = self._speakers.left(gone)
+        if lost:
+            channel.taken += len(lost)
+            self._post(channel.deliver, lost)
         channel.sources = now
 
     def _drain(self, channel: Channel) -> None:
@@ -366,9 +365,7 @@ class Receiver(threading.Thread):
             self.rejected["sample"] += 1
             return None
         if isinstance(message, Control):
-            known = self._senders.setdefault(source, set())
-            if len(known) < _MAX_SENDERS:
-                known.add((message.sender, message.incarnation))
+            self._speakers.heard(source, message)
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.reader.topic.name] += len(data)
         return message

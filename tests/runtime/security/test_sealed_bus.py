@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.control import Leave
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
-from gradbus.runtime.messages import Control, Identity, ModelBlob, TrainCmd
+from gradbus.runtime.messages import Control, Identity, ModelBlob, PeerGone, TrainCmd
 from gradbus.runtime.security import Security, greeter
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
@@ -211,6 +211,38 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
                     await one.publish(CLIENT, Leave("after"))
                     assert (await inbox.get()).body == Leave("after")
                     assert not inbox._queue
+
+    run(main())
+
+
+def test_who_says_words_again_that_a_process_has_missed_and_goes_takes_nobody_along(
+    keyed: dict[str, Any], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeter, "LEEWAY_S", 60)
+
+    async def main() -> None:
+        with ExitStack() as stack:
+            outsider = stack.enter_context(Outsider(place["job"], place["domain"]))
+            async with gradbus.connect(**keyed) as other, gradbus.connect(**keyed) as one:
+                one.open_writer(Control)
+                await until(lambda: one.matched_readers(Control) > 0)  # the outsider alone
+                for number in range(5):
+                    await one.publish(CLIENT, Leave(f"unheard {number}"))
+                await until(lambda: sum(name == "train/control" for name, _ in outsider.heard) >= 5)
+                async with talking(one, other) as inbox:
+                    outsider.wait_for_readers(1)
+                    await until(lambda: one.matched_readers(Control) > 1)
+                    await one.publish(CLIENT, Leave("heard"))
+                    assert (await inbox.get()).body == Leave("heard")
+                    outsider.say_all([heard for heard in outsider.heard if heard[0] == "train/control"][:5])
+                    assert [(await inbox.get()).body for _ in range(5)] == [Leave(f"unheard {n}") for n in range(5)]
+                    await until(lambda: other.matched_writers(Control) > 1)
+                    stack.close()
+                    await until(lambda: other.matched_writers(Control) == 1)
+                    await one.publish(CLIENT, Leave("still there"))
+                    assert (await inbox.get()).body == Leave("still there")
+                    await one.close()
+                    assert await inbox.get() == PeerGone(CLIENT.sender, CLIENT.incarnation)
 
     run(main())
 
