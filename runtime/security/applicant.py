@@ -17,7 +17,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.messages import new_incarnation
 from gradbus.runtime.security import envelope, epoch, handshake
 from gradbus.runtime.security.allow_list import ROLES, Ids, Role
-from gradbus.runtime.security.beacons import Beacons
+from gradbus.runtime.security.beacons import Beacons, Heard
 from gradbus.runtime.security.budget import Budget
 from gradbus.runtime.security.door import JOIN_TOPIC
 from gradbus.runtime.security.handshake import Secrets
@@ -36,6 +36,9 @@ FIRST_S, LONGEST_S = 0.125, 5.0
 ASK_S, LONGEST_ASK_S = 2.0, 16.0
 OTHERS_S = 10.0  # how often at most to say Hello to a controller with another key, for its log
 SILENT_S = 3.0  # a controller that was not heard for so long may have been followed by another one
+# While the one before is there, as DDS sees it, that other one has so much time to hear of it and to go away: who
+# joined it at once would have keys that nobody else has.
+LATER_S = 1.0
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have checks of their own
 
 
@@ -164,13 +167,11 @@ class Applicant:
         if self.refusal or (self._asked is not None and now_s - self._asked.at_s < self._again_s):
             return []
         joined = None if self._joined is None else self._beacons.get(self._joined.controller)
-        silent = now_s - self._heard_s > SILENT_S or (joined is not None and not joined.is_there(alive))
-        lacks = self._lacks and now_s - self._joined_s > self._ask_s
         candidates = [
             heard
             for heard in self._beacons
             if now_s - heard.asked_s > (self._again_s if heard.beacon.public == self.pinned else OTHERS_S)
-            and (self._joined is None or (lacks if heard is joined else silent))
+            and (self._joined is None or self._may_be_next(heard, joined, now_s, alive))
             and heard.is_there(alive)
         ]
         if not candidates:
@@ -193,6 +194,15 @@ class Applicant:
             self._jitter = 1.0 + secrets.randbelow(256) / 512
             self._asked = _Asked(parse(memoryview(packed)), private, target.beacon.session, now_s)
         return [packed]
+
+    def _may_be_next(self, heard: Heard, joined: Heard | None, now_s: float, alive: Callable[[int], bool]) -> bool:
+        """Whether one may be asked by a node that has joined a controller."""
+        if heard is joined:
+            return self._lacks and now_s - self._joined_s > self._ask_s
+        is_silent = now_s - self._heard_s > SILENT_S
+        if joined is not None and joined.is_there(alive):
+            return is_silent and now_s - heard.since_s > LATER_S
+        return is_silent or joined is not None
 
     def hear(self, data: memoryview, now_s: float) -> list[bytes]:
         """A message of the topic of joining. What to answer.

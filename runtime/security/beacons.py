@@ -25,11 +25,12 @@ class Heard:
     Attributes:
         sources: handles of DDS writers that have said so, the newest last. Whoever has heard a beacon can say it again
             with a writer of his own, and take that away: so none of them stands for the others.
-        asked_s: when it was last said Hello to.
+        since_s: when it was heard for the first time. asked_s: when it was last said Hello to.
     """
 
     beacon: Beacon
     whole: bytes
+    since_s: float
     sources: dict[int, None] = field(default_factory=dict)
     asked_s: float = float("-inf")
 
@@ -81,7 +82,7 @@ class Beacons:
         handshake.check(self._job, signed, beacon.public)
         if len(self._heard) >= MAX_BEACONS:
             self._make_room(joined)
-        heard = self._heard[beacon.session, beacon.public] = Heard(beacon, signed.whole)
+        heard = self._heard[beacon.session, beacon.public] = Heard(beacon, signed.whole, now_s)
         heard.said_by(source)
         return heard
 

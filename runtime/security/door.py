@@ -171,9 +171,9 @@ class Door:
             return []
         signed = parse(data)
         match signed.message:
-            case Hello(controller=self.session) as hello:
+            case Hello(controller=self.session) as hello if self._may_answer(hello, now_s):
                 return self._hear_hello(signed, hello, now_s)
-            case Confirm(controller=self.session) as confirm:
+            case Confirm(controller=self.session) as confirm if not self._rivals.holds_up(now_s):
                 return self._hear_confirm(signed, confirm, now_s)
             case Refusal(to=self.session) as refusal if self._rivals.is_answer(refusal):
                 self._check(signed, self.key.public, now_s)
@@ -191,6 +191,10 @@ class Door:
         if not self._checks.take(now_s):
             raise FrameError("busy", "more signatures came than are checked in a second")
         handshake.check(self.job, signed, public)
+
+    def _may_answer(self, hello: Hello, now_s: float) -> bool:
+        """Other controllers get their answer. Nobody else may be led away from one that lives: he says it again."""
+        return ROLES[hello.role] == "controller" or not self._rivals.holds_up(now_s)
 
     def _hear_hello(self, signed: Signed, hello: Hello, now_s: float) -> list[bytes]:
         known = self._members.get(member_id(ROLES[hello.role], hello.name, hello.session))

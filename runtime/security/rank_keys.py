@@ -104,14 +104,22 @@ class RankKeys:
 
     def take(self, key: SharedKey, giver: bytes, now_s: float) -> None:
         """A key has come, from the giver with this session. The first one counts at once."""
-        if key.key_id in self._former or (self._current is not None and key.key_id == self._current.key_id):
+        following = self._next
+        if self._current is not None and key.key_id == self._current.key_id:
+            if following is not None and giver != following.giver:
+                self._set_aside(following)  # back to the giver that this key is of: the others have it, too
             return
-        if self._next is not None:
-            if key.key_id == self._next.key.key_id:
+        if giver == self._giver and key.key_id in self._former:
+            return
+        if following is not None:
+            if key.key_id == following.key.key_id:
                 return
-            if giver == self._next.giver and key.epoch < self._next.key.epoch:
+            if giver == following.giver and key.epoch < following.key.epoch:
                 return
-            self._switch(self._next)  # two in a row: the one between has been told to all
+            if following.by_word or giver == following.giver:
+                self._switch(following)  # two in a row: the one between has been told to all
+            else:
+                self._set_aside(following)
         again = self._current is not None and giver != self._giver
         following = _Next(key, giver, not again, now_s + (SETTLE_S if again else SWITCH_S))
         if self._current is None:
@@ -134,9 +142,16 @@ class RankKeys:
         if following is not None and (self._heard_next or now_s >= following.at_s):
             self._switch(following)
 
+    def _set_aside(self, following: _Next) -> None:
+        """It is not gone over to. Some may have done so: what they have sealed is opened for a while."""
+        self._former = {**self._former, following.key.key_id: (following.key, FORMER_S)}
+        self._next, self._heard_next = None, False
+
     def _switch(self, following: _Next) -> None:
+        former = {key_id: one for key_id, one in self._former.items() if key_id != following.key.key_id}
         if self._current is not None:
-            self._former = {**self._former, self._current.key_id: (self._current, FORMER_S)}
+            former[self._current.key_id] = (self._current, FORMER_S)
+        self._former = former
         self._current, self._giver, self._next, self._heard_next = following.key, following.giver, None, False
         self.on_change()
 

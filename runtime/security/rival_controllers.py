@@ -17,6 +17,7 @@ from gradbus.runtime.security.join_messages import Beacon, Hello, Refusal
 PROBES, PROBE_S = 20, 0.1  # so often, and so fast, one is asked
 AGAIN_S = 30.0  # one that did not answer, and still says that it is there, is asked again: it may have been busy
 MAX_RIVALS = 16
+HOLD_S = 3.0  # so long nobody is let in because of them: who has many recordings could keep this one asking
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +40,16 @@ class RivalControllers:
         self._session = session
         self._start = start
         self._probes: dict[bytes, _Probe] = {}  # by session of the other one
+        self._asked_s: float | None = None  # for the first time
 
     @property
     def is_busy(self) -> bool:
         """Whether one is being asked."""
         return any(probe.left for probe in self._probes.values())
+
+    def holds_up(self, now_s: float) -> bool:
+        """Whether nobody is to be let in before one of them has had time to answer."""
+        return self._asked_s is not None and now_s - self._asked_s < HOLD_S and self.is_busy
 
     def is_news(self, beacon: Beacon, now_s: float) -> bool:
         """Whether this one is to be asked, if its signature is right."""
@@ -63,6 +69,8 @@ class RivalControllers:
         """What to say to it."""
         if beacon.session not in self._probes and len(self._probes) >= MAX_RIVALS:
             del self._probes[self._least[1]]
+        if self._asked_s is None:
+            self._asked_s = now_s
         public = self._key.public
         hello = Hello(
             self._session, beacon.session, self._start, 1, secrets.token_bytes(32), bytes(32), public,
