@@ -22,7 +22,7 @@ from gradbus.runtime.security.budget import Budget
 from gradbus.runtime.security.door import JOIN_TOPIC
 from gradbus.runtime.security.handshake import Secrets
 from gradbus.runtime.security.identity_key import NodeKey, public_text
-from gradbus.runtime.security.join_messages import MAGIC, Hello, Refusal, Signed, Welcome, parse
+from gradbus.runtime.security.join_messages import MAGIC, Beacon, Hello, Refusal, Signed, Welcome, parse
 from gradbus.runtime.security.membership_keys import MembershipKeys
 from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.seal import Envelope
@@ -44,11 +44,12 @@ CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have c
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A Hello on its way."""
+    """A Hello on its way. ``controller``, ``start``: session of the controller, and number of this start of it."""
 
     hello: Signed
     private: X25519PrivateKey
     controller: bytes
+    start: int
     at_s: float
     secrets: Secrets | None = None
     down: IncomingStreams | None = None
@@ -156,7 +157,13 @@ class Applicant:
                 f"a controller of this job has the key {public_text(heard.beacon.public)}, and this node expects "
                 f"{public_text(self.pinned)}: compare bus.controller_key with 'gradbus keys show' there"
             )
+        elif self._asked is not None and self._is_followed(self._asked, by=heard.beacon):
+            self._asked = None
         return self._ask(now_s)
+
+    def _is_followed(self, asked: _Asked, *, by: Beacon) -> bool:
+        """Whether a node that looks for a controller asks this one at once: that before it may be a recording."""
+        return self._joined is None and asked.secrets is None and by.start > asked.start
 
     def _check_budget(self, now_s: float) -> None:
         if not self._checks.take(now_s):
@@ -176,9 +183,14 @@ class Applicant:
         ]
         if not candidates:
             return []
+        # Every other question goes to the newest: all the others may be recordings, and one question can be lost.
+        to_newest = self._in_vain % 2 == 0
         target = min(
-            candidates, key=lambda heard: (heard.beacon.public != self.pinned, heard.asked_s, -heard.beacon.start)
-        )
+            candidates,
+            key=lambda heard: (
+                heard.beacon.public != self.pinned, 0.0 if to_newest else heard.asked_s, -heard.beacon.start,
+            ),
+        )  # fmt: skip
         target.asked_s = now_s
         self._attempts += 1
         private = X25519PrivateKey.generate()
@@ -192,7 +204,8 @@ class Applicant:
             self._lacks = False
             self._in_vain += 1
             self._jitter = 1.0 + secrets.randbelow(256) / 512
-            self._asked = _Asked(parse(memoryview(packed)), private, target.beacon.session, now_s)
+            beacon = target.beacon
+            self._asked = _Asked(parse(memoryview(packed)), private, beacon.session, beacon.start, now_s)
         return [packed]
 
     def _may_be_next(self, heard: Heard, joined: Heard | None, now_s: float, alive: Callable[[int], bool]) -> bool:
@@ -201,7 +214,8 @@ class Applicant:
             return self._lacks and now_s - self._joined_s > self._ask_s
         is_silent = now_s - self._heard_s > SILENT_S
         if joined is not None and joined.is_there(alive):
-            return is_silent and now_s - heard.since_s > LATER_S
+            is_later = heard.beacon.start > joined.beacon.start  # others are those before it, or recordings of them
+            return is_silent and is_later and now_s - heard.since_s > LATER_S
         return is_silent or joined is not None
 
     def hear(self, data: memoryview, now_s: float) -> list[bytes]:

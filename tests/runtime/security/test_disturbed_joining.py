@@ -10,7 +10,7 @@ from joining_hall import COMMANDS, JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall
 from gradbus.runtime.errors import FrameError, JobTaken
 from gradbus.runtime.security import beacons, door, handshake, rival_controllers, waiting
 from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry
-from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.applicant import FIRST_S, LONGEST_S, SILENT_S, Applicant
 from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.identity_endpoints import ControllerSide
 from gradbus.runtime.security.identity_key import NodeKey, new_node_key
@@ -68,6 +68,47 @@ def test_a_controller_with_another_key_cannot_take_the_place_of_the_one_whose_se
     hall.later(20.0)
     hall.later(20.0)
     assert node.keys is not None
+
+
+def recording(start: int) -> memoryview:
+    """A beacon of an earlier start of the controller, which anybody can say again."""
+    return memoryview(handshake.signed(JOB, SERVER, Beacon(secrets.token_bytes(16), start, SERVER.public)))
+
+
+def test_a_member_whose_controller_is_silent_and_there_asks_no_recording_of_earlier_ones() -> None:
+    hall = Hall(ONE)
+    (one,) = hall.nodes
+    for number in range(4):
+        assert one.hear_beacon(recording(1 + number), OTHER, hall.now_s) == []
+    for _ in range(10):
+        hall.now_s += SILENT_S
+        assert one.tick(hall.now_s) == []
+    assert len(one.tick(hall.now_s, lambda source: source == OTHER)) == 1  # it is gone: any of them may be the one
+
+
+def test_a_beacon_that_is_newer_than_the_one_asked_is_answered_at_once() -> None:
+    hall, node = Hall(), newcomer()
+    assert len(node.hear_beacon(recording(1), OTHER, hall.now_s)) == 1
+    for _ in range(8):
+        hall.now_s += 2 * LONGEST_S
+        assert len(node.tick(hall.now_s)) == 1
+    assert node.hear_beacon(recording(0), OTHER, hall.now_s) == []
+    hall.nodes.append(node)
+    hall.meet(node)
+    assert node.keys is not None
+
+
+def test_a_hello_to_the_true_controller_that_was_lost_among_recordings_is_soon_said_again() -> None:
+    hall, node = Hall(), newcomer()
+    said = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    assert len(said) == 1  # and lost
+    for number in range(beacons.MAX_BEACONS):
+        node.hear_beacon(recording(1 + number), OTHER + number, hall.now_s)
+    hall.nodes.append(node)
+    began_s = hall.now_s
+    while node.keys is None:
+        hall.later(0.05)
+    assert hall.now_s - began_s < 4 * 1.5 * FIRST_S * 2  # two questions, of which the first one goes to a recording
 
 
 def test_a_member_that_says_hello_with_the_session_of_another_does_not_keep_it_out() -> None:
