@@ -1,11 +1,26 @@
-"""The controller's allow list, as it stands in its file now."""
+"""The controller's allow list, as it stands in its file now.
+
+Who replaces the file does it in one step, and who writes it by hand, or copies over it, does not: for a moment it is
+empty, then a part of it is there. Who is not in that part would be removed. So a list is used when two looks have found
+the same file, and never one of no bytes: a list of nobody has a line that says so.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
+from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.allow_list import AllowList, load_allow_list
+
+
+class _Stamp(NamedTuple):
+    """What changes when a file is replaced or written."""
+
+    mtime_ns: int
+    inode: int
+    size: int
 
 
 class ListFile:
@@ -18,23 +33,38 @@ class ListFile:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError: it cannot be read, or is no list."""
         self._path = path
-        self.allowed = self._read()
+        self._seen = self._looked = self._stamp()  # before it is read: what changes meanwhile is found at the next look
+        self.allowed = self._read(self._seen)
 
-    def _read(self) -> AllowList:
-        self._seen = self._stamp()  # before it is read: what changes meanwhile is found at the next look
-        return load_allow_list(self._path)
+    @property
+    def is_changing(self) -> bool:
+        """Whether the last look has found another state than was read last."""
+        return self._looked != self._seen
 
     def news(self) -> AllowList | None:
-        """Another list than was read last; None: the file is as it was. Raises ConfigError, once for each state."""
-        if self._stamp() == self._seen:
+        """Another list than was read last; None: the file is as it was, or was another one at the last look. Raises
+        ConfigError, once for each state."""
+        before, self._looked = self._looked, self._stamp()
+        if not self.is_changing or self._looked != before:
             return None
-        self.allowed = self._read()
-        return self.allowed
+        self._seen = self._looked
+        allowed = self._read(self._seen)
+        if self._stamp() != self._seen:
+            return None  # it was changed in the midst of that
+        self.allowed = allowed
+        return allowed
 
-    def _stamp(self) -> tuple[int, int, int] | None:
-        """What changes when a file is replaced or written."""
+    def _read(self, stamp: _Stamp | None) -> AllowList:
+        if stamp is not None and not stamp.size:
+            raise ConfigError(
+                f"allow list {self._path} is empty. A list of nobody has a comment in it, as 'gradbus keys remove' "
+                f"leaves it; 'gradbus keys allow' makes a new list"
+            )
+        return load_allow_list(self._path)
+
+    def _stamp(self) -> _Stamp | None:
         try:
             status = os.stat(self._path)
         except OSError:
             return None
-        return status.st_mtime_ns, status.st_ino, status.st_size
+        return _Stamp(status.st_mtime_ns, status.st_ino, status.st_size)

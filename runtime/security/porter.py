@@ -26,7 +26,7 @@ from gradbus.runtime.topics import Topic
 BEACON_TOPIC = "train/beacon"
 TICK_S = 0.05
 BEACON_S = 2.0  # who was too busy to take it, or was led astray, hears it again
-LIST_S = 1.0  # how often to look whether the allow list has changed
+LIST_S = 0.4  # how often to look whether the allow list has changed: it counts a second later, after two looks
 
 log = get_logger("bus")
 
@@ -120,14 +120,18 @@ class Porter:
     def _say(self, said: Iterable[bytes]) -> None:
         for data in said:
             self._writer.write((), (data,))
-        if self._party.is_busy and not self._is_pressing:
+        if self._is_busy and not self._is_pressing:
             self._is_pressing = True
             self._receiver.look_after(self._press)
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._party.is_busy or (self._list_file is not None and self._list_file.is_changing)
+
     def _press(self) -> bool:
-        """While an answer is waited for, look at the clock more often."""
+        """While an answer is waited for, or the list for its second look, look at the clock more often."""
         self._turn()
-        self._is_pressing = self._party.is_busy
+        self._is_pressing = self._is_busy
         return self._is_pressing
 
     def _turn(self) -> None:

@@ -156,12 +156,54 @@ def test_a_list_that_changes_while_it_is_read_is_read_again_and_a_bad_one_is_tol
         patched.setattr(list_file, "load_allow_list", load)
         file = ListFile(path)
         assert file.allowed.entries == both.entries
+    assert file.news() is None
     news = file.news()
     assert news is not None
     assert news.entries == one.entries
     assert file.news() is None
     path.write_text("nonsense")
+    assert file.news() is None
     with pytest.raises(ConfigError, match="line 1"):
         file.news()
     assert file.news() is None
     assert file.allowed is news
+
+
+def test_a_list_that_is_being_written_by_hand_is_used_when_it_does_not_change_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "allow.list"
+    lines = [Entry(key.name, "observer", key.public).text for key in (ONE, TWO)]
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    file = ListFile(path)
+    before = file.allowed
+    with path.open("w") as by_hand:  # nothing is in it now
+        assert file.news() is None
+        assert file.is_changing
+        by_hand.write(f"{lines[1]}\n")
+        by_hand.flush()
+        assert file.news() is None
+        by_hand.write(f"{lines[0]}\n")
+    assert file.news() is None
+    assert file.allowed is before
+    news = file.news()
+    assert news is not None
+    assert [entry.name for entry in news.entries] == [TWO.name, ONE.name]
+    assert not file.is_changing
+
+
+def test_a_list_of_no_bytes_removes_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "allow.list"
+    write_allow_list(path, AllowList((Entry(ONE.name, "observer", ONE.public),)))
+    file = ListFile(path)
+    path.write_text("")
+    assert file.news() is None
+    with pytest.raises(ConfigError, match=r"is empty\. A list of nobody has a comment"):
+        file.news()
+    assert len(file.allowed.entries) == 1
+    with pytest.raises(ConfigError, match="is empty"):
+        ListFile(path)
+    write_allow_list(path, AllowList())
+    assert file.news() is None
+    news = file.news()
+    assert news is not None
+    assert not news.entries
