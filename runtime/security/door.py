@@ -33,6 +33,7 @@ from gradbus.runtime.security.waiting import MAX_PENDING_EACH, PENDING_S, Pendin
 
 JOIN_TOPIC = "train/join"
 SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
+LEADS_S = 10.0  # after so long with members the job is this controller's, whoever began before it
 GRACE_S = 10.0  # what was sealed with a member's former keys may still be on its way for so long
 CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures: 0.15 ms each
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
@@ -83,6 +84,7 @@ class Door:
         self._refusals = {known: Budget(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
         self._tellings = {known: Budget(TOLD_PER_S, TOLD_AT_ONCE) for known in (False, True)}
         self._told: dict[str, float] = {}
+        self._leads_since_s = now_s
         self._rivals = RivalControllers(job, key, self.session, self.start)
         self.rotation = Rotation(job, self.session, now_s)
         self.ranks = ranks
@@ -175,12 +177,14 @@ class Door:
                 return self._hear_hello(signed, hello, now_s)
             case Confirm(controller=self.session) as confirm if not self._rivals.holds_up(now_s):
                 return self._hear_confirm(signed, confirm, now_s)
-            case Refusal(to=self.session) as refusal if self._rivals.is_answer(refusal):
+            case Refusal(to=self.session) as refusal if self._may_go(now_s) and self._rivals.is_answer(refusal):
                 self._check(signed, self.key.public, now_s)
                 self.refusal = refusal.why
                 self._rivals.stop()
                 self.on_refused()
-            case Beacon(public=self.key.public) as beacon if self._rivals.is_news(beacon, now_s):
+            case Beacon(public=self.key.public) as beacon if self._may_go(now_s) and self._rivals.is_news(
+                beacon, now_s
+            ):
                 self._check(signed, self.key.public, now_s)
                 return [self._rivals.ask(beacon, now_s)]
             case _:
@@ -191,6 +195,11 @@ class Door:
         if not self._checks.take(now_s):
             raise FrameError("busy", "more signatures came than are checked in a second")
         handshake.check(self.job, signed, public)
+
+    def _may_go(self, now_s: float) -> bool:
+        """Whether an earlier start that lives has the job. Not when this one has led it for a while: an earlier one
+        that wakes up then has stood still, and its members are here."""
+        return not self._members or now_s - self._leads_since_s < LEADS_S
 
     def _may_answer(self, hello: Hello, now_s: float) -> bool:
         """Other controllers get their answer. Nobody else may be led away from one that lives: he says it again."""
@@ -282,6 +291,8 @@ class Door:
             IncomingStreams(up, hello.session), OutgoingStreams(down, self.session), now_s,
         )  # fmt: skip
         known = self._members.get(member.id)
+        if not self._members:
+            self._leads_since_s = now_s
         said = []
         if known is not None:
             self._forget_keys(known)

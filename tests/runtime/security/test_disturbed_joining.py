@@ -181,6 +181,40 @@ def test_recordings_of_beacons_do_not_hide_the_controller_that_lives() -> None:
     assert not second.is_busy
 
 
+def test_an_earlier_start_of_the_controller_that_wakes_up_does_not_end_the_one_that_works() -> None:
+    hall = Hall()
+    earlier = hall.door
+    hall.door = second = hall.new_door(LIST)
+    second._rivals._start = earlier.start + 1
+    (probe,) = second.hear(memoryview(earlier.beacon), hall.now_s)  # which stands still
+    hall.later(rival_controllers.HOLD_S)
+    node = newcomer()
+    hall.nodes.append(node)
+    hall.meet(node)
+    assert node.keys is not None
+    (refusal,) = earlier.hear(memoryview(probe), hall.now_s)
+    hall.later(door.LEADS_S + rival_controllers.AGAIN_S)
+    assert second.hear(memoryview(refusal), hall.now_s) == []
+    assert second.hear(memoryview(earlier.beacon), hall.now_s) == []
+    assert not second.refusal
+
+
+def test_a_second_controller_that_has_just_let_somebody_in_still_hears_who_holds_the_job() -> None:
+    hall = Hall()
+    second = hall.new_door(LIST)
+    second._rivals._start = hall.door.start + 1
+    node = newcomer()
+    (hello,) = node.hear_beacon(memoryview(second.beacon), TRUE, hall.now_s)
+    (welcome,) = second.hear(memoryview(hello), hall.now_s)
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    second.hear(memoryview(confirm), hall.now_s)
+    assert second.members
+    (probe,) = second.hear(memoryview(hall.door.beacon), hall.now_s)
+    (refusal,) = hall.door.hear(memoryview(probe), hall.now_s)
+    second.hear(memoryview(refusal), hall.now_s)
+    assert second.refusal == "the job is held by the controller desk:1"
+
+
 def test_a_controller_that_must_not_go_on_lets_nobody_in_and_says_nothing_any_more() -> None:
     hall = Hall(ONE)
     side = ControllerSide(hall.door)
