@@ -10,7 +10,6 @@ import hashlib
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +19,7 @@ from gradbus.runtime.security import envelope, epoch, handshake
 from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry
 from gradbus.runtime.security.budget import Budget
 from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.events import Events
 from gradbus.runtime.security.identity_key import NodeKey, public_text
 from gradbus.runtime.security.join_messages import MAGIC, Beacon, Confirm, Hello, Refusal, Signed, parse
 from gradbus.runtime.security.joined import MAX_OWN_RANKS, Joined, member_id, most_processes
@@ -37,18 +37,6 @@ LEADS_S = 10.0  # after so long with members the job is this controller's, whoev
 GRACE_S = 10.0  # what was sealed with a member's former keys may still be on its way for so long
 CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures: 0.15 ms each
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
-TOLD_S = 10.0  # how often at most to say of a name that it was refused
-TOLD_PER_S, TOLD_AT_ONCE = 1, 20  # of all names: a stranger can make them up
-_MAX_TOLD = 256
-
-
-@dataclass(slots=True)
-class Events:
-    """What a person should know; by default nobody is told."""
-
-    joined: Callable[[str, str], None] = field(default=lambda name, role: None)
-    refused: Callable[[str, str], None] = field(default=lambda name, why: None)
-    rotated: Callable[[int, str], None] = field(default=lambda epoch, why: None)
 
 
 class Door:
@@ -82,8 +70,6 @@ class Door:
         self._waiting = WaitingRoom()
         self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
         self._refusals = {known: Budget(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
-        self._tellings = {known: Budget(TOLD_PER_S, TOLD_AT_ONCE) for known in (False, True)}
-        self._told: dict[str, float] = {}
         self._leads_since_s = now_s
         self._rivals = RivalControllers(job, key, self.session, self.start)
         self.rotation = Rotation(job, self.session, now_s)
@@ -256,13 +242,7 @@ class Door:
     def _refuse(self, signed: Signed, hello: Hello, why: str, now_s: float) -> list[bytes]:
         self.dropped["refused"] += 1
         known = hello.public == self.key.public or self.allowed.has_key(hello.public)
-        told_s = self._told.get(hello.name, float("-inf"))
-        if now_s - told_s > TOLD_S and self._tellings[known].take(now_s):
-            if len(self._told) >= _MAX_TOLD:
-                del self._told[next(iter(self._told))]
-            self._told.pop(hello.name, None)
-            self._told[hello.name] = now_s
-            self.events.refused(hello.name, why)
+        self.events.refused_again(hello.name, why, known=known, now_s=now_s)
         if not self._refusals[known].take(now_s):
             return []
         digest = hashlib.sha256(signed.whole).digest()
@@ -275,8 +255,11 @@ class Door:
         pending = with_tag(waiting, confirm.tag)  # before anything that costs: forgeries have no tag
         if pending is None:
             raise FrameError("signature", "a confirm that was made without the keys of its exchange")
-        if not self._checks.take(now_s):
+        # The first one with the tag needs no share of the checks that a flood of Hellos uses up. Of those that others
+        # make with it, as it can be read, any number may come.
+        if pending.was_checked and not self._checks.take(now_s):
             raise FrameError("busy", "more signatures came than are checked in a second")
+        pending.was_checked = True
         handshake.check_confirm(self.job, signed, pending.signed, pending.secrets, pending.welcome_signature)
         self._waiting.take(pending)
         return self._admit(pending, now_s)

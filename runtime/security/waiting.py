@@ -25,6 +25,7 @@ class Pending:
     secrets: Secrets
     welcome_signature: bytes
     until_s: float
+    was_checked: bool = False  # a Confirm with its tag has come, and its signature was looked at
 
 
 class WaitingRoom:

@@ -8,7 +8,7 @@ import pytest
 from joining_hall import COMMANDS, JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall
 
 from gradbus.runtime.errors import FrameError, JobTaken
-from gradbus.runtime.security import beacons, door, handshake, rival_controllers, waiting
+from gradbus.runtime.security import beacons, door, events, handshake, rival_controllers, waiting
 from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry
 from gradbus.runtime.security.applicant import FIRST_S, LONGEST_S, SILENT_S, Applicant
 from gradbus.runtime.security.door import Door
@@ -156,6 +156,39 @@ def test_forged_confirms_do_not_eat_the_checks_of_hellos() -> None:
     assert len(hall.door.hear(memoryview(confirm), hall.now_s)) == 1
 
 
+def test_a_flood_of_hellos_does_not_keep_out_a_node_that_was_answered_already() -> None:
+    hall, node = Hall(), newcomer()
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    flood = newcomer()
+    (forged,) = flood.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    reasons = set()
+    for _ in range(door.CHECKS_AT_ONCE):
+        with pytest.raises(FrameError) as caught:
+            hall.door.hear(memoryview(forged[:-64] + bytes(64)), hall.now_s)
+        reasons.add(caught.value.reason)
+    assert reasons == {"signature", "busy"}
+    assert len(hall.door.hear(memoryview(confirm), hall.now_s)) == 1
+    assert hall.door.members[TWO.name].session == node.session
+
+
+def test_confirms_that_a_stranger_makes_with_the_tag_of_the_true_one_are_checked_within_bounds() -> None:
+    hall, node = Hall(), newcomer()
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    reasons = []
+    for _ in range(door.CHECKS_AT_ONCE + 2):
+        with pytest.raises(FrameError) as caught:
+            hall.door.hear(memoryview(confirm[:-64] + bytes(64)), hall.now_s)
+        reasons.append(caught.value.reason)
+    assert reasons.count("signature") == door.CHECKS_AT_ONCE  # the first one is free, and the Hello took one
+    assert reasons[-1] == "busy"
+    hall.now_s += 0.1
+    assert len(hall.door.hear(memoryview(confirm), hall.now_s)) == 1
+
+
 def test_recordings_of_beacons_do_not_hide_the_controller_that_lives() -> None:
     hall = Hall()
     second = Door(JOB, SERVER, LIST, label="desk:2", now_s=hall.now_s)
@@ -238,13 +271,13 @@ def test_a_stranger_with_many_names_fills_no_log_and_takes_no_answer_from_those_
 
     names = [NodeKey(f"stranger-{number}", STRANGER.private) for number in range(300)]
     assert sum(map(refused, names)) == door.REFUSALS_AT_ONCE
-    assert told == [key.name for key in names[: door.TOLD_AT_ONCE]]
+    assert told == [key.name for key in names[: events.TOLD_AT_ONCE]]
     observer = ROLES.index("observer")
     assert refused(ONE, observer) == refused(SERVER, ROLES.index("controller")) == 1
-    assert told[door.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[events.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
     hall.now_s += 5.0
     assert refused(ONE, observer) == 1
-    assert told[door.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[events.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
 
 
 def test_two_hundred_nodes_that_come_at_once_are_let_in_by_a_controller_that_is_slow() -> None:
