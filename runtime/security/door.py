@@ -105,7 +105,10 @@ class Door:
     # What is sealed
 
     def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> Envelope | None:
-        """An envelope for all members, or for the one that client ``to`` belongs to; None: there is no such one."""
+        """An envelope for all members, or for the one that client ``to`` belongs to; None: there is no such one. Not
+        for ranks: what they seal with counts for itself, and no two may count under one key."""
+        if self.ranks is not None:
+            raise RuntimeError("a job of ranks seals with Seal alone: a nonce would be used twice")
         if to is None:
             if topic != epoch.MODELS:
                 parts = self.speaker.signed(topic, parts)

@@ -137,6 +137,14 @@ def gone_over(hall: RankHall, node: Applicant, to: Door, source: int) -> None:
     hall.door = former
 
 
+def test_the_giver_of_the_keys_cannot_seal_in_two_ways_which_would_use_nonces_twice() -> None:
+    hall = RankHall(ONE)
+    assert hall.hears(hall.nodes[0], hall.says(hall.door, b"word")) == "word"
+    for to in (None, 1):
+        with pytest.raises(RuntimeError, match="a nonce would be used twice"):
+            hall.tell(CONTROL, b"word", to)
+
+
 def test_to_a_giver_that_was_started_anew_all_go_over_together() -> None:
     hall = RankHall(ONE, TWO)
     one, two = hall.nodes
