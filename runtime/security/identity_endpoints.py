@@ -61,10 +61,8 @@ class ControllerSide:
         """What is for one client goes to that one alone."""
         if self._door.refusal:
             raise job_taken(self._door.refusal)
-        to = None
-        if topic == _CONTROL:
-            body = control.decode(frames.parse(b"".join(parts[1:])).data)
-            to = getattr(body, "to", None)
+        # Of a control message the last part is its body, which this process has made.
+        to = control.addressee(parts[-1]) if topic == _CONTROL else None
         return self._door.seal(topic, parts, to)
 
     def open(self, topic: str, data: Any) -> memoryview | None:

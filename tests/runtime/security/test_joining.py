@@ -8,11 +8,14 @@ import random
 import pytest
 from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, STRANGER, TWO, UPDATES, Hall, upload
 
+from gradbus.runtime import control, frames
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.idl_types import FrameType
 from gradbus.runtime.security import door, envelope, epoch, handshake, waiting
 from gradbus.runtime.security.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
 from gradbus.runtime.security.applicant import ASK_S, Applicant
 from gradbus.runtime.security.door import JOIN_TOPIC, Door
+from gradbus.runtime.security.identity_endpoints import ControllerSide
 from gradbus.runtime.security.identity_key import NodeKey
 from gradbus.runtime.security.join_messages import Hello, Welcome, parse
 from gradbus.runtime.security.shared_keys import OutgoingStreams, SharedKey
@@ -250,6 +253,26 @@ def test_a_second_controller_hears_who_holds_the_job_and_the_first_goes_on() -> 
     assert hall.door.hear(memoryview(second.beacon), hall.now_s) == []
     assert not hall.door.refusal
     assert hall.nodes[0].hear_beacon(memoryview(second.beacon), 2, hall.now_s) == []
+
+
+def test_what_a_controller_says_to_one_is_sealed_for_that_one_without_being_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hall = Hall(ONE, TWO)
+    side = ControllerSide(hall.door)
+    monkeypatch.setattr(control, "decode", lambda data: pytest.fail("a join, a CRC and a check of what is known"))
+
+    def heard(body: control.Body) -> list[bool]:
+        key = frames.FrameKey(frames.Kind.CONTROL, 0, 0, frames.CONTROLLER, 1, 1)
+        ((head, data),) = frames.split(key, control.encode(body))
+        sealed = side.seal(CONTROL, (FrameType.prefix(len(head) + len(data)), head, data))
+        assert sealed is not None
+        opened = [node.open(CONTROL, sealed.octets(), hall.now_s) for node in hall.nodes]
+        return [plain is not None and bytes(data) in bytes(plain) for plain in opened]
+
+    assert heard(control.Receipt(7, 1, 1, 1, 1, True, "")) == [False, True]
+    assert heard(control.Refused(0, 1, "no")) == [True, False]
+    assert heard(control.Bye(1, True, "done")) == [True, True]
 
 
 def test_another_level_of_security_is_told_of() -> None:
