@@ -7,7 +7,7 @@ and for nobody else.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from gradbus.runtime import control, frames
@@ -88,6 +88,11 @@ class MemberSide:
         self._applicant = applicant
         self._seal = Seal(applicant.job, applicant.ranks, applicant.session)
         self._openers: dict[str, Opener] = {}  # by topic
+        applicant.on_removed = self._remove
+
+    def _remove(self, sessions: Collection[bytes]) -> None:
+        for session in sessions:
+            self._seal.peers.remove(session)
 
     @property
     def is_in(self) -> bool:

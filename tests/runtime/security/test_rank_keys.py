@@ -16,6 +16,7 @@ from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.envelope import parse as parse_header
 from gradbus.runtime.security.epoch import HandedToRanks
+from gradbus.runtime.security.identity_endpoints import MemberSide
 from gradbus.runtime.security.join_messages import Beacon, Hello, parse
 from gradbus.runtime.security.joined import most_processes
 from gradbus.runtime.security.seal import Sealer
@@ -284,6 +285,23 @@ def test_clients_have_no_place_among_ranks_and_observers_get_the_key(role: str, 
     hall.meet(node)
     assert why in node.refusal
     assert bool(node.refusal) == bool(why) != hall.keys(node).is_in
+
+
+def test_an_observer_of_ranks_hears_nothing_more_of_who_was_removed() -> None:
+    hall = RankHall(ONE, TWO, allowed=with_entry(RANKS, Entry(STRANGER.name, "observer", STRANGER.public)))
+    one, two = hall.nodes
+    observer = Applicant(JOB, STRANGER, SERVER.public, "observer")
+    side = MemberSide(observer)
+    hall.nodes.append(observer)
+    hall.meet(observer)
+    for node in (one, two):
+        assert bytes(side.open(CONTROL, hall.says(node, b"word")) or b"") == b"word"
+    late = [hall.says(node, b"late") for node in (one, two)]
+    hall.pass_on(hall.door.allow(without(hall.door.allowed, TWO.name), hall.now_s), hall.door)
+    assert bytes(side.open(CONTROL, late[0]) or b"") == b"late"
+    with pytest.raises(FrameError) as caught:
+        side.open(CONTROL, late[1])
+    assert caught.value.reason == "removed"
 
 
 def test_the_same_recording_is_opened_once_over_all_epochs() -> None:
