@@ -124,6 +124,14 @@ class RankHall(Hall):
             return error.reason
 
 
+def everybody_hears_everybody(hall: RankHall) -> None:
+    parties = [hall.door, *hall.nodes]
+    for speaker in parties:
+        said = hall.says(speaker, b"word")
+        assert [hall.hears(party, said) for party in parties if party is not speaker] == ["word"] * len(hall.nodes)
+        assert hall.hears(speaker, said) == "own"
+
+
 def upload(node: Applicant, text: bytes, topic: str = UPDATES) -> bytes:
     sealed = node.seal(topic, (text,))
     assert sealed is not None
