@@ -19,10 +19,9 @@ from gradbus.runtime.security import envelope, epoch, handshake
 from gradbus.runtime.security.allow_list import ROLES, Ids, Role
 from gradbus.runtime.security.beacons import Beacons, Heard
 from gradbus.runtime.security.budget import Budget
-from gradbus.runtime.security.door import JOIN_TOPIC
 from gradbus.runtime.security.handshake import Secrets
 from gradbus.runtime.security.identity_key import NodeKey, public_text
-from gradbus.runtime.security.join_messages import MAGIC, Beacon, Hello, Refusal, Signed, Welcome, parse
+from gradbus.runtime.security.join_messages import JOIN_TOPIC, MAGIC, Beacon, Hello, Refusal, Signed, Welcome, parse
 from gradbus.runtime.security.membership_keys import MembershipKeys
 from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.seal import Envelope
@@ -123,7 +122,7 @@ class Applicant:
         if header.level == envelope.MEMBER:
             if self.keys is None or topic != epoch.CONTROL:
                 return None
-            plain = self.keys.open_own(topic, header, view, now_s)
+            plain = self.keys.open_own(topic, header, view)
         elif header.level == envelope.PSK:
             raise FrameError("other level", "an envelope of another level of security: all members must use the same")
         elif self.keys is None:
@@ -132,7 +131,7 @@ class Applicant:
             self._note_lack()
             raise FrameError("no key", "said to members with a key that this node has not, or not any more")
         else:
-            plain = self.keys.open_group(topic, header, view, now_s)
+            plain = self.keys.open_group(topic, header, view)
         if plain is not None:
             self._heard_s = now_s
         return plain

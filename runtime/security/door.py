@@ -21,7 +21,7 @@ from gradbus.runtime.security.budget import Budget
 from gradbus.runtime.security.envelope import Header
 from gradbus.runtime.security.events import Events
 from gradbus.runtime.security.identity_key import NodeKey, public_text
-from gradbus.runtime.security.join_messages import MAGIC, Beacon, Confirm, Hello, Refusal, Signed, parse
+from gradbus.runtime.security.join_messages import JOIN_TOPIC, MAGIC, Beacon, Confirm, Hello, Refusal, Signed, parse
 from gradbus.runtime.security.joined import MAX_OWN_RANKS, Joined, member_id, most_processes
 from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.rival_controllers import RivalControllers
@@ -31,10 +31,8 @@ from gradbus.runtime.security.seal import Envelope
 from gradbus.runtime.security.shared_keys import IncomingStreams, OutgoingStreams, SharedKey, opened_header
 from gradbus.runtime.security.waiting import MAX_PENDING_EACH, PENDING_S, Pending, WaitingRoom, with_tag
 
-JOIN_TOPIC = "train/join"
 SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
 LEADS_S = 10.0  # after so long with members the job is this controller's, whoever began before it
-GRACE_S = 10.0  # what was sealed with a member's former keys may still be on its way for so long
 CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures: 0.15 ms each
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
 
@@ -283,7 +281,7 @@ class Door:
         if known is not None:
             self._forget_keys(known)
             if known.session == hello.session:  # the same process, with new keys
-                member.former, member.former_until_s = known.incoming, now_s + GRACE_S
+                member.former, member.former_until_s = known.incoming, now_s + epoch.GRACE_S
                 self._by_key[known.incoming.key.key_id] = member, known.incoming
             else:  # if that one still runs, it would go on in vain: it can hear what is for all
                 said.append(self._refusal_of(known, f"{name} has joined with another process: one process, one key"))

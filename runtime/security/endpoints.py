@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from gradbus.runtime.dds import Node, Reader, Writer
 from gradbus.runtime.network import NetworkConfig
@@ -27,26 +27,34 @@ def wire_topic(topic: Topic) -> Topic:
     return replace(topic, name=f"{topic.name}_sealed", idl_type="Frame")
 
 
-class _MatchedWhileIn:
+class Entrance(Protocol):
+    """What lets a process talk to others: its keys, or its side of a bus."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it can."""
+
+
+class MatchedWhileIn:
     """Of a process that has no key yet, an endpoint has nobody to talk to."""
 
-    _keys: Keys
+    _entrance: Entrance
     _matched: int
 
     @property
     def matched(self) -> int:
-        return self._matched if self._keys.is_in else 0
+        return self._matched if self._entrance.is_in else 0
 
     @matched.setter
     def matched(self, count: int) -> None:
         self._matched = count
 
 
-class SealedWriter(_MatchedWhileIn, Writer):
+class SealedWriter(MatchedWhileIn, Writer):
     """Seals every sample. What is said before there is a key, nobody could be told: it is gone."""
 
     def __init__(self, topic: Topic, wire: Writer, fast: bool, sealer: Sealer, keys: Keys) -> None:
-        self._keys = keys
+        self._entrance = keys
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
@@ -54,7 +62,7 @@ class SealedWriter(_MatchedWhileIn, Writer):
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """See :meth:`.dds.Writer.write`. A sample that is written again is sealed again, as a new envelope."""
-        return not self._keys.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
+        return not self._entrance.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
 
     def delete(self) -> None:
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
@@ -67,11 +75,11 @@ class SealedWriter(_MatchedWhileIn, Writer):
         return self._sealer.envelope((prefix, *parts))
 
 
-class SealedReader(_MatchedWhileIn, Reader):
+class SealedReader(MatchedWhileIn, Reader):
     """Opens every envelope, and gives the samples of sessions that are proven."""
 
     def __init__(self, topic: Topic, wire: Reader, seal: Seal, opener: Opener) -> None:
-        self._keys = seal.keys
+        self._entrance = seal.keys
         super().__init__(topic, wire.entity, fast=False)
         self._wire = wire
         self._seal = seal

@@ -18,6 +18,7 @@ from gradbus.runtime.security.shared_keys import SECRET_BYTES, SharedKey
 
 EPOCH_S = 24 * 3600.0
 EPOCH_FRAMES = 1 << 32
+GRACE_S = 10.0  # what was sealed with a member's former keys may still be on its way for so long
 VERSION = 1
 _KEYS, _HAVE, _RANK_KEYS = 1, 2, 3
 COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"

@@ -17,7 +17,7 @@ from gradbus.runtime.messages import ClientUpdate, Control, TrainCmd
 from gradbus.runtime.security.allow_list import Entry
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.endpoints import CLEAR
+from gradbus.runtime.security.endpoints import CLEAR, MatchedWhileIn
 from gradbus.runtime.security.seal import Envelope, Opener, Seal
 from gradbus.runtime.security.standing import job_taken
 from gradbus.runtime.topics import TOPICS, Topic
@@ -118,29 +118,14 @@ class MemberSide:
             raise FrameError("identity", "the controller speaks for somebody else")
 
 
-class _MatchedWhileIn:
-    """Of a process that is not in, an endpoint has nobody to talk to."""
-
-    _side: Side
-    _matched: int
-
-    @property
-    def matched(self) -> int:
-        return self._matched if self._side.is_in else 0
-
-    @matched.setter
-    def matched(self, count: int) -> None:
-        self._matched = count
-
-
-class IdentityWriter(_MatchedWhileIn, Writer):
+class IdentityWriter(MatchedWhileIn, Writer):
     """Seals every sample for whom it is for. While there is nobody that it could be for, it counts as not matched."""
 
     def __init__(self, topic: Topic, wire: Writer, fast: bool, side: Side) -> None:
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
-        self._side = side
+        self._entrance = self._side = side
         self.unsaid = 0  # samples that nobody could be told
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
@@ -160,13 +145,13 @@ class IdentityWriter(_MatchedWhileIn, Writer):
         self._wire.delete()
 
 
-class IdentityReader(_MatchedWhileIn, Reader):
+class IdentityReader(MatchedWhileIn, Reader):
     """Opens what is for this process."""
 
     def __init__(self, topic: Topic, wire: Reader, side: Side) -> None:
         super().__init__(topic, wire.entity, fast=False)
         self._wire = wire
-        self._side = side
+        self._entrance = self._side = side
 
     def delete(self) -> None:
         """See :meth:`.endpoints.SealedReader.delete`."""

@@ -14,6 +14,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.allow_list import ROLES
 from gradbus.runtime.security.identity_key import MAX_NAME_BYTES, SIGNATURE_BYTES
 
+JOIN_TOPIC = "train/join"
 MAGIC = b"GBJ\0"
 VERSION = 1
 MAX_WHY_BYTES = 255

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope, epoch
-from gradbus.runtime.security.door import GRACE_S
 from gradbus.runtime.security.envelope import Header
 from gradbus.runtime.security.epoch import Handed
 from gradbus.runtime.security.said import Listener
@@ -32,7 +31,7 @@ class MembershipKeys:
         self.outgoing = OutgoingStreams(up, session)
         self._job = job
         self._down = [down]
-        self._down_until_s = now_s + GRACE_S
+        self._down_until_s = now_s + epoch.GRACE_S
         self._epochs: dict[bytes, IncomingStreams] = {}
         self._newest: IncomingStreams | None = None
         self._commands = 0  # heard in the newest epoch
@@ -63,11 +62,11 @@ class MembershipKeys:
         streams = next(one for one in self._down if one.key.key_id == header.key_id)
         return streams.open(topic, header, view)
 
-    def open_own(self, topic: str, header: Header, view: memoryview, now_s: float) -> memoryview | None:
+    def open_own(self, topic: str, header: Header, view: memoryview) -> memoryview | None:
         """The same; None: it is for somebody else, or from somebody else. Raises FrameError."""
         return self.open_keys(topic, header, view) if self.is_own(header) else None
 
-    def open_group(self, topic: str, header: Header, view: memoryview, now_s: float) -> memoryview:
+    def open_group(self, topic: str, header: Header, view: memoryview) -> memoryview:
         """What the controller has said to all. Raises FrameError."""
         if topic not in epoch.TOPICS:
             raise FrameError("level", f"an envelope for all on {topic}, where the controller says nothing")

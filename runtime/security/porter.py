@@ -19,7 +19,8 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Message
 from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.security.applicant import Applicant
-from gradbus.runtime.security.door import JOIN_TOPIC, Door
+from gradbus.runtime.security.door import Door
+from gradbus.runtime.security.join_messages import JOIN_TOPIC
 from gradbus.runtime.security.list_file import ListFile
 from gradbus.runtime.topics import Topic
 

@@ -14,10 +14,10 @@ from gradbus.runtime.idl_types import FrameType
 from gradbus.runtime.security import door, envelope, epoch, handshake, waiting
 from gradbus.runtime.security.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
 from gradbus.runtime.security.applicant import ASK_S, Applicant
-from gradbus.runtime.security.door import JOIN_TOPIC, Door
+from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.identity_endpoints import ControllerSide
 from gradbus.runtime.security.identity_key import NodeKey
-from gradbus.runtime.security.join_messages import Hello, Welcome, parse
+from gradbus.runtime.security.join_messages import JOIN_TOPIC, Hello, Welcome, parse
 from gradbus.runtime.security.shared_keys import OutgoingStreams, SharedKey
 
 
