@@ -99,6 +99,11 @@ class Applicant:
         return self._asked is not None
 
     @property
+    def epoch(self) -> int:
+        """Number of the newest key that it was given; -1: it was given none."""
+        return self._newest[1]
+
+    @property
     def _again_s(self) -> float:
         return self._jitter * min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_vain, 8))
 

@@ -1,7 +1,8 @@
 """Epochs: the key that the controller shares with all its members, and how long it is used.
 
 Every epoch has a random key of its own. A new one begins with every start of the controller, when a member is taken off
-the list, after a day, and before the counters of the one before could come near their end.
+the list, after a day, and before the counters of the one before could come near their end. Ranks count for themselves:
+there a stream goes on with its next key.
 """
 
 from __future__ import annotations

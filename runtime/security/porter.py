@@ -173,7 +173,7 @@ class Porter:
             log.error("not let in", node=party.key.name, why=party.refusal)
             self._node.refused()
         elif party.keys is not None:
-            log.info("joined", node=party.key.name, role=party.role, epoch=party.keys.epoch)
+            log.info("joined", node=party.key.name, role=party.role, epoch=party.epoch)
         self._receiver.rematched()
 
 

@@ -27,6 +27,7 @@ def test_who_joins_gets_the_key_that_all_seal_with_and_hears_which_ranks_it_may_
     hall = RankHall(ONE, TWO)
     everybody_hears_everybody(hall)
     assert [node.ids for node in hall.nodes] == [((1, 2),), ((3, 3),)]
+    assert [node.epoch for node in hall.nodes] == [hall.door.group.key.epoch] * 2
     assert hall.wrong == []
 
 
