@@ -11,7 +11,7 @@ With one key for all:
 - :mod:`.job_key`: the key that all members of a job share
 - :mod:`.envelope`: the bytes around a sample
 - :mod:`.stream_key`: the cipher, with the key of one stream
-- :mod:`.replay`: every envelope is opened once
+- :mod:`.incoming`, :mod:`.replay`: a stream on its way in, of which every envelope is opened once
 - :mod:`.peers`: other processes, and whether they are alive or a recording
 - :mod:`.seal`: seals and opens
 - :mod:`.endpoints`: DDS writers and readers that do so

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import Header
-from gradbus.runtime.security.replay import ReplayWindow
-from gradbus.runtime.security.stream_key import StreamKey
+from gradbus.runtime.security.incoming import Incoming
 
 CHALLENGE_BYTES = 16
 GREETING_TOPIC = "train/session"
@@ -31,16 +30,6 @@ MAX_HELD_EACH = 64
 MAX_HELD_BYTES = 64 << 20
 
 Release = Callable[[Any, int], None]  # a sample and the handle of the DDS writer that it came from
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One stream of a session: its topic's envelopes under one key."""
-
-    generation: int
-    aead: StreamKey
-    window: ReplayWindow = field(default_factory=ReplayWindow)
-    before: StreamKey | None = None  # of the generation before, whose last envelopes may still be on their way
 
 
 class _Held(NamedTuple):

@@ -15,20 +15,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, Header
-from gradbus.runtime.security.job_key import JobKey, derive
-from gradbus.runtime.security.peers import Incoming, Peer, Peers
-from gradbus.runtime.security.stream_key import StreamKey
+from gradbus.runtime.security.incoming import GENERATION_BITS, Derives, Incoming, open_into
+from gradbus.runtime.security.job_key import JobKey
+from gradbus.runtime.security.peers import Peer, Peers
+from gradbus.runtime.security.stream_key import StreamKey, salt_of, stream_key
 
 _SMALL_BYTES = 4096
-GENERATION_BITS = 32  # a key seals less than 2**32 envelopes
 
 
-class Key(Protocol):
+class Key(Derives, Protocol):
     """A secret that keys of streams come from."""
 
     @property
@@ -42,9 +41,6 @@ class Key(Protocol):
     @property
     def key_id(self) -> bytes:
         """Says which one is meant. No secret."""
-
-    def stream_key(self, session: bytes, topic: str, generation: int) -> StreamKey:
-        """The key of a stream."""
 
 
 class SealingKeys(Protocol):
@@ -85,7 +81,7 @@ class PskKeys:
     def __init__(self, job: str, key: JobKey) -> None:
         self.key_id = key.id
         self._secret = key.secret
-        self._salt = _digest(job)
+        self._salt = salt_of(job)
 
     @property
     def current(self) -> PskKeys:
@@ -112,12 +108,7 @@ class PskKeys:
         raise AssertionError("there is one key")
 
     def stream_key(self, session: bytes, topic: str, generation: int) -> StreamKey:
-        numbers = self.epoch.to_bytes(4, "little") + session + generation.to_bytes(4, "little")
-        return StreamKey(derive(self._secret, self._salt, b"gradbus/1 frame\0" + numbers + topic.encode()))
-
-
-def _digest(job: str) -> bytes:
-    return envelope.associated(job, "")
+        return stream_key(self._secret, self._salt, self.epoch, session, topic, generation)
 
 
 class Envelope:
@@ -283,51 +274,29 @@ class Opener:
         if peer is None and not self._keys.admits(key):
             raise FrameError("old", "a process shows up with a key of an epoch that is over")
         stream = None if peer is None else peer.streams.get((self._topic, key.key_id))
-        generation = header.counter >> GENERATION_BITS
         if peer is not None and peer.is_old(self._topic, header):
             raise FrameError("old", f"an envelope on {self._topic} is from before its sender had heard of this process")
-        if stream is None:
-            aead = key.stream_key(header.session, self._topic, generation)
-        else:
-            if not stream.window.is_new(header.counter):
-                raise FrameError("replay", f"envelope {header.counter} of {self._topic} was opened before, or is old")
-            aead = self._aead(stream, key, header.session, generation)
-        sealed = view[HEADER_BYTES:]
-        plain = sealed[: header.size] if in_place else _room(header.size)
-        try:
-            aead.decrypt_into(envelope.nonce(header.counter), sealed, bytes(view[:HEADER_BYTES]) + self._context, plain)
-        except InvalidTag:
-            raise FrameError("tag", f"an envelope on {self._topic} was changed, or made without the key") from None
+        is_known = stream is not None
+        stream = stream or Incoming(key, header.session, self._topic)
+        aead = stream.key_for(header.counter)
+        plain = view[HEADER_BYTES : HEADER_BYTES + header.size] if in_place else _room(header.size)
+        open_into(plain, aead, header, view, self._context, self._topic)
         if peer is None:
             peer = self._peers.add(header.session)
-        if stream is None:
-            stream = self._begin(peer, key, Incoming(generation, aead))
-        elif generation > stream.generation:
-            stream.before, stream.aead, stream.generation = stream.aead, aead, generation
-        stream.window.note(header.counter)
+        if not is_known:
+            self._keep(peer, key, stream)
+        stream.note(header.counter, aead)
         self._peers.note(peer)
         if key is not self._keys.current:
             self._keys.heard(key, header.session)
         return Opened(peer, header, plain)
 
-    def _begin(self, peer: Peer, key: Key, stream: Incoming) -> Incoming:
+    def _keep(self, peer: Peer, key: Key, stream: Incoming) -> None:
         """The first envelope of this topic with this key. Of keys with which nothing is opened any more, none stays."""
         over = [one for one in peer.streams if one[0] == self._topic and not self._keys.has(one[1])]
         for one in over:
             del peer.streams[one]
         peer.streams[self._topic, key.key_id] = stream
-        return stream
-
-    def _aead(self, stream: Incoming, key: Key, session: bytes, generation: int) -> StreamKey:
-        if generation == stream.generation:
-            return stream.aead
-        if generation == stream.generation - 1 and stream.before is not None:
-            return stream.before
-        if generation == stream.generation + 1:
-            return key.stream_key(session, self._topic, generation)
-        raise FrameError(
-            "counter", f"an envelope on {self._topic} is {1 << GENERATION_BITS} or more ahead of the others"
-        )
 
 
 __all__ = ["Envelope", "Key", "Keys", "Opened", "Opener", "PskKeys", "Seal", "Sealer", "SealingKeys"]

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.envelope import HEADER_BYTES, Header
+from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.incoming import GENERATION_BITS, Incoming, open_into
 from gradbus.runtime.security.job_key import derive
-from gradbus.runtime.security.peers import Incoming
-from gradbus.runtime.security.seal import GENERATION_BITS, Envelope, Sealer
-from gradbus.runtime.security.stream_key import StreamKey
+from gradbus.runtime.security.seal import Envelope, Sealer
+from gradbus.runtime.security.stream_key import StreamKey, salt_of, stream_key
 
 SECRET_BYTES = 32
 _LAST_GENERATION = 1  # of a key that is shared with all: its epoch ends after 2**32 envelopes, or soon after
@@ -55,9 +54,7 @@ class SharedKey:
 
     def stream_key(self, session: bytes, topic: str, generation: int) -> StreamKey:
         """The key of a stream, as with a job key."""
-        numbers = self.epoch.to_bytes(4, "little") + session + generation.to_bytes(4, "little")
-        salt = envelope.associated(self.job, "")
-        return StreamKey(derive(self.secret, salt, b"gradbus/1 frame\0" + numbers + topic.encode()))
+        return stream_key(self.secret, salt_of(self.job), self.epoch, session, topic, generation)
 
 
 class OutgoingStreams:
@@ -124,41 +121,21 @@ class IncomingStreams:
         self.key.check(header)
         if header.session != self.session:
             raise FrameError("unknown sender", "an envelope of another start of the process that the key is of")
-        stream = self._streams.get(topic)
-        floor = self._floors.get(topic, 0)
-        generation = header.counter >> GENERATION_BITS
-        if header.counter <= floor or (stream is not None and not stream.window.is_new(header.counter)):
-            raise FrameError("replay", f"envelope {header.counter} of {topic} was opened before, or is old")
-        aead = self._aead(stream, topic, generation)
+        if header.counter <= self._floors.get(topic, 0):
+            raise FrameError("replay", f"envelope {header.counter} of {topic} is from before this process had the key")
+        stream = None
+        if self._remembers:
+            stream = self._streams.get(topic) or Incoming(self.key, self.session, topic)
+        aead = self._fixed_key(topic, header.counter) if stream is None else stream.key_for(header.counter)
         plain = np.empty(header.size, np.uint8)
-        try:
-            context = bytes(view[:HEADER_BYTES]) + envelope.associated(self.key.job, topic)
-            aead.decrypt_into(envelope.nonce(header.counter), view[HEADER_BYTES:], context, plain.data)
-        except InvalidTag:
-            raise FrameError("tag", f"an envelope on {topic} was changed, or made without the key") from None
-        if not self._remembers:
-            return plain.data
-        if stream is None:
-            stream = self._streams[topic] = Incoming(generation, aead)
-        elif generation > stream.generation:
-            stream.before, stream.aead, stream.generation = stream.aead, aead, generation
-        stream.window.note(header.counter)
+        open_into(plain.data, aead, header, view, envelope.associated(self.key.job, topic), topic)
+        if stream is not None:
+            self._streams[topic] = stream
+            stream.note(header.counter, aead)
         return plain.data
 
-    def _aead(self, stream: Incoming | None, topic: str, generation: int) -> StreamKey:
-        if not self._remembers:
-            return self._fixed_aead(topic, generation)
-        if stream is None:
-            return self.key.stream_key(self.session, topic, generation)
-        if generation == stream.generation:
-            return stream.aead
-        if generation == stream.generation - 1 and stream.before is not None:
-            return stream.before
-        if generation == stream.generation + 1:
-            return self.key.stream_key(self.session, topic, generation)
-        raise FrameError("counter", f"an envelope on {topic} is {1 << GENERATION_BITS} or more ahead of the others")
-
-    def _fixed_aead(self, topic: str, generation: int) -> StreamKey:
+    def _fixed_key(self, topic: str, counter: int) -> StreamKey:
+        generation = counter >> GENERATION_BITS
         if generation > _LAST_GENERATION:
             raise FrameError("counter", f"an envelope on {topic} counts further than one key is used")
         known = self._fixed.get((topic, generation))

@@ -10,6 +10,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.job_key import derive
+
 
 class StreamKey:
     """A key at work. Any thread may use it; the GIL is free while bytes are sealed and opened.
@@ -41,3 +44,14 @@ class StreamKey:
             at += encryptor.update_into(part, room[at:])
         encryptor.finalize()
         room[at:] = encryptor.tag
+
+
+def salt_of(job: str) -> bytes:
+    """What :func:`stream_key` wants to know of a job."""
+    return envelope.associated(job, "")
+
+
+def stream_key(secret: bytes, salt: bytes, epoch: int, session: bytes, topic: str, generation: int) -> StreamKey:
+    """The key of one topic of one session. ``generation``: how often its counter has come to the end of a key."""
+    numbers = epoch.to_bytes(4, "little") + session + generation.to_bytes(4, "little")
+    return StreamKey(derive(secret, salt, b"gradbus/1 frame\0" + numbers + topic.encode()))
