@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, run_ranks
 from gradbus.experiments.bench_collectives_timing import FEW_REPEATS, block, in_turns, ratios_of, spread
-from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_rows import Row, at_most
 
 LIMITS: dict[Transport, float] = {"one-host": 1.0, "dds-only": 1.1}
@@ -97,7 +97,7 @@ def step_rows(
             found = run_ranks(
                 time_steps, 2, transport, {"model": model, "steps": steps, "repeats": repeats}, timeout_s=240.0
             )
-        except RankFailed as error:
+        except ChildFailed as error:
             rows.append(failed(name, error))
             continue
         taken[name] = found

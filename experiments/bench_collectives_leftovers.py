@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, new_group, run_ranks
-from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_process import memory_bytes, reset_peak
 from gradbus.experiments.bench_rows import Row, at_most, shown
 
@@ -160,7 +160,7 @@ def leftover_rows(transport: Transport = "one-host", *, groups: int = 100) -> tu
         before = _named_segments()
         try:
             found = run_ranks(role, world, transport, {"groups": groups}, last_dies=last_dies)
-        except RankFailed as error:
+        except ChildFailed as error:
             rows.append(failed(f"left {what}", error))
             continue
         taken[what] = found
@@ -220,7 +220,7 @@ def big_rows(transports: Iterable[Transport] = TRANSPORTS, *, size: int = GB) ->
         name = f"peak memory, all_reduce of {size / GB:g} GB, {TRANSPORTS[transport]}, world 2"
         try:
             found = run_ranks(reduce_big, 2, transport, {"bytes": size})
-        except RankFailed as error:
+        except ChildFailed as error:
             rows.append(failed(name, error))
             continue
         taken[name] = found

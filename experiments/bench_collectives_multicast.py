@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import gradbus
+from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_collectives_ranks import DOMAIN, Place, failed, run_ranks
 from gradbus.experiments.bench_collectives_timing import FEW_REPEATS, KIB, MIB, ratios_of, size_text, spread, timed
-from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_rows import Row, at_least, shown
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.network import NetworkConfig
@@ -125,7 +125,7 @@ def multicast_rows(
         spec = {"job": f"bench-multicast-{os.getpid()}", "sizes": list(sizes or SIZES), "repeats": repeats}
         try:
             found = run_ranks(time_both, world, "dds-only", spec, timeout_s=300.0)
-        except RankFailed as error:
+        except ChildFailed as error:
             rows.append(failed(f"multicast, {where}", error))
             continue
         taken[f"multicast, {where}"] = found

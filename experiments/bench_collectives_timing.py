@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_collectives_leftovers import Holdings
 from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, run_ranks
-from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_rows import Row, at_least, at_most, shown
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.torch import bus_thread
@@ -187,7 +187,7 @@ def cell_rows(
         spec = {"collectives": list(setup.limits), "sizes": list(sizes), "repeats": repeats}
         try:
             found = run_ranks(time_cells, setup.world, setup.transport, spec, timeout_s=600.0)
-        except RankFailed as error:
+        except ChildFailed as error:
             rows.append(failed(where, error))
             continue
         taken[where] = found

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradbus.experiments.bench_ddp_process import RankFailed, run_ranks
+from gradbus.experiments.bench_children import ChildFailed
+from gradbus.experiments.bench_ddp_process import run_ranks
 from gradbus.experiments.bench_rows import Row
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.arithmetic import ReduceOp
@@ -230,7 +231,7 @@ def collective_rows(
         role = AllCollectives(world=world, large_elems=large_elems, network=network)
         try:
             found = run_ranks(role, timeout_s=timeout_s)
-        except RankFailed as error:
+        except ChildFailed as error:
             rows.append(Row(name, "all", 0, "", False, str(error).splitlines()[-1]))
             continue
         right, asked = (sum(rank[key] for rank in found) for key in ("right", "asked"))

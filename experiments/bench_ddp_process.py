@@ -1,20 +1,12 @@
-"""The ranks of a data-parallel benchmark: real processes over real DDS on this machine, one torch thread each.
-
-Ranks are forked from a server that has imported everything, so that eight of them start in a second.
-"""
+"""The ranks of a data-parallel benchmark: real processes over real DDS on this machine, one torch thread each."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import multiprocessing
 import os
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,20 +16,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 import gradbus
 from gradbus import models
 from gradbus.actors.replicas import fingerprint
-from gradbus.runtime import logs
+from gradbus.experiments.bench_children import Processes
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.network import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]
 DOMAIN = 21
-_context = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first optimizer of a process imports it, which takes seconds.
-_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus", "torch._dynamo"])
 _numbers = itertools.count()
-
-
-class RankFailed(RuntimeError):
-    """A rank ended with an error, or took too long."""
 
 
 class Role(Protocol):
@@ -126,59 +111,13 @@ def run_ranks(role: Role, *, timeout_s: float = 300.0) -> list[dict[str, Any]]:
     """Start all ranks and return what they found, in order.
 
     Raises:
-        RankFailed: one of them failed, or some had not ended in time. The others are ended.
+        ChildFailed: one of them failed, or some had not ended in time. The others are ended.
     """
     job = f"bench-ddp-{os.getpid()}-{next(_numbers)}"
-    pipes: dict[Connection, int] = {}
-    processes = []
-    found: dict[int, dict[str, Any]] = {}
-    try:
+    with Processes() as processes:
         for rank in range(role.world):
-            ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_process, args=(role, rank, job, theirs), name=f"rank-{rank}")
-            process.start()
-            theirs.close()
-            pipes[ours] = rank
-            processes.append(process)
-        deadline = time.monotonic() + timeout_s
-        while pipes:
-            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RankFailed(f"ranks {sorted(pipes.values())} have not ended after {timeout_s:g} s")
-            for pipe in [pipe for pipe in pipes if pipe in ready]:
-                rank = pipes.pop(pipe)
-                found[rank] = _received(pipe, rank)
-    finally:
-        for process in processes:
-            process.join(timeout=5.0 if len(found) == role.world else 0.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return [found[rank] for rank in range(role.world)]
-
-
-def _received(pipe: Connection, rank: int) -> dict[str, Any]:
-    try:
-        with pipe:
-            result: dict[str, Any] = pipe.recv()
-    except EOFError:
-        raise RankFailed(f"rank {rank} died") from None
-    if "error" in result:
-        raise RankFailed(f"rank {rank} failed: {result['error']}")
-    return result
-
-
-def _rank_process(role: Role, rank: int, job: str, pipe: Connection) -> None:
-    """The whole life of a rank."""
-    logs.configure(level="error")
-    torch.set_num_threads(1)
-    try:
-        result = asyncio.run(_join_and_run(role, rank, job))
-    except BaseException:
-        result = {"error": traceback.format_exc()}
-    with pipe:
-        pipe.send(result)
-    os._exit(0)  # torch's teardown takes its time and is nobody's figure
+            processes.start(f"rank {rank}", _join_and_run, role, rank, job)
+        return processes.results(timeout_s)
 
 
 async def _join_and_run(role: Role, rank: int, job: str) -> dict[str, Any]:

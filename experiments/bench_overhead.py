@@ -9,7 +9,8 @@ import os
 import statistics
 from typing import Any
 
-from gradbus.experiments.bench_process import WARM_UP_ROUNDS, Process
+from gradbus.experiments.bench_children import Processes
+from gradbus.experiments.bench_process import WARM_UP_ROUNDS, run_clients, run_controller
 from gradbus.experiments.bench_rows import Row, at_most, shown
 
 _DOMAIN = 20
@@ -24,22 +25,16 @@ def federated(
     """One run: a controller process and some client processes. Returns what each of them reported."""
     common = {"job": f"bench-{os.getpid()}", "domain": _DOMAIN, "dim": dim}
     extra: dict[str, Any] = {
-        key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "uvloop", "shared_memory") if key in settings
+        key: settings.pop(key) for key in ("delta", "delay_s", "gaps", "shared_memory") if key in settings
     }
     rules = {"rounds": rounds, "num_clients": clients, "eval_every": 0, "start_timeout_s": 120.0, **settings}
-    shares = [list(range(index, clients, processes)) for index in range(processes)]
-    specs: list[dict[str, Any]] = [
-        {"role": "controller", "federated": rules},
-        *({"role": "clients", "clients": share} for share in shares),
-    ]
-    started: list[Process] = []
-    try:
-        started.extend(Process({**common, **extra, **spec}) for spec in specs)
-        controller, *others = started
-        return controller.result(timeout_s), [other.result(30.0) for other in others]
-    finally:
-        for process in started:
-            process.end()
+    with Processes() as running:
+        running.start("controller", run_controller, {**common, **extra, "federated": rules})
+        for index in range(processes):
+            share = list(range(index, clients, processes))
+            running.start(f"clients {index}", run_clients, {**common, **extra, "clients": share})
+        controller, *others = running.results(timeout_s)
+    return controller, others
 
 
 def periods_s(controller: dict[str, Any]) -> list[float]:

@@ -1,25 +1,17 @@
 """One process of a federated benchmark: a controller, or some clients, that report what they used.
 
-Memory and processor time are those of this process alone, which is why each role has a process of its own. It is forked
-from a server that has imported everything, as imports are no part of any figure and take seconds.
+Memory and processor time are those of this process alone, which is why each role has a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
 import resource
 import time
-import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus", "torch._dynamo"])
 
 TICK_S = 0.001
 WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
@@ -111,7 +103,7 @@ async def run_controller(spec: dict[str, Any]) -> dict[str, Any]:
         await watcher
         reports = [report.to_json() for report in controller.progress.reports]
         return {
-            "role": "controller", "opened_s": opened_s, "ends_s": ends, "cpu_s": cpus, "empty_bytes": empty,
+            "opened_s": opened_s, "ends_s": ends, "cpu_s": cpus, "empty_bytes": empty,
             "idle_bytes": idle, "peak_bytes": memory_bytes("VmHWM"), "gap_p99_s": percentile(gaps, 0.99),
             "gap_max_s": max(gaps, default=0.0), "reports": reports,
         }  # fmt: skip
@@ -144,62 +136,7 @@ async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
                 task = Task(spec["dim"], delta=spec.get("delta", "constant"))
                 group.create_task(gradbus.Client(bus, task, client_id=client_id).run())
     return {
-        "role": "clients", "opened_s": opened_s, "first_command_s": first_command_s,
+        "opened_s": opened_s, "first_command_s": first_command_s,
         "cpu_s": {str(round_id): used for round_id, used in cpu_at.items()}, "gap_p99_s": percentile(gaps, 0.99),
         "gap_max_s": max(gaps, default=0.0), "empty_bytes": empty, "peak_bytes": memory_bytes("VmHWM"),
     }  # fmt: skip
-
-
-class Process:
-    """One of these processes, from outside."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self._pipe, theirs = _context.Pipe(duplex=False)
-        self._process = _context.Process(target=_process, args=(spec, theirs), name=spec["role"])
-        self._process.start()
-        theirs.close()
-
-    def result(self, timeout_s: float) -> dict[str, Any]:
-        """What it reported. Raises RuntimeError: it failed or took too long."""
-        name = self._process.name
-        if not self._pipe.poll(timeout_s):
-            raise RuntimeError(f"benchmark process {name!r} took longer than {timeout_s:g} s")
-        try:
-            found: dict[str, Any] = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"benchmark process {name!r} died") from None
-        if "error" in found:
-            raise RuntimeError(f"benchmark process {name!r} failed: {found['error']}")
-        return found
-
-    def end(self) -> None:
-        """End it, if it has not by itself."""
-        self._pipe.close()
-        self._process.join(1.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-def _process(spec: dict[str, Any], pipe: Connection) -> None:
-    """The whole life of such a process."""
-    import torch
-
-    from gradbus.runtime import logs
-
-    logs.configure(level="error")
-    torch.set_num_threads(1)
-    role = run_controller if spec["role"] == "controller" else run_clients
-    try:
-        if spec.get("uvloop"):
-            import uvloop
-
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                found = runner.run(role(spec))
-        else:
-            found = asyncio.run(role(spec))
-    except BaseException:
-        found = {"error": traceback.format_exc()}
-    with pipe:
-        pipe.send(found)
-    os._exit(0)  # torch's teardown takes its time and is nobody's figure

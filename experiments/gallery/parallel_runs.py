@@ -10,7 +10,8 @@ import torch
 
 import gradbus
 from gradbus import models
-from gradbus.experiments.bench_ddp_process import RankFailed, run_ranks
+from gradbus.experiments.bench_children import ChildFailed
+from gradbus.experiments.bench_ddp_process import run_ranks
 from gradbus.experiments.gallery.federated_runs import RunFailed
 from gradbus.experiments.gallery.int8_exchange import Int8Exchange
 from gradbus.experiments.gallery.plan import ParallelRun
@@ -74,7 +75,7 @@ def run_parallel(run: ParallelRun, folder: Path) -> None:
     """
     try:
         found = run_ranks(_Rank(what=run, folder=folder.absolute()), timeout_s=_TIMEOUT_S)
-    except RankFailed as error:
+    except ChildFailed as error:
         (folder / "output.log").write_text(f"{error}\n", encoding="utf-8")
         raise RunFailed(f"{run.label}: {str(error).strip().splitlines()[-1]}; see {folder / 'output.log'}") from None
     hashes = {rank["params_hash"] for rank in found}

@@ -27,7 +27,7 @@ from gradbus.runtime.json_text import parse_json
 _LAYERS = (actors, codecs, models, runtime)
 # Of the experiments, what decides how a run goes. A changed colour or table is no reason to train again.
 RUNNING = (
-    "bench_ddp_process", "buses", "children", "demo", "federated", "files", "lifecycle", "tasks",
+    "bench_children", "bench_ddp_process", "buses", "children", "demo", "federated", "files", "lifecycle", "tasks",
     "gallery.federated_runs", "gallery.int8_exchange", "gallery.parallel_runs",
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from gradbus.experiments import bench_collectives
+from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_collectives_ddp import step_rows, time_steps
 from gradbus.experiments.bench_collectives_leftovers import Holdings, big_rows, leftover_rows, outlive_a_rank
 from gradbus.experiments.bench_collectives_multicast import CALLS, multicast_rows, sent_row
@@ -28,7 +29,6 @@ from gradbus.experiments.bench_collectives_timing import (
     ratios_of,
     size_text,
 )
-from gradbus.experiments.bench_ddp_process import RankFailed
 from gradbus.experiments.bench_parts import Part
 from gradbus.experiments.bench_rows import at_most
 
@@ -128,9 +128,9 @@ def test_a_world_of_which_nothing_is_asked_is_refused(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_a_rank_that_fails_or_dies_is_named() -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 failed: (.|\n)*KeyError: 'model'"):
+    with pytest.raises(ChildFailed, match=r"rank 0 failed: (.|\n)*KeyError: 'model'"):
         run_ranks(time_steps, 1, "one-host", {})
-    with pytest.raises(RankFailed, match=r"rank 0 failed: it died"):
+    with pytest.raises(ChildFailed, match=r"rank 0 failed: it died"):
         run_ranks(outlive_a_rank, 1, "one-host", {})
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from gradbus.experiments import bench_ddp
+from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_ddp_collectives import Case, cases, collective_rows, reduced
 from gradbus.experiments.bench_ddp_exact import bit_equal_rows, dense_dgc_rows, equal_rows
-from gradbus.experiments.bench_ddp_process import RankFailed, Training, run_ranks
+from gradbus.experiments.bench_children import ChildFailed
+from gradbus.experiments.bench_ddp_process import Training, run_ranks
 from gradbus.experiments.bench_parts import Part
 from gradbus.experiments.bench_rows import at_most
 from gradbus.models import mnist_mlp
@@ -43,7 +45,7 @@ def test_dgc_that_sends_everything_is_sgd() -> None:
 
 def test_a_rank_that_fails_is_named_and_the_others_are_ended() -> None:
     run = Training(world=2, model=mnist_mlp, batch_size=8, config={"lr": -1.0}, data="glyphs")
-    with pytest.raises(RankFailed, match=r"rank [01] failed(.|\n)*lr"):
+    with pytest.raises(ChildFailed, match=r"rank [01] failed(.|\n)*lr"):
         run_ranks(run, timeout_s=30)
 
 
