@@ -7,8 +7,8 @@ import sys
 import time
 
 from gradbus.experiments.buses import open_bus
-from gradbus.experiments.doctor_link import END, GOT, HERE, PEER, Link
-from gradbus.runtime.messages import Control, Message, ModelBlob
+from gradbus.experiments.peer_link import END, GOT, HERE, PEER, Arrivals, Link
+from gradbus.runtime.messages import Control, ModelBlob
 from gradbus.runtime.settings import BusSettings
 
 _LIFETIME_S = 20.0  # whatever becomes of the doctor
@@ -17,19 +17,11 @@ _LIFETIME_S = 20.0  # whatever becomes of the doctor
 async def serve(settings: BusSettings) -> None:
     """Echo words and acknowledge transfers until the doctor says that it is over."""
     opened_ns = time.monotonic_ns()  # the same clock for all processes of a machine
-    received: dict[int, int] = {}
     async with open_bus(settings) as bus:
         with bus.subscribe(Control, ModelBlob) as inbox:
             link = Link(bus, PEER, inbox)
             answers: asyncio.Queue[str] = asyncio.Queue()  # bounded by the doctor, which waits for each
-
-            def take(message: Message) -> None:
-                if isinstance(message, ModelBlob):
-                    frame = message.frame
-                    transfer = frame.key.transfer
-                    received[transfer] = received.get(transfer, 0) + len(frame.data)
-                    if received[transfer] == frame.total_bytes:
-                        answers.put_nowait(f"{GOT} {transfer}")
+            arrivals = Arrivals(lambda last: answers.put_nowait(f"{GOT} {last.frame.key.transfer}"))
 
             async def answer() -> None:
                 while True:
@@ -41,7 +33,7 @@ async def serve(settings: BusSettings) -> None:
                 while word != END:
                     if word != HERE:
                         await link.say(word)
-                    word = await link.hear(take)
+                    _, word = await link.hear(arrivals)
             finally:
                 answering.cancel()
 

@@ -11,14 +11,13 @@ import time
 from dataclasses import dataclass
 
 from gradbus.experiments.buses import open_bus
-from gradbus.experiments.doctor_link import DOCTOR, END, GOT, HERE, PING, Link
-from gradbus.runtime.bus import Bus
+from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Link
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.messages import Control, new_incarnation
+from gradbus.runtime.messages import Control
 from gradbus.runtime.settings import BusSettings
 
 MET_WITHIN_S = 5.0  # of it about one second is the start of a Python process
+_PING_BYTES = 64
 _TRIPS = 200
 _TRANSFER_BYTES = 32 << 20
 _MEASURE_S = 1.5
@@ -55,13 +54,13 @@ async def measure(settings: BusSettings) -> Measured:
     async with open_bus(settings) as bus:
         found.fast_path = bus.fast_path
         with bus.subscribe(Control) as inbox:
-            link = Link(bus, DOCTOR, inbox)
+            link = Link(bus, ROOT, inbox)
             peer = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "gradbus.experiments.doctor_peer", settings.model_dump_json(),
                 stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             try:
-                await _talk(bus, link, found)
+                await _talk(link, found)
             except (TimeoutError, BusError) as error:
                 found.fault = str(error) or "no answer in time"
             finally:
@@ -69,26 +68,25 @@ async def measure(settings: BusSettings) -> Measured:
     return found
 
 
-async def _talk(bus: Bus, link: Link, found: Measured) -> None:
+async def _talk(link: Link, found: Measured) -> None:
     async with asyncio.timeout(MET_WITHIN_S):
         word = await link.meet(HERE)
     found.met = True
     found.discovery_s = (time.monotonic_ns() - int(word.split()[1])) / 1e9
-    trips = []
+    ping, trips = PING.ljust(_PING_BYTES, "."), []
     for _ in range(_TRIPS):
         started_s = time.perf_counter()
-        await link.say(PING)
-        await _expect(link, PING)
+        await link.say(ping)
+        await _expect(link, ping)
         trips.append(time.perf_counter() - started_s)
     found.round_trip_s = statistics.median(trips)
     payload = bytes(_TRANSFER_BYTES)
-    incarnation, until_s = new_incarnation(), time.perf_counter() + _MEASURE_S
+    until_s = time.perf_counter() + _MEASURE_S
     rates: list[float] = []
     while len(rates) < 2 or time.perf_counter() < until_s:
-        transfer = len(rates)
         started_s = time.perf_counter()
         async with asyncio.timeout(_STEP_S):
-            await bus.send_model(FrameKey(Kind.MODEL, 1, 0, CONTROLLER, incarnation, transfer), payload)
+            transfer = await link.send_model(payload)
         await _expect(link, f"{GOT} {transfer}")
         rates.append(_TRANSFER_BYTES / (time.perf_counter() - started_s))
     found.throughput = statistics.median(rates[1:])  # the first one fills the caches
@@ -97,7 +95,7 @@ async def _talk(bus: Bus, link: Link, found: Measured) -> None:
 
 async def _expect(link: Link, wanted: str) -> None:
     async with asyncio.timeout(_STEP_S):
-        while await link.hear() != wanted:
+        while (await link.hear())[1] != wanted:
             pass
 
 

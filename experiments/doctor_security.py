@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.doctor_facts import Finding, Verdict
-from gradbus.experiments.doctor_link import DOCTOR, PEER, Link
+from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.status_settings import BusFile
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.messages import Control
@@ -116,10 +116,10 @@ async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = 
     buses = [open_bus(settings, rank=rank) for rank in ranks]
     async with asyncio.timeout(TRIP_S), buses[0] as one, buses[1] as other:
         with one.subscribe(Control) as ours, other.subscribe(Control) as theirs:
-            speaks = asyncio.create_task(Link(one, DOCTOR, ours).meet(_PROOF), name="doctor")
+            speaks = asyncio.create_task(Link(one, ROOT, ours).meet(_PROOF), name="doctor")
             try:
                 hears = Link(other, PEER, theirs)
-                while await hears.hear() != _PROOF:
+                while (await hears.hear())[1] != _PROOF:
                     pass
                 await hears.say(_PROOF)
                 await speaks

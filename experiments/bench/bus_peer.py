@@ -10,9 +10,10 @@ import sys
 from contextlib import AsyncExitStack
 
 import gradbus
-from gradbus.experiments.bench.bus_words import DOMAINS, ECHO, END, GOT, HERE, LATE, PING, ROOT, WATCH, Arrivals, Words
+from gradbus.experiments.bench.bus_words import DOMAINS, ECHO, LATE, WATCH, Words
 from gradbus.experiments.bench.bus_words import network as network_of
 from gradbus.experiments.bench_process import loop_gaps, percentile
+from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.messages import Control, ModelBlob
 
@@ -42,7 +43,7 @@ async def serve(bus: Bus, me: int) -> None:
             async with AsyncExitStack() as watching:
                 gaps: list[float] = []
                 while True:
-                    sender, word = await words.hear(other=arrivals)
+                    sender, word = await words.hear(arrivals)
                     if sender != ROOT:
                         continue
                     if word == END:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import gradbus
-from gradbus.experiments.bench.bus_words import DOMAINS, ECHO, END, GOT, LATE, PING, WATCH, Words, network
+from gradbus.experiments.bench.bus_words import DOMAINS, ECHO, LATE, WATCH, Words, network
 from gradbus.experiments.bench.results import Effort, Figure, figure
 from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench_collectives_timing import in_turns, size_text
 from gradbus.experiments.bench_process import loop_gaps, percentile
+from gradbus.experiments.peer_link import END, GOT, PING, ROOT
 from gradbus.runtime.messages import ClientUpdate, Control
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -84,7 +85,7 @@ class _Root:
         try:
             async with _ends(job, list(names)) as ends:
                 for end in ends.values():
-                    await end.meet(peers)
+                    await end.meet_all(peers)
                 yield cls(ends, peers)
                 for end in ends.values():
                     await end.say(END)
@@ -115,7 +116,7 @@ async def _ends(job: str, names: list[str]) -> AsyncIterator[dict[str, Words]]:
     *others, name = names
     async with _ends(job, others) as ends, gradbus.connect(job, domain=DOMAINS[name], network=network(name)) as bus:
         with bus.subscribe(Control, ClientUpdate) as inbox:
-            yield {**ends, name: Words(bus, 0, inbox)}
+            yield {**ends, name: Words(bus, ROOT, inbox)}
 
 
 async def _pair_figures(root: _Root, plan: Plan) -> list[Figure]:

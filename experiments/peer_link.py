@@ -1,0 +1,84 @@
+"""Two processes or more that measure the bus between them: what they say to each other, and what arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from gradbus.runtime.bus import Bus, Subscription
+from gradbus.runtime.control import Leave
+from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.messages import Control, Identity, Message, ModelBlob, new_incarnation
+
+ROOT, PEER = 0, 1  # who measures, and the first that answers
+HERE, PING, GOT, END = "here", "ping", "got", "end"
+_AGAIN_S = 0.05
+
+
+class Link:
+    """One end: says words to all other ends, and hears theirs. The words travel as the reason of a ``Leave``, the only
+    control message that is free text."""
+
+    def __init__(self, bus: Bus, me: int, inbox: Subscription) -> None:
+        self._bus = bus
+        self._inbox = inbox
+        self.identity = Identity(me, new_incarnation())
+        self._transfers = 0
+
+    async def say(self, word: str) -> None:
+        await self._bus.publish(self.identity, Leave(word))
+
+    async def hear(self, other: Callable[[Message], None] = lambda message: None) -> tuple[int, str]:
+        """Who says the next word of another end, and the word; whatever else comes goes to ``other``."""
+        while True:
+            match await self._inbox.get():
+                case Control(sender=sender, body=Leave(reason=word)) if sender != self.identity.sender:
+                    return sender, word
+                case message:
+                    other(message)
+
+    @asynccontextmanager
+    async def saying(self, word: str) -> AsyncIterator[None]:
+        """Say the word again and again while the block runs: those that it is for may not be there yet."""
+
+        async def repeat() -> None:
+            while True:
+                await self.say(word)
+                await asyncio.sleep(_AGAIN_S)
+
+        repeating = asyncio.create_task(repeat(), name="meet")
+        try:
+            yield
+        finally:
+            repeating.cancel()
+            await asyncio.wait([repeating])
+
+    async def meet(self, word: str) -> str:
+        """Say the word until another end is heard. Returns what it said."""
+        async with self.saying(word):
+            return (await self.hear())[1]
+
+    async def send_model(self, payload: bytes | bytearray, name: str = "") -> int:
+        """Send to all readers. Returns the number of the transfer."""
+        self._transfers += 1
+        key = FrameKey(Kind.MODEL, 1, 0, CONTROLLER, self.identity.incarnation, self._transfers, name)
+        await self._bus.send_model(key, payload)
+        return self._transfers
+
+
+class Arrivals:
+    """Counts the bytes of each transfer; ``done`` is called with the last frame of one."""
+
+    def __init__(self, done: Callable[[ModelBlob], None]) -> None:
+        self._done = done
+        self._received: dict[int, int] = {}
+
+    def __call__(self, message: Message) -> None:
+        if isinstance(message, ModelBlob):
+            frame = message.frame
+            transfer = frame.key.transfer
+            self._received[transfer] = self._received.get(transfer, 0) + len(frame.data)
+            if self._received[transfer] == frame.total_bytes:
+                del self._received[transfer]
+                self._done(message)
