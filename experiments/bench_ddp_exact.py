@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradbus.experiments.bench_ddp_process import Data, Training, hashes_of_steps, run_ranks
-from gradbus.experiments.bench_rows import Row, at_most
+from gradbus.experiments.bench_rows import Row, at_most, one_thread
 from gradbus.models import mnist_mlp
 
 _SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
@@ -137,13 +136,3 @@ def uneven(world: int, batch_size: int, steps: int) -> int:
 
 def _list(worlds: Sequence[int]) -> str:
     return ", ".join(map(str, worlds))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbus import codecs, models
-from gradbus.experiments.bench_ddp_exact import one_thread
 from gradbus.experiments.bench_ddp_process import Data, Training, run_ranks
-from gradbus.experiments.bench_rows import Row, at_least, at_most, shown
+from gradbus.experiments.bench_rows import Row, at_least, at_most, one_thread, shown
 
 _WARM_UP_STEPS = 10  # buffers are made, DDS has found its window
 

@@ -6,15 +6,18 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+
+from gradbus.experiments import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +54,22 @@ def shown(name: str, measured: float, unit: str, note: str = "") -> Row:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were measured."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    packages = ("gradbus", "torch", "cyclonedds", "numpy", "uvloop")
+    """Where, when and with what the figures were measured."""
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), **versions.machine(),
+        "load_1min": round(os.getloadavg()[0], 2), "system": platform.platform(), **versions.versions("uvloop"),
+    }  # fmt: skip
 
 
-def _lines(path: str) -> list[str]:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread while the block runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def finish(title: str, rows: Sequence[Row], out: Path | None, samples: dict[str, Any] | None = None) -> int:
@@ -86,7 +83,8 @@ def finish(title: str, rows: Sequence[Row], out: Path | None, samples: dict[str,
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for row in rows:
         verdict = "" if not row.asked else "[green]ok[/]" if row.ok else "[red]short[/]"
-        table.add_row(row.name, row.asked, f"{row.measured:,.6g} {row.unit}", verdict, row.note)
+        measured = f"{row.measured:,.{'6g' if abs(row.measured) < 1e6 else '0f'}} {row.unit}"  # bytes to the last one
+        table.add_row(row.name, row.asked, measured, verdict, row.note)
     console.print(table)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

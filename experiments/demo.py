@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +17,7 @@ from gradbus.experiments.logfile import readable
 from gradbus.experiments.run_dir import RunDirectory, new_path
 from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.screen import Screen
+from gradbus.experiments.versions import cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
@@ -81,7 +81,7 @@ def plan(options: DemoOptions) -> Plan:
         "codec": options.codec, "downlink_codec": options.downlink_codec, "seed": options.seed,
     }  # fmt: skip
     # The controller computes only while its clients wait, so it may take the cores that they leave.
-    threads = min(4, os.cpu_count() or 1)
+    threads = min(4, cores())
     defaults = {"bus": bus, "task": {**task, "threads": threads}, "federated": federated, "run_dir": str(run_dir)}
     controller = load(ControllerFile, None, defaults=defaults, overrides=options.overrides)
     # An orphan should not wait for long: this is how clients end when the demo itself was killed.

@@ -12,12 +12,15 @@ PACKAGES = ("gradbus", "torch", "cyclonedds", "numpy")
 
 def machine() -> dict[str, str | int]:
     """What decides its speed, as far as the system tells: processor, cores of this process, bytes of memory."""
-    found: dict[str, str | int] = {"cpu": _cpu(), "cores": os.cpu_count() or 0}
-    if hasattr(os, "sched_getaffinity"):
-        found["cores"] = len(os.sched_getaffinity(0))
+    found: dict[str, str | int] = {"cpu": _cpu(), "cores": cores()}
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has these
         found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return found
+
+
+def cores() -> int:
+    """That this process may use, which are fewer than the machine has where it was bound to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu() -> str:
@@ -28,10 +31,10 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide the numbers."""
+def versions(*more: str) -> dict[str, str]:
+    """Of Python and of the packages that decide the numbers, and of ``more`` packages."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from gradbus.experiments.place import Place
 from gradbus.experiments.scalars import Scalars
 from gradbus.experiments.tasks import ConfiguredShardTask
 from gradbus.experiments.traces import merge_traces
+from gradbus.experiments.versions import cores
 from gradbus.experiments.worker_dir import WorkerDirectory
 from gradbus.experiments.worker_live import EpochDisplay, NoDisplay
 from gradbus.runtime.collectives import Group, join_group
@@ -236,11 +236,6 @@ def check_equal_facts(facts: Sequence[dict[str, Any]]) -> None:
                     f"{key}: rank {rank} has {value!r}, rank 0 has {facts[0].get(key)!r}. All ranks need the same data "
                     f"and batches; name them in the configuration instead of 'auto'"
                 )
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _machine() -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.experiments.bench.results import Effort, Figure, figure
 from gradbus.experiments.bench_collectives_timing import block, in_turns
-from gradbus.experiments.bench_ddp_exact import one_thread
+from gradbus.experiments.bench_rows import one_thread
 
 _BLOCK_S = 0.01  # a copy of a small vector is too short for the clock
 _MAX_CALLS = 2000

@@ -12,7 +12,6 @@ from gradbus.experiments import bench_ddp
 from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_ddp_collectives import Case, cases, collective_rows, reduced
 from gradbus.experiments.bench_ddp_exact import bit_equal_rows, dense_dgc_rows, equal_rows
-from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_ddp_process import Training, run_ranks
 from gradbus.experiments.bench_parts import Part
 from gradbus.experiments.bench_rows import at_most

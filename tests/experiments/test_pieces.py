@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from rich.console import Console
 
 from gradbus.actors import Progress, RoundReport
 from gradbus.actors.timeline import ClientTimeline
-from gradbus.experiments import lookup
+from gradbus.experiments import bench_rows, lookup, versions
+from gradbus.experiments.demo import DemoOptions, plan
 from gradbus.experiments.doctor import judge
 from gradbus.experiments.doctor_facts import Verdict, port_range
 from gradbus.experiments.doctor_probe import Measured
@@ -33,6 +35,14 @@ REPORT = RoundReport(
 )
 
 SHARED = replace(REPORT, bytes_up_shared=9_599_056, bytes_down_shared=1000)
+
+
+@pytest.mark.parametrize("cores", [{3}, {0, 2, 5}])
+def test_cores_are_those_that_this_process_may_use(cores: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert versions.machine()["cores"] == bench_rows.machine()["cores"] == len(cores)
+    assert plan(DemoOptions(data="glyphs")).controller.task.threads == len(cores)
 
 
 def test_every_error_of_a_run_has_its_own_exit_code() -> None:
