@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test check lint format typecheck wheel smoke \
-	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-attacks conformance \
-	figures faults soak lock clean distclean
+	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-attacks \
+	conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
@@ -174,6 +174,9 @@ bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence save
 
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
 	@$(PY) -m gradbus.experiments.bench_codecs $(ARGS)
+
+bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
+	@$(PY) -m gradbus.experiments.bench_sealing $(ARGS)
 
 # The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
 fuzz: SECONDS ?= 300

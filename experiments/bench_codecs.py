@@ -1,7 +1,7 @@
 """Codecs: size and speed, what is asked beside what was measured.
 
-Run ``python -m gradbus.experiments.bench_codecs``; the exit code is 1 if a figure falls short. One torch thread,
-medians, rates in float32 bytes of the vector per second (4 D / time), whatever the size of the message.
+``make bench-codecs`` or ``python -m gradbus.experiments.bench_codecs``; the exit code is 1 if a figure falls short. One
+torch thread, medians, rates in float32 bytes of the vector per second (4 D / time), whatever the size of the message.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from gradbus import codecs
+from gradbus.experiments.bench_rows import Row, at_least, at_most, finish, one_thread, shown
 
 REFERENCE_DIM = 1_199_882  # parameters of the reference network; the sizes asked for are for this one
 MAX_OVER_ENTROPY = 1.05
@@ -28,25 +27,14 @@ _MIN_ENCODE_MB_PER_S = {"q8": 800, "s4": 150, "sq8": 150}
 _MIN_DECODE_MB_PER_S = {"q8": 1200}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table; ``asked`` is a text such as ">= 800", or empty if nothing is asked."""
-
-    name: str
-    asked: str
-    measured: float
-    unit: str
-    ok: bool
-
-
 def run(dim: int = REFERENCE_DIM, repeats: int = 15) -> list[Row]:
     """Measure every codec in both versions on a random normal vector of ``dim`` elements."""
     x = torch.randn(dim, generator=torch.Generator().manual_seed(0))
-    with _one_thread():
+    with one_thread():
         rows = [row for name in codecs.ALL for version in (1, 2) for row in _codec_rows(name, version, x, repeats)]
         rows += [_entropy_row(dim, dim // divisor) for divisor in (10, 100) if dim // divisor >= 10_000]
         seconds = _median_seconds(lambda: codecs.top_k(x, max(1, dim // 10)), repeats)
-        rows.append(Row("top_k 10 %", "", 4 * dim / seconds / 1e6, "MB/s", True))
+        rows.append(shown("top_k 10 %", 4 * dim / seconds / 1e6, "MB/s"))
     return rows
 
 
@@ -59,9 +47,9 @@ def _codec_rows(name: str, version: int, x: torch.Tensor, repeats: int) -> Itera
     if exact is not None:
         yield Row(f"{label} message", f"== {exact:,}", len(payload), "bytes", len(payload) == exact)
     elif limit is not None:
-        yield Row(f"{label} message", f"<= {limit:,}", len(payload), "bytes", len(payload) <= limit)
+        yield at_most(f"{label} message", len(payload), limit, "bytes")
     else:
-        yield Row(f"{label} message", "", len(payload), "bytes", True)
+        yield shown(f"{label} message", len(payload), "bytes")
     encode_s = _median_seconds(lambda: codec.encode(x), repeats)
     yield _rate_row(f"{label} encode", dim, encode_s, _MIN_ENCODE_MB_PER_S.get(name))
     out = torch.empty(dim)
@@ -71,7 +59,7 @@ def _codec_rows(name: str, version: int, x: torch.Tensor, repeats: int) -> Itera
 
 def _rate_row(name: str, dim: int, seconds: float, asked: float | None) -> Row:
     rate = 4 * dim / seconds / 1e6
-    return Row(name, f">= {asked:,}" if asked else "", rate, "MB/s", asked is None or rate >= asked)
+    return shown(name, rate, "MB/s") if asked is None else at_least(name, rate, asked, "MB/s")
 
 
 def _entropy_row(dim: int, k: int) -> Row:
@@ -80,8 +68,7 @@ def _entropy_row(dim: int, k: int) -> Row:
     coding, coded = codecs.encode_indices(indices, dim)
     floor_bits = (math.lgamma(dim + 1) - math.lgamma(k + 1) - math.lgamma(dim - k + 1)) / math.log(2)
     over = 8 * len(coded) / floor_bits
-    name = f"indices, k={k:,} ({coding.name.lower()})"
-    return Row(name, f"<= {MAX_OVER_ENTROPY}", over, "x entropy", over <= MAX_OVER_ENTROPY)
+    return at_most(f"indices, k={k:,} ({coding.name.lower()})", over, MAX_OVER_ENTROPY, "x entropy")
 
 
 def _median_seconds(action: Callable[[], object], repeats: int) -> float:
@@ -94,30 +81,17 @@ def _median_seconds(action: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description="Size and speed of the codecs: asked beside measured.")
+    """Measure all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=REFERENCE_DIM, help="elements of the vector")
     parser.add_argument("--repeats", type=int, default=15, help="runs per figure; the median is shown")
-    arguments = parser.parse_args()
-    rows = run(arguments.dim, arguments.repeats)
-    print(f"D = {arguments.dim:,}, one thread, median of {arguments.repeats}, torch {torch.__version__}")
-    print(f"{'':34} {'asked':>12} {'measured':>12}")
-    for row in rows:
-        measured = f"{row.measured:,.3f}" if row.measured < 10 else f"{row.measured:,.0f}"
-        print(f"{row.name:34} {row.asked:>12} {measured:>12} {row.unit:10} {'' if row.ok else 'SHORT'}".rstrip())
-    return 0 if all(row.ok for row in rows) else 1
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-codecs.json"), help="file of results")
+    chosen = parser.parse_args()
+    rows = run(chosen.dim, chosen.repeats)
+    title = f"Codecs, {chosen.dim:,} elements, one thread, median of {chosen.repeats}: asked and measured"
+    return finish(title, rows, chosen.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

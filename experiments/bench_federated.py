@@ -13,12 +13,10 @@ from pathlib import Path
 
 from gradbus.experiments import bench_accuracy, bench_codecs, bench_overhead, bench_parts
 from gradbus.experiments.bench_parts import Part, Taken
-from gradbus.experiments.bench_rows import Row
 
 
 def _codecs() -> Taken:
-    rows = [Row(row.name, row.asked, row.measured, row.unit, row.ok) for row in bench_codecs.run() if row.asked]
-    return rows, {}
+    return [row for row in bench_codecs.run() if row.asked], {}
 
 
 PARTS: dict[str, Part] = {

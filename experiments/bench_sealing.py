@@ -1,6 +1,6 @@
 """What sealing costs: alone, and federated rounds and collectives with and without it, in the same processes by turns.
 
-    python -m gradbus.experiments.bench_sealing [--repeats 3] [--only PART]
+``make bench-sealing`` or ``python -m gradbus.experiments.bench_sealing``; the exit code is 1 if a figure falls short.
 
 Each process has three buses, with ``none``, ``psk`` and ``identity``, and all do the same, block by block in turns: so
 all that changes with time or with the start of a process strikes all. A sealed block is compared with what the blocks
@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +31,9 @@ import torch
 from torch import nn
 
 import gradbus
+from gradbus.experiments.bench_children import Processes
+from gradbus.experiments.bench_rows import Row, at_most, finish, shown
 from gradbus.models import NullTask
-from gradbus.runtime import logs
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.allow_list import AllowList, Entry, write_allow_list
 from gradbus.runtime.security.identity_key import new_node_key, public_text
@@ -44,28 +44,31 @@ DOMAIN = 219
 DIM = 1_199_882
 ELEMENTS = 1 << 20  # 4 MiB of float32
 LEVELS = ("none", "psk", "identity")
+MAX_RATIO = 1.10  # of the time with psk to that with none
 NODES = ("server", "host-1", "robot-0", "robot-1")
-# Of each level. The first calls of a block are not counted: another level's data is in the caches.
-ROUNDS, WARM_ROUNDS, ROUND_BLOCKS = 6, 1, 9
-CALLS, WARM_CALLS, CALL_BLOCKS = 12, 2, 41
+# Of each block. The first ones are not counted: another level's data is in the caches.
+ROUNDS, WARM_ROUNDS = 6, 1
+CALLS, WARM_CALLS = 12, 2
 _SETTLE_S = 0.02  # clients still take in the model when the controller has sent it
 _TIMEOUT_S = 120.0
 
 
 class Part(NamedTuple):
-    """What is measured, and who plays in it beside the one that measures."""
+    """What is measured, and who plays in it beside the one that measures. ``blocks``: of each level."""
 
     title: str
     measures: str
     others: tuple[str, ...]
+    blocks: int
     memory: bool
 
 
+_ROUND, _REDUCE = "federated round, 2 clients, 4.8 MB", "all_reduce of 4 MiB, 2 ranks"
 PARTS = {
-    "round": Part("federated round, 2 clients, 4.8 MB, shared memory", "controller", ("client", "client"), True),
-    "round-bus": Part("the same, all on the bus", "controller", ("client", "client"), False),
-    "all-reduce": Part("all_reduce of 4 MiB, 2 ranks, shared memory", "rank", ("rank",), True),
-    "all-reduce-bus": Part("the same, all on the bus", "rank", ("rank",), False),
+    "round": Part(f"{_ROUND}, shared memory", "controller", ("client", "client"), 9, True),
+    "round-bus": Part(f"{_ROUND}, all on the bus", "controller", ("client", "client"), 9, False),
+    "all-reduce": Part(f"{_REDUCE}, shared memory", "rank", ("rank",), 41, True),
+    "all-reduce-bus": Part(f"{_REDUCE}, all on the bus", "rank", ("rank",), 41, False),
 }
 
 
@@ -90,7 +93,7 @@ def _make_keys(folder: Path) -> None:
 
 
 def _security(spec: dict[str, Any], level: str) -> Security:
-    folder = Path(spec["folder"])
+    folder = spec["folder"]
     if level == "none":
         return Security()
     if level == "psk":
@@ -127,7 +130,8 @@ async def _client(spec: dict[str, Any]) -> None:
 class _Turns:
     """Lets one thread go on at a time, one of each level."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
         self._all = threading.Barrier(len(LEVELS))
         self._turn = {level: threading.Semaphore(0) for level in LEVELS}
         self._seen = dict.fromkeys(LEVELS, 0)
@@ -141,7 +145,7 @@ class _Turns:
                 self._turn[level].release()
         else:
             self._turn[LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)]].release()
-        if self._seen[level] < ROUND_BLOCKS and not self._turn[level].acquire(timeout=_TIMEOUT_S):
+        if self._seen[level] < self._blocks and not self._turn[level].acquire(timeout=_TIMEOUT_S):
             raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
 
 
@@ -164,11 +168,11 @@ class _BlockTask(NullTask):
 
 
 async def _controller(spec: dict[str, Any]) -> list[Block]:
-    turns = _Turns()
+    turns = _Turns(spec["blocks"])
     blocks: dict[str, list[Block]] = {}
 
     async def run(level: str) -> None:
-        config = gradbus.FederatedConfig(rounds=ROUNDS * ROUND_BLOCKS, num_clients=2, eval_every=ROUNDS)
+        config = gradbus.FederatedConfig(rounds=ROUNDS * spec["blocks"], num_clients=2, eval_every=ROUNDS)
         task = _BlockTask(level, turns, spec["pids"])
         async with _bus(spec, level) as bus:
             times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
@@ -191,7 +195,7 @@ async def _rank(spec: dict[str, Any]) -> list[Block]:
             bus = await opened.enter_async_context(_bus(spec, level))
             joining = gradbus.join_group(bus, rank=spec["number"], world=2)
             groups.append(await opened.enter_async_context(joining))
-        for number in range(len(LEVELS) * CALL_BLOCKS):
+        for number in range(len(LEVELS) * spec["blocks"]):
             group, times = groups[number % len(LEVELS)], []
             await group.barrier()
             began_cpu_s = _cpu_s(spec.get("pids", []))
@@ -205,29 +209,24 @@ async def _rank(spec: dict[str, Any]) -> list[Block]:
     return blocks
 
 
-def _start(spec: dict[str, Any]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gradbus.experiments.bench_sealing", "--child", json.dumps(spec)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+_PLAY: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
+    "controller": _controller, "client": _client, "rank": _rank,
+}  # fmt: skip
 
 
-def _blocks(part: Part, folder: str) -> list[Block]:
+def _blocks(part: Part, folder: Path) -> list[Block]:
     """Of one start of the processes."""
     job = f"sealing-{os.getpid()}-{time.time_ns()}"
-    spec = {"memory": part.memory, "folder": folder, "job": job}
-    children: list[subprocess.Popen[str]] = []
-    try:
-        for number, other in enumerate(part.others, start=part.measures == "rank"):
-            children.append(_start({**spec, "what": other, "number": number}))
-        pids = [child.pid for child in children]
-        children.append(_start({**spec, "what": part.measures, "number": 0, "pids": pids}))
-        told, _ = children[-1].communicate(timeout=_TIMEOUT_S)
-        for child in children[:-1]:
-            child.wait(_TIMEOUT_S)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    return [Block(*block) for block in json.loads(told.splitlines()[-1])]
+    spec = {"memory": part.memory, "blocks": part.blocks, "folder": folder, "job": job}
+    with Processes() as processes:
+        pids = [
+            processes.start(f"{other} {number}", _PLAY[other], {**spec, "what": other, "number": number})
+            for number, other in enumerate(part.others, start=part.measures == "rank")
+        ]
+        whole = {**spec, "what": part.measures, "number": 0, "pids": pids}
+        processes.start(f"{part.measures} that measures", _PLAY[part.measures], whole)
+        blocks: list[Block] = processes.results(_TIMEOUT_S)[-1]
+    return blocks
 
 
 def ratios(blocks: list[Block], level: str, what: str) -> list[float]:
@@ -242,11 +241,12 @@ def ratios(blocks: list[Block], level: str, what: str) -> list[float]:
     return found
 
 
-def measure_alone() -> None:
-    """What one thread takes to seal and to open; prints the best of some tries, as the machine may be busy."""
+def alone_rows() -> tuple[list[Row], dict[str, Any]]:
+    """What one thread takes to seal and to open: the best of some tries, as the machine may be busy."""
     key = new_job_key()
     ours, theirs = (Seal("bench", PskKeys("bench", key)) for _ in range(2))
     sealer, opener = ours.sealer("bench"), theirs.opener("bench", ignores_own=True)
+    rows = []
     for size in (1 << 10, 1 << 16, 1 << 20):
         data = os.urandom(size)
         seal_s, open_s = [], []
@@ -261,49 +261,51 @@ def measure_alone() -> None:
             opener.open(octets)
             open_s.append(time.perf_counter() - sealed_s)
             seal_s.append(sealed_s - began_s)
-        print(f"{size >> 10} KiB: seal {1e6 * min(seal_s):.0f} us, open {1e6 * min(open_s):.0f} us")
+        for what, taken_s in (("seal", seal_s), ("open", open_s)):
+            rows.append(shown(f"{what} {size >> 10} KiB", 1e6 * min(taken_s), "us"))
+    return rows, {}
 
 
-def measure(repeats: int, only: str | None) -> None:
-    """All parts, or one; prints a line for each."""
-    measure_alone()
+def part_rows(part: Part, repeats: int) -> tuple[list[Row], dict[str, Any]]:
+    """Of so many starts of the processes."""
     with tempfile.TemporaryDirectory() as folder:
         _make_keys(Path(folder))
-        for name, part in PARTS.items():
-            if only not in (None, name):
-                continue
-            starts = [_blocks(part, folder) for _ in range(repeats)]
-            line = f"{part.title}:"
-            for what, label in (("seconds", ""), ("cpu_s", "processor ")):
-                of = {
-                    level: 1e3 * statistics.median(getattr(b, what) for one in starts for b in one if b.level == level)
-                    for level in LEVELS
-                }
-                line += f" {label}none {of['none']:.2f} ms,"
-                for level in LEVELS[1:]:
-                    found = [ratio for one in starts for ratio in ratios(one, level, what)]
-                    low, middle, high = statistics.quantiles(found, n=4)
-                    line += f" {level} {of[level]:.2f} ms, ratio {middle:.2f} ({low:.2f} to {high:.2f}),"
-                line = line.removesuffix(",") + ";"
-            print(line.removesuffix(";"), flush=True)
+        starts = [_blocks(part, Path(folder)) for _ in range(repeats)]
+    return list(rows_of(part.title, starts)), {part.title: starts}
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def rows_of(title: str, starts: list[list[Block]]) -> Iterator[Row]:
+    """Ratios of time and of processor time, over the blocks of all starts."""
+    for what, label in (("seconds", ""), ("cpu_s", ", processor")):
+        ms = {
+            level: 1e3 * statistics.median(getattr(b, what) for one in starts for b in one if b.level == level)
+            for level in LEVELS
+        }
+        for level in LEVELS[1:]:
+            low, ratio, high = statistics.quantiles((it for one in starts for it in ratios(one, level, what)), n=4)
+            note = f"{low:.2f} to {high:.2f}; {ms[level]:.2f} ms, none {ms['none']:.2f} ms"
+            name, unit = f"{title}: {level}{label}", "x none"
+            asked = level == "psk" and what == "seconds"
+            yield at_most(name, ratio, MAX_RATIO, unit, note) if asked else shown(name, ratio, unit, note)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts that are asked for, all by default."""
+    names = ("alone", *PARTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=names, help="only this; may be given several times")
     parser.add_argument("--repeats", type=int, default=3, help="starts of the processes for each part")
-    parser.add_argument("--only", choices=tuple(PARTS), help="one part")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child is None:
-        measure(arguments.repeats, arguments.only)
-        return
-    spec = json.loads(arguments.child)
-    logs.configure(level="error")
-    torch.set_num_threads(1)
-    play = {"controller": _controller, "client": _client, "rank": _rank}[spec["what"]]
-    print(json.dumps(asyncio.run(play(spec))))
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-sealing.json"), help="file of results")
+    chosen = parser.parse_args(arguments)
+    rows: list[Row] = []
+    samples: dict[str, Any] = {}
+    for name in chosen.part or names:
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        more, taken = alone_rows() if name == "alone" else part_rows(PARTS[name], chosen.repeats)
+        rows += more
+        samples |= taken
+    return finish("Sealing: asked and measured", rows, chosen.out, samples)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
