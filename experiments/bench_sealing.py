@@ -19,11 +19,11 @@ import asyncio
 import contextlib
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,10 @@ import torch
 from torch import nn
 
 import gradbus
+from gradbus.experiments import bench_parts
 from gradbus.experiments.bench_children import Processes
-from gradbus.experiments.bench_rows import Row, at_most, finish, shown
+from gradbus.experiments.bench_parts import Taken
+from gradbus.experiments.bench_rows import Row, at_most, shown
 from gradbus.models import NullTask
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.allow_list import AllowList, Entry, write_allow_list
@@ -241,7 +243,7 @@ def ratios(blocks: list[Block], level: str, what: str) -> list[float]:
     return found
 
 
-def alone_rows() -> tuple[list[Row], dict[str, Any]]:
+def alone_rows() -> Taken:
     """What one thread takes to seal and to open: the best of some tries, as the machine may be busy."""
     key = new_job_key()
     ours, theirs = (Seal("bench", PskKeys("bench", key)) for _ in range(2))
@@ -266,7 +268,7 @@ def alone_rows() -> tuple[list[Row], dict[str, Any]]:
     return rows, {}
 
 
-def part_rows(part: Part, repeats: int) -> tuple[list[Row], dict[str, Any]]:
+def part_rows(part: Part, repeats: int) -> Taken:
     """Of so many starts of the processes."""
     with tempfile.TemporaryDirectory() as folder:
         _make_keys(Path(folder))
@@ -297,14 +299,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="starts of the processes for each part")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-sealing.json"), help="file of results")
     chosen = parser.parse_args(arguments)
-    rows: list[Row] = []
-    samples: dict[str, Any] = {}
-    for name in chosen.part or names:
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        more, taken = alone_rows() if name == "alone" else part_rows(PARTS[name], chosen.repeats)
-        rows += more
-        samples |= taken
-    return finish("Sealing: asked and measured", rows, chosen.out, samples)
+    parts = {"alone": bench_parts.Part(alone_rows, "one thread seals and opens")}
+    for name, part in PARTS.items():
+        parts[name] = bench_parts.Part(partial(part_rows, part, chosen.repeats), part.title)
+    return bench_parts.main("Sealing: asked and measured", chosen.part or names, parts, chosen.out)
 
 
 if __name__ == "__main__":
