@@ -26,7 +26,7 @@ from gradbus.runtime.control_types import (
     Text,
     Waits,
 )
-from gradbus.runtime.packing import Limits
+from gradbus.runtime.packing import Limits, unpack
 
 PROTOCOL = 2
 MAX_BODY_BYTES = 64 * 1024
