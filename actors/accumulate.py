@@ -4,6 +4,10 @@ Every contribution ``n_i * delta_i`` is rounded once, to a multiple of 2^-30, an
 without rounding, so any order of arrival gives the same bits, and a run can be checked by adding again. The sum has the
 size of two models, however many clients there are.
 
+Whether an update fits depends on that update alone: else one that takes up all the room, with a number of samples that
+is a lie, would have all that come after it refused. So a sum that has no room left in 64 bits is carried into a second
+one of the same size, which is made only then. Both together are the same integer, and round to the same mean.
+
 Rounding error of the mean: at most ``clients * 2^-31 / sum(n_i)``, below the last bit of a float32 weight of 0.001 as
 soon as each client has a handful of samples.
 """
@@ -19,14 +23,16 @@ from torch import Tensor
 from gradbus.codecs import DenseBlock, Parsed
 
 FRACTION_BITS = 30
-_LIMIT = 2.0**62  # of sum(n_i * max|delta_i|) * 2^30: int64 cannot overflow below it
+_LIMIT = 2.0**62  # of n_i * max|delta_i| * 2^30, and of a sum of such before it is carried: int64 does not overflow
+_LOW_BITS = 32  # what a carry leaves; the rest stays below 2^53, exact in float64, for some eight million updates
+LARGEST = _LIMIT / 2.0**FRACTION_BITS  # of the samples of an update times its largest value
 # 240 KiB of float64 stay in the second-level cache. And torch computes fewer than 32,768 elements on the calling
 # thread: on a busy machine, waiting for helper threads at every step took a hundred times as long as the step.
 _BLOCK_ELEMS = 30 * 1024
 
 
 class OutOfRange(ValueError):
-    """An update is so large that the sum could overflow."""
+    """An update is so large that it alone does not fit the sum."""
 
 
 class ExactMean:
@@ -39,6 +45,7 @@ class ExactMean:
 
     def __init__(self, dim: int) -> None:
         self._sum = torch.zeros(dim, dtype=torch.int64)
+        self._carried: Tensor | None = None  # int64, in units of 2^32, once there was need of it
         self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
         # The same memory for numpy: its rint stays on the calling thread, torch's round_ does not.
         self._scratch_array = self._scratch.numpy()
@@ -51,6 +58,7 @@ class ExactMean:
         """Start a new mean; the memory is kept."""
         if self.count:
             self._sum.zero_()
+        self._carried = None  # as a rule nobody needs that memory again
         self._bound, self.num_samples, self.count = 0.0, 0, 0
 
     def add(self, update: Parsed, *, base: Tensor, num_samples: int) -> None:
@@ -62,14 +70,17 @@ class ExactMean:
             num_samples: its weight, >= 1.
 
         Raises:
-            OutOfRange: the sum could overflow. Nothing has been added.
+            OutOfRange: its samples times its largest value are too much, whatever else is in the sum. Nothing has been
+                added.
             ValueError: weights in a sparse message, which say nothing of most of the model. Nothing has been added.
         """
         if update.is_sparse and not update.is_delta:
             raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
-        bound = self._bound + num_samples * 2.0**FRACTION_BITS * _max_abs(update, base)
+        bound = num_samples * 2.0**FRACTION_BITS * _max_abs(update, base, self._scratch)
         if not bound < _LIMIT:
             raise OutOfRange(f"update with {num_samples} samples: its largest value does not fit the exact sum")
+        if not self._bound + bound < _LIMIT:
+            self._carry()
         scale = float(num_samples * (1 << FRACTION_BITS))
         for block in update.blocks(_BLOCK_ELEMS):
             size = block.values.numel()
@@ -82,7 +93,7 @@ class ExactMean:
                 self._sum[block.start : stop].add_(self._round(scaled.mul_(scale)))
             else:
                 self._sum.index_add_(0, block.indices, self._round(scaled.mul_(scale)))
-        self._bound = bound
+        self._bound += bound
         self.num_samples += num_samples
         self.count += 1
 
@@ -92,6 +103,20 @@ class ExactMean:
         np.rint(self._scratch_array[:size], out=self._scratch_array[:size])
         return self._integers[:size].copy_(scaled)
 
+    def _carry(self) -> None:
+        """Make room: leave the lowest bits, which are not negative then, and carry the others."""
+        if self._carried is None:
+            self._carried = torch.zeros_like(self._sum)
+        for place in self._places():
+            piece = self._sum[place]
+            self._carried[place].add_(torch.bitwise_right_shift(piece, _LOW_BITS))
+            piece.bitwise_and_((1 << _LOW_BITS) - 1)
+        self._bound = 2.0**_LOW_BITS
+
+    def _places(self) -> Iterator[slice]:
+        dim = self._sum.numel()
+        return (slice(start, min(start + _BLOCK_ELEMS, dim)) for start in range(0, dim, _BLOCK_ELEMS))
+
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The mean in pieces: (place, float64 values). The tensor is reused for the next piece.
 
@@ -100,21 +125,33 @@ class ExactMean:
         """
         if self.num_samples == 0:
             raise ValueError("the mean of no vectors is not defined: add at least one")
+        if self._carried is not None:
+            self._carry()  # so that both parts are exact in float64, and their sum is rounded once, as an int64 is
         scale = 1.0 / (self.num_samples * 2.0**FRACTION_BITS)
-        for start in range(0, self._sum.numel(), _BLOCK_ELEMS):
-            piece = self._sum[start : start + _BLOCK_ELEMS]
-            values = self._scratch[: piece.numel()]
-            yield slice(start, start + piece.numel()), values.copy_(piece).mul_(scale)
+        for place in self._places():
+            low = self._sum[place]
+            values = self._scratch[: low.numel()]
+            if self._carried is None:
+                values.copy_(low)
+            else:
+                values.copy_(self._carried[place]).mul_(2.0**_LOW_BITS).add_(low)
+            yield place, values.mul_(scale)
 
 
-def _max_abs(update: Parsed, base: Tensor) -> float:
-    """An upper bound of |value| over the update as a difference to the base."""
+def fits(update: Parsed, base: Tensor, num_samples: int) -> bool:
+    """Whether :meth:`ExactMean.add` takes this update. For who makes it: it is better not sent than refused."""
+    scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
+    return num_samples * 2.0**FRACTION_BITS * _max_abs(update, base, scratch) < _LIMIT
+
+
+def _max_abs(update: Parsed, base: Tensor, scratch: Tensor) -> float:
+    """The largest |value| of the update as a difference to the base. ``scratch``: float64, for a block."""
     largest = 0.0
     for block in update.blocks(_BLOCK_ELEMS):
-        if block.values.numel():
-            low, high = torch.aminmax(block.values)
+        values, size = block.values, block.values.numel()
+        if not update.is_delta and isinstance(block, DenseBlock):
+            values = scratch[:size].copy_(values).sub_(base[block.start : block.start + size])
+        if size:
+            low, high = torch.aminmax(values)
             largest = max(largest, -float(low), float(high))
-    if not update.is_delta and base.numel():
-        low, high = torch.aminmax(base)
-        largest += max(-float(low), float(high))
     return largest

@@ -1,6 +1,6 @@
 """Invariant I3: every round computed again, from the bytes of the updates that counted.
 
-With fedavg, and no limits on updates, in NumPy alone: in 64-bit integers as docs/architecture.md has it, by clients in
+With fedavg, and no limits on updates, in NumPy alone: in integers as docs/architecture.md has it, by clients in
 ascending order. Other strategies have steps of their own; they are run again as they are, with the same order.
 """
 
@@ -109,15 +109,19 @@ class _Replay:
                 self._strategy.add(update["client"], parsed, update["num_samples"])
             self._strategy.finish(weights)
             return
-        total = np.zeros(base.size, dtype=np.int64)
+        # In two parts, low < 2^32: a sum of what is only just allowed does not fit 64 bits.
+        high, low = np.zeros(base.size, dtype=np.int64), np.zeros(base.size, dtype=np.int64)
         for update in updates:
             decoded = codecs.decode(bytearray(self._payload(round_id, update)), expected_dim=base.size)
             delta = decoded.vector.numpy().astype(np.float64)
             if not decoded.is_delta:
                 delta -= base
-            total += np.rint(delta * (update["num_samples"] * _ONE)).astype(np.int64)
+            low += np.rint(delta * (update["num_samples"] * _ONE)).astype(np.int64)
+            high += low >> 32
+            low &= 0xFFFF_FFFF
         samples = sum(update["num_samples"] for update in updates)
-        self._weights[:] = total.astype(np.float64) * (1.0 / (samples * _ONE)) + self._weights
+        total = high * 2.0**32 + low
+        self._weights[:] = total * (1.0 / (samples * _ONE)) + self._weights
 
     def _follow(self, round_id: int) -> None:
         """With a lossy codec on the way down: what the clients hold after this round."""

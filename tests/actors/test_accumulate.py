@@ -177,15 +177,47 @@ def test_an_update_that_is_out_of_range_is_refused_and_nothing_of_it_is_added(na
     assert mean.count == 2
 
 
-def test_up_to_the_limit_the_sum_does_not_overflow() -> None:
-    base = torch.zeros(1)
+@pytest.mark.parametrize("value", [-3.99, 3.99])
+def test_the_sum_has_room_for_as_many_of_the_largest_updates_as_come(value: float) -> None:
+    base, just_fits = torch.zeros(1), torch.tensor([value])
     mean = ExactMean(1)
-    just_fits = torch.tensor([-1.99])
-    for _ in range(2):
-        mean.add(update_of("fp32", 2, just_fits, base), base=base, num_samples=1 << 30)
-    with pytest.raises(OutOfRange):
+    for _ in range(9):
         mean.add(update_of("fp32", 2, just_fits, base), base=base, num_samples=1 << 30)
     assert mean_of(mean, 1).item() == pytest.approx(just_fits.item(), rel=1e-15)
+    with pytest.raises(OutOfRange):
+        mean.add(update_of("fp32", 2, torch.tensor([4.0]), base), base=base, num_samples=1 << 30)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_update_that_takes_up_all_the_room_keeps_nobody_out(first: bool) -> None:
+    greedy = torch.zeros(DIM)
+    greedy[3] = torch.nextafter(torch.tensor(4.0), torch.tensor(0.0))
+    updates = [(update_of("fp32", 2, greedy, BASE), 1 << 30), *MIXED]
+    mean = ExactMean(DIM)
+    for parsed, num_samples in updates if first else reversed(updates):
+        mean.add(parsed, base=BASE, num_samples=num_samples)
+    expected = oracle(updates, BASE)
+    assert mean.count == len(updates)
+    assert np.abs(mean_of(mean).numpy() - expected).max() <= stated_error(updates, expected)
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    values=st.lists(
+        st.tuples(st.floats(-3.75, 3.75, width=32), st.integers(1 << 28, 1 << 30)), min_size=3, max_size=12
+    ),
+    seed=st.randoms(use_true_random=False),
+)
+def test_a_sum_beyond_64_bits_is_rounded_once_and_the_same_in_any_order(values: list[Any], seed: Any) -> None:
+    base = torch.zeros(1)
+    exact = sum(round(value * n * 2.0**30) for value, n in values)
+    samples = sum(n for _, n in values)
+    for _ in range(2):
+        seed.shuffle(values)
+        mean = ExactMean(1)
+        for value, n in values:
+            mean.add(update_of("fp32", 2, torch.tensor([value]), base), base=base, num_samples=n)
+        assert float(mean_of(mean, 1)) == float(exact) * (1.0 / (samples * 2.0**30))
 
 
 def test_the_largest_float_is_out_of_range_and_no_error_of_its_own() -> None:
@@ -199,6 +231,13 @@ def test_a_base_far_from_the_update_is_out_of_range_as_well() -> None:
     parsed = codecs.parse(torch.ones(1).numpy().tobytes(), expected_dim=1)
     with pytest.raises(OutOfRange):
         ExactMean(1).add(parsed, base=base, num_samples=1)
+
+
+def test_weights_far_from_zero_fit_if_they_are_near_the_base() -> None:
+    base = torch.full((1,), 1e6)
+    mean = ExactMean(1)
+    mean.add(codecs.parse((base + 1).numpy().tobytes(), expected_dim=1), base=base, num_samples=60_000)
+    assert mean_of(mean, 1).item() == 1.0
 
 
 def test_a_reset_mean_knows_nothing_of_the_past() -> None:
@@ -215,12 +254,17 @@ def test_a_reset_mean_knows_nothing_of_the_past() -> None:
         next(mean.blocks())
 
 
-def test_a_reset_mean_has_its_full_range_again() -> None:
+def test_a_reset_mean_forgets_what_it_has_carried_and_gives_back_that_memory() -> None:
     base, huge = torch.zeros(1), torch.tensor([3.9])
     mean = ExactMean(1)
     for _ in range(3):
+        for _ in range(2):
+            mean.add(update_of("fp32", 2, huge, base), base=base, num_samples=1 << 30)
+        assert mean._carried is not None
         mean.reset()
-        mean.add(update_of("fp32", 2, huge, base), base=base, num_samples=1 << 30)
+        assert mean._carried is None
+        mean.add(update_of("fp32", 2, huge, base), base=base, num_samples=1)
+        assert mean_of(mean, 1).item() == pytest.approx(huge.item(), abs=1e-9)
 
 
 def peak_bytes(work: Callable[[], None]) -> int:

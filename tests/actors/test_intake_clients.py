@@ -7,8 +7,10 @@ import itertools
 import math
 
 import pytest
-from intake_hall import Hall, Sender, deliver, run_with
+import torch
+from intake_hall import DIM, MAX_SAMPLES, Hall, Sender, deliver, run_with
 
+from gradbus import codecs
 from gradbus.actors import intake as intake_module
 from gradbus.actors.tally import Tally
 from gradbus.runtime.control import Grant, NeedUpdate, Receipt
@@ -242,3 +244,17 @@ def test_losses_that_are_no_numbers_are_left_out() -> None:
 def test_absurd_losses_are_no_error(losses: list[tuple[int, float]]) -> None:
     loss = Tally(losses=losses).loss()
     assert loss is None or math.isfinite(loss)
+
+
+@pytest.mark.parametrize("greedy_first", [True, False])
+def test_an_update_that_takes_up_all_the_room_brings_nobody_a_strike(greedy_first: bool) -> None:
+    largest = codecs.get("fp32").encode(torch.nextafter(torch.full((DIM,), 4.0), torch.zeros(DIM)))
+
+    async def test(hall: Hall) -> None:
+        greedy = Sender(0, payload=largest, num_samples=MAX_SAMPLES)
+        others = [Sender(1, num_samples=60_000), Sender(2, num_samples=60_000)]
+        await deliver(hall, *([greedy, *others] if greedy_first else [*others, greedy]))
+        assert hall.round.accepted == {0, 1, 2}
+        assert (hall.strikes, hall.round.failed, hall.intake.dropped) == ([], {}, {})
+
+    run_with(test)

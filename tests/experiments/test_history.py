@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import gradbus
+from gradbus import codecs
+from gradbus.actors.strategy import FedAvg
 from gradbus.experiments.cli import app
 from gradbus.experiments.exit_codes import ExitCode
 from gradbus.experiments.history import read_history
 from gradbus.experiments.history_check import Finding, check
 from gradbus.models import NullTask
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.history import History
+from gradbus.runtime.history import History, update_name, weights_name
 
 DIM = 3000
 RUN = "00000000000000aa"
@@ -268,6 +271,26 @@ def test_every_round_of_a_real_run_is_computed_again_to_the_last_bit(rules: dict
 
 
 BOTH_WAYS = {"codec": "s4", "downlink_codec": "q8"}
+
+
+def test_a_round_whose_sum_does_not_fit_64_bits_is_computed_again_as_well(tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    (history / "payloads").mkdir(parents=True)
+    weights, mean = torch.zeros(DIM), FedAvg(DIM)
+    (history / "payloads" / weights_name(int(RUN, 16), 0)).write_bytes(weights.numpy().tobytes())
+    events = [started(crc32=zlib.crc32(weights.numpy().data), strategy="fedavg")]
+    mean.begin(1, weights)
+    for client, value in enumerate((3.75, 3.5, 3.25, 0.125)):
+        payload = codecs.get("fp32").encode(torch.full((DIM,), value))
+        mean.add(client, codecs.parse(payload, expected_dim=DIM), 1 << 30)
+        (history / "payloads" / update_name(1, client, 5, 1)).write_bytes(payload)
+        events.append(counted(1, client, num_samples=1 << 30))
+    mean.finish(weights)
+    assert weights[0] == (3.75 + 3.5 + 3.25 + 0.125) / 4
+    crc32 = zlib.crc32(weights.numpy().data)
+    write(history, "controller", *events, committed(1, 0, 1, 2, 3, crc32=crc32, num_samples=1 << 32))
+    assert broken(tmp_path) == []
+    assert found(tmp_path)["I3"].checked == 1
 
 
 def test_a_round_that_was_committed_and_not_noted_any_more_is_computed_again_from_what_the_next_start_says(
