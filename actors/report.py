@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from gradbus.actors.rounds import Outcome, Round
 
 TIMELINES_IN_MEMORY = 16  # newest rounds whose timelines stay in a list of reports; run directories keep all
+NAMED_IN_CHECKPOINT = 16  # newest rounds of which a checkpoint names clients; it is written in every round
+KEPT_IN_CHECKPOINT = 10_000  # newest rounds of which it has a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class RoundReport:
 
     Attributes:
         round_id: its number; attempt: how often it was tried.
-        clients: ids whose updates count. expected: how many took part. outcome: why it ended.
+        clients: ids whose updates count; updates: how many. expected: how many took part. outcome: why it ended.
         num_samples: samples trained on, all clients together.
         loss: mean training loss, weighted by samples; None without one.
         accuracy, eval_loss: of the global model on the test set; None if not evaluated.
@@ -41,6 +43,8 @@ class RoundReport:
         marks: clients whose updates the strategy did not take as they were, by what it did: ``clipped`` and so on.
         timeline: where the time went, by client; of the clients that counted last, where there are very many. Empty for
             rounds before a resume, and in :attr:`Progress.reports` for all but the newest rounds.
+
+    Of rounds before a resume there may be the figures alone: see :meth:`figures`. Run directories have all.
     """
 
     round_id: int
@@ -72,6 +76,11 @@ class RoundReport:
     strikes: tuple[Strike, ...] = ()
     marks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     timeline: tuple[ClientTimeline, ...] = ()
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.updates:  # else it is known, also where the ids are not
+            object.__setattr__(self, "updates", len(self.clients))
 
     @property
     def bytes_shared(self) -> int:
@@ -100,6 +109,10 @@ class RoundReport:
     def without_timeline(self) -> RoundReport:
         """The same, for what must not grow with the number of clients."""
         return replace(self, timeline=()) if self.timeline else self
+
+    def figures(self) -> RoundReport:
+        """The same without all that names clients."""
+        return replace(self, clients=(), strikes=(), marks={}, timeline=())
 
 
 def report_of(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradbus.actors.conduct import Conduct
 from gradbus.actors.flat_model import FlatModel
-from gradbus.actors.report import RoundReport
+from gradbus.actors.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.strategy import Strategy
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
 from gradbus.runtime.errors import CheckpointError
@@ -31,8 +31,9 @@ class RunState:
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
         held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
-        history: reports of the committed rounds, without timelines: a checkpoint holds the history of the whole run
-            and is written in every round, so what it keeps of a round must not grow with the clients.
+        history: reports of the committed rounds, without timelines, as a checkpoint holds them. It is written in every
+            round, so it must not grow without end: of all but the newest rounds it has the figures, and of those long
+            past nothing.
         conduct: of the clients, see there.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
@@ -132,7 +133,15 @@ class RunState:
         self.round_id = report.round_id
         self.held = held
         self.history.append(report.without_timeline())
+        self._thin_history()
         self._save(held)
+
+    def _thin_history(self) -> None:
+        del self.history[:-KEPT_IN_CHECKPOINT]
+        for place in range(len(self.history) - NAMED_IN_CHECKPOINT - 1, -1, -1):
+            if not self.history[place].clients:
+                return  # and so are all before it
+            self.history[place] = self.history[place].figures()
 
     def amend(self, report: RoundReport, **values: Any) -> RoundReport:
         """Complete the newest report with what is known only after the commit."""

@@ -54,7 +54,7 @@ class PlainLines:
     def round_done(self, report: RoundReport) -> None:
         shared = f" ({size(report.bytes_shared)} of it in memory)" if report.bytes_shared else ""
         text = (
-            f"round {report.round_id}/{self._progress.rounds}: clients {len(report.clients)}/{report.expected}, "
+            f"round {report.round_id}/{self._progress.rounds}: clients {report.updates}/{report.expected}, "
             f"loss {number(report.loss, 4)}, accuracy {percent(report.accuracy)}, "
             f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
             f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
@@ -148,7 +148,7 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
     """The rounds as a table, one row each. ``width``: characters there are; columns that do not fit are left out."""
     columns: dict[str, Callable[[RoundReport], str]] = {
         "round": lambda report: str(report.round_id),
-        "clients": lambda report: f"{len(report.clients)}/{report.expected}",
+        "clients": lambda report: f"{report.updates}/{report.expected}",
         "loss": lambda report: number(report.loss, 4),
         "accuracy": lambda report: percent(report.accuracy),
         "up": lambda report: size(report.bytes_up),

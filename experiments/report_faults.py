@@ -46,9 +46,9 @@ def faults(reports: Sequence[RoundReport]) -> Section:
             rounds.setdefault(reason, []).append(report.round_id)
     rows = [[reason, str(n), listed(rounds[reason]), REASONS.get(reason, "")] for reason, n in counts.most_common()]
     bumpy = [
-        [str(r.round_id), f"{len(r.clients)} of {r.expected}", str(r.attempt), r.outcome]
+        [str(r.round_id), f"{r.updates} of {r.expected}", str(r.attempt), r.outcome]
         for r in reports
-        if r.attempt > 1 or len(r.clients) < r.expected or r.outcome != Outcome.ALL.value
+        if r.attempt > 1 or r.updates < r.expected or r.outcome != Outcome.ALL.value
     ]
     shown, left_out = thinned(bumpy, MAX_ROWS)
     tables = []

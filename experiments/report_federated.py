@@ -134,12 +134,8 @@ def _time(reports: Sequence[RoundReport]) -> Section:
         )
     ]
     for index, (what, report) in enumerate(figures.typical_rounds(reports)):
-        left_out = len(report.clients) - min(len(report.timeline), figures.MAX_ROWS)
-        who = (
-            f" Of {len(report.clients)} clients the {len(report.clients) - left_out} that counted last."
-            if left_out
-            else ""
-        )
+        left_out = report.updates - min(len(report.timeline), figures.MAX_ROWS)
+        who = f" Of {report.updates} clients the {report.updates - left_out} that counted last." if left_out else ""
         shown.append(
             Figure(
                 picture=figures.draw_timeline(report, f"timeline-{index + 1}"),
@@ -180,7 +176,7 @@ def clients_table(reports: Sequence[RoundReport]) -> Table | None:
         Column.of_bytes("update", [sum(t.num_bytes for t in found) / len(found) for _, found in known]),
     ]
     shown, left_out = thinned(rows_of(columns), MAX_TABLE_ROWS)
-    many = any(len(report.clients) > len(report.timeline) > 0 for report in reports)
+    many = any(report.updates > len(report.timeline) > 0 for report in reports)
     return Table(
         name="clients", title="Clients: means per round",
         head=[column.head for column in columns], rows=shown,
@@ -226,7 +222,7 @@ def rounds_table(reports: Sequence[RoundReport]) -> Table:
     """A row for each round."""
     columns = [
         Column(name="round", values=[r.round_id for r in reports]),
-        Column(name="clients", values=[len(r.clients) for r in reports]),
+        Column(name="clients", values=[r.updates for r in reports]),
         Column(name="loss", values=[r.loss for r in reports], digits=4),
         Column(name="accuracy", values=[r.accuracy for r in reports], unit="%", factor=0.01, digits=2),
         Column(name="test loss", values=[r.eval_loss for r in reports], digits=4),

@@ -8,17 +8,18 @@ written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, t
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TextIO
 
 from gradbus.experiments.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import lines_of, parse_json
+from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport
@@ -61,21 +62,21 @@ class RunDirectory:
         """Append what is new in the history of the run.
 
         The first call writes the file anew: the controller's history is the truth after a resume, also for a round that
-        was committed just before the process died. It lacks the timelines, which are taken from the file as it was.
+        was committed just before the process died. It lacks the timelines, who took part in rounds of some time ago,
+        and rounds of long ago. These are taken from the file as it was.
         """
         path = self.path / "rounds.jsonl"
         if self._written and self._written <= len(reports):
             with path.open("a", encoding="utf-8") as file:
                 file.writelines(json_text(report.to_json()) + "\n" for report in reports[self._written :])
         else:
-            known = _timelines(path) if any(not report.timeline for report in reports) else {}
-            lines = []
-            for report in reports:
-                values = report.to_json()
-                if not report.timeline:
-                    values["timeline"] = known.get((report.round_id, report.weights_crc32), [])
-                lines.append(json_text(values) + "\n")
-            write_text(path, "".join(lines))
+            temporary = path.with_name(f"{path.name}.tmp")
+            with (
+                path.open("rb") if path.exists() else io.BytesIO() as old,
+                temporary.open("w", encoding="utf-8") as new,
+            ):
+                new.writelines(_anew(old, reports))
+            temporary.replace(path)
         self._written = len(reports)
 
     def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -148,15 +149,28 @@ def write_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _timelines(path: Path) -> dict[tuple[int, int], list[Any]]:
-    """By round and checksum of its model, as far as they can be read: a round that was done again is another one."""
-    found: dict[tuple[int, int], list[Any]] = {}
-    if path.exists():
-        for line in lines_of(path):
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-                entry = parse_json(line)
-                found[int(entry["round_id"]), int(entry["weights_crc32"])] = list(entry["timeline"])
-    return found
+def _anew(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
+    """The lines of these reports, with what only the file as it was knows of them and of the rounds before."""
+    first = reports[0].round_id if reports else 0
+    places: dict[tuple[int, int], int] = {}  # by round and checksum of its model: a round done again is another one
+    while line := old.readline(MAX_LINE_CHARS):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            entry = parse_json(line.decode())
+            round_id, crc32 = int(entry["round_id"]), int(entry["weights_crc32"])
+            if round_id < first:
+                yield json_text(entry) + "\n"
+            else:
+                places[round_id, crc32] = old.tell() - len(line)
+    for report in reports:
+        values = report.to_json()
+        place = places.get((report.round_id, report.weights_crc32))
+        if place is not None and not (report.clients and report.timeline):
+            old.seek(place)
+            entry = parse_json(old.readline(MAX_LINE_CHARS).decode())
+            for key in ("timeline",) if report.clients else ("clients", "strikes", "marks", "timeline"):
+                if not values[key] and isinstance(entry.get(key), type(values[key])):
+                    values[key] = entry[key]
+        yield json_text(values) + "\n"
 
 
 def json_text(values: Any, *, indent: int | None = None) -> str:

@@ -157,7 +157,7 @@ def round_values(report: RoundReport) -> Values:
         "accuracy": report.accuracy,
         "loss/train": report.loss,
         "loss/eval": report.eval_loss,
-        "clients/updates": len(report.clients),
+        "clients/updates": report.updates,
         "clients/expected": report.expected,
         "bytes/up": report.bytes_up,
         "bytes/down": report.bytes_down,

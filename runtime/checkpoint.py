@@ -8,6 +8,7 @@ without it, or with one that does not match, the round never happened and the on
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -107,16 +108,18 @@ class CheckpointStore:
             temporary = data_path.with_suffix(".safetensors.tmp")
             save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, temporary)
             digest = _sha256(temporary)
-            _commit(temporary, data_path)
             body = {
                 "format": FORMAT,
                 "round_id": checkpoint.round_id,
                 "tensors_sha256": digest,
                 "meta": dict(checkpoint.meta),
             }
-            document = {**body, "sha256": _digest_of(body)}
+            text = json.dumps({**body, "sha256": _digest_of(body)})  # in one line: indented it takes ten times as long
+            if len(text) > MAX_META_BYTES:  # all of it is ASCII
+                raise OSError(errno.EFBIG, f"its JSON has {len(text):,} bytes, at most {MAX_META_BYTES:,} are read")
+            _commit(temporary, data_path)
             temporary = meta_path.with_suffix(".json.tmp")
-            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             _commit(temporary, meta_path)
             _sync_directory(self.directory)
         except (OSError, SafetensorError) as error:

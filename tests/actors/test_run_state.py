@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gradbus import codecs
+from gradbus.actors import run_state
+from gradbus.actors.conduct import Strike
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.report import RoundReport
 from gradbus.actors.run_state import RunState
@@ -269,6 +271,36 @@ def test_a_checkpoint_keeps_reports_without_their_timelines_and_takes_those_of_a
     assert [report.round_id for report in again.history] == [1, 2]
     assert again.history[0].timeline == ()
     again.close()
+
+
+def test_a_checkpoint_names_the_clients_of_the_newest_rounds_and_does_not_grow_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "KEPT_IN_CHECKPOINT", 30)
+    state, _ = open_state(config_of(tmp_path, keep_checkpoints=100))
+    everybody = tuple(range(1000))
+    strike = Strike(7, 1, "non-finite", "nan", 1)
+    for round_id in range(1, 41):
+        marks = {"clipped": everybody}
+        state.commit(RoundReport(round_id=round_id, clients=everybody, marks=marks, strikes=(strike,)), None)
+    state.close()
+    sizes = {n: (tmp_path / f"round-{n:06d}.json").stat().st_size for n in (15, 16, 30, 31, 40)}
+    assert sizes[16] - sizes[15] > 8000
+    assert sizes[30] - sizes[16] < 14 * 1000
+    assert abs(sizes[40] - sizes[31]) < 100
+    again, _ = open_state(config_of(tmp_path))
+    assert [report.round_id for report in again.history] == list(range(11, 41))
+    assert [report.updates for report in again.history] == [1000] * 30
+    assert [len(report.clients) for report in again.history] == [0] * 14 + [1000] * 16
+    assert [len(report.marks) for report in again.history] == [len(report.strikes) for report in again.history]
+    assert again.history == state.history
+    again.close()
+
+
+def test_the_reports_of_an_older_program_say_how_many_updates_there_were(tmp_path: Path) -> None:
+    entry = RoundReport(round_id=1, clients=(0, 3)).to_json()
+    del entry["updates"]
+    assert RoundReport.from_json(entry).updates == 2
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:

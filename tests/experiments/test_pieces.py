@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import Progress, RoundReport
+from gradbus.actors.conduct import Strike
 from gradbus.actors.timeline import ClientTimeline
 from gradbus.experiments import bench_rows, lookup, versions
 from gradbus.experiments.demo import DemoOptions, plan
@@ -142,6 +143,24 @@ def test_a_resume_keeps_the_timelines_of_rounds_that_stand(tmp_path: Path) -> No
     entries = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [[client["counted_s"] for client in entry["timeline"]] for entry in entries] == [[1.5], [], [1.5]]
     assert entries[2]["loss"] is None
+
+
+def test_a_resume_keeps_who_took_part_and_the_rounds_that_no_checkpoint_has_any_more(tmp_path: Path) -> None:
+    marks = {"clipped": (3,)}
+    strike = Strike(3, 2, "non-finite", "nan", 1)
+    reports = [
+        RoundReport(round_id=i, weights_crc32=10 + i, clients=(1, 3), expected=3, marks=marks, strikes=(strike,))
+        for i in (1, 2, 3, 4)
+    ]
+    with RunDirectory(tmp_path) as run:
+        run.add(reports)
+    before = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    with RunDirectory(tmp_path) as run:  # the checkpoint has forgotten round 1, and round 3 was done again
+        run.add([reports[1].figures(), replace(reports[2], weights_crc32=99).figures(), reports[3]])
+    after = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [after[0], after[1], after[3]] == [before[0], before[1], before[3]]
+    again = json.loads(after[2])
+    assert (again["clients"], again["updates"], again["strikes"], again["marks"]) == ([], 2, [], {})
 
 
 def test_the_current_directory_is_imported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

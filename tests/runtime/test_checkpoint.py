@@ -266,6 +266,17 @@ def test_a_full_disk_at_any_step_is_an_error_that_says_what_to_do_and_spoils_not
     assert same(store.load_newest(), example(3 if stop_at > COMMIT_AT else 2))
 
 
+def test_what_could_not_be_read_again_is_not_written(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (store.directory / "round-000002.json").stat().st_size
+    monkeypatch.setattr(module, "MAX_META_BYTES", size)
+    assert same(store.load(2), example(2))
+    monkeypatch.setattr(module, "MAX_META_BYTES", size - 1)
+    before = sorted(path.name for path in store.directory.iterdir())
+    with pytest.raises(CheckpointError, match=rf"round 3 cannot be written.*its JSON has {size:,} bytes, at most"):
+        store.save(example(3))
+    assert sorted(path.name for path in store.directory.iterdir()) == before
+
+
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
