@@ -27,7 +27,7 @@ class Member:
     Attributes:
         hello: the last thing it has said of itself, and ``number``: of that message.
         from_round: the first round it takes part in.
-        heard_s: when it was heard last.
+        heard_s: when it was heard last, and ``unheard_s``: for how long since then the controller could not hear.
         model_round: the round of the newest model that it is known to have held in this session; -1: none.
         out_until: before this round it must not take part, whoever is missing.
     """
@@ -40,6 +40,11 @@ class Member:
     number: int
     model_round: int = -1
     out_until: int = 0
+    unheard_s: float = 0.0
+
+    def hear(self, now_s: float) -> None:
+        """It lives."""
+        self.heard_s, self.unheard_s = now_s, 0.0
 
 
 @dataclass(slots=True)
@@ -127,7 +132,7 @@ class Members:
         """Something came from it: it lives."""
         member = self.get(client_id, incarnation)
         if member is not None:
-            member.heard_s = now_s
+            member.hear(now_s)
         return member
 
     def hello(
@@ -158,7 +163,7 @@ class Members:
                 client_id, incarnation, hello, now_s, from_round, number, out_until=out_until
             )
             return Answer.WELCOME, ""
-        member.heard_s = now_s
+        member.hear(now_s)
         if not is_later(number, member.number):
             return Answer.NOTHING, ""
         member.hello, member.number = hello, number
@@ -205,11 +210,16 @@ class Members:
         return late
 
     def expire(self, now_s: float) -> list[Member]:
-        """Remove and return those that have been silent for too long."""
-        dead = [member for member in self._members.values() if now_s - member.heard_s > self._dead_after_s]
+        """Remove and return those that have been silent for too long, as far as the controller could hear."""
+        dead = [m for m in self._members.values() if now_s - m.heard_s - m.unheard_s > self._dead_after_s]
         for member in dead:
-            del self._members[member.client_id]
+            self.remove(member.client_id, member.incarnation)
         return dead
+
+    def could_not_hear(self, seconds: float) -> None:
+        """The controller stood still: what its clients have said meanwhile, it has yet to hear."""
+        for member in self._members.values():
+            member.unheard_s += seconds
 
     def ready(self, round_id: int) -> list[int]:
         """Ids of the clients that can take part in the round, ascending."""

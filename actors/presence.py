@@ -52,8 +52,14 @@ class Presence:
         self._left = asyncio.Event()
 
     async def beat(self) -> None:
-        """Say that the controller lives, and notice clients that do not. Runs until cancelled."""
+        """Say that the controller lives, and notice clients that do not. Runs until cancelled.
+
+        A beat that comes far too late tells of this process: it was stopped, or had no turn. What its clients said
+        meanwhile is still to be handled, and may be so after this timer, so that time counts as one heartbeat. And not
+        as none: on a machine on which every beat is late, the dead are still noticed, after so many more.
+        """
         host = process_name()
+        before_s = time.monotonic()
         while True:
             status = status_of(
                 self._progress, self._open_round(), self._members, self._intake.dropped, run_id=self._run_id,
@@ -61,7 +67,11 @@ class Presence:
             )  # fmt: skip
             with contextlib.suppress(BusError):  # the next one will do
                 await self._bus.publish(self._identity, status)
-            dead = self._members.expire(time.monotonic())
+            now_s = time.monotonic()
+            if now_s - before_s > 2 * self._heartbeat_s:
+                self._members.could_not_hear(now_s - before_s - self._heartbeat_s)
+            before_s = now_s
+            dead = self._members.expire(now_s)
             for member in dead:
                 log.warning("client silent", client=member.client_id, host=member.hello.host)
                 self._intake.forget(member.client_id, member.incarnation)

@@ -128,6 +128,26 @@ def test_a_silent_client_is_dead_and_comes_back_for_the_next_round() -> None:
     assert members.ready(2) == [0, 1]
 
 
+def test_with_a_client_that_expires_what_was_known_of_its_rival_is_forgotten() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
+    assert [member.incarnation for member in members.expire(DEAD_AFTER_S + 0.1)] == [100]
+    assert greet(members, incarnation=100, now_s=3.0)[0] is Answer.WELCOME  # it had only stood still
+    assert greet(members, incarnation=200, now_s=10.0)[0] is Answer.NOTHING  # a wait of its own, from here on
+    assert members.get(0, 100) is not None
+
+
+def test_while_the_controller_could_not_hear_nobody_is_silent() -> None:
+    members = new_members()
+    join(members)
+    members.could_not_hear(10.0)
+    assert members.expire(10.0 + DEAD_AFTER_S) == []
+    assert members.heard_at_s(0) == 0.0
+    members.heard(0, 100, 11.0)  # from here on it can
+    assert [member.client_id for member in members.expire(11.1 + DEAD_AFTER_S)] == [0]
+
+
 def test_every_message_of_a_client_is_a_sign_of_life() -> None:
     members = new_members()
     join(members)
