@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ from gradbus.runtime.sealed_memory import SHARED_BYTES, Sealed
 
 RETAIN_BYTES = 64 << 20  # a model of up to this size is also kept by DDS for clients that come later
 RESEND_PAUSE_S = 0.25  # requests for the whole model that come within this time are answered together
+# What one client may have sent again of one round's model, for it goes to all: so many times the model, and of a small
+# one so many frames. Who loses a third of all frames needs the model one and a half times.
+RESEND_TIMES, RESEND_FRAMES = 8, 256
 
 log = get_logger("controller")
 
@@ -52,6 +56,10 @@ class _Message:
     @property
     def size(self) -> int:
         return self.payload.nbytes if isinstance(self.payload, np.ndarray) else len(self.payload)
+
+    @property
+    def frames(self) -> int:
+        return chunk_count(self.size)
 
 
 class Downlink:
@@ -89,6 +97,7 @@ class Downlink:
         self._full_sent_s = float("-inf")
         self._wanted: dict[int, set[int]] = {}  # transfer -> frames that somebody misses; empty: all of them
         self._wanted_in_memory = False
+        self._asked: Counter[int] = Counter()  # client -> frames that it has had sent again, of this round's model
         self._resending: asyncio.Task[None] | None = None
         frames = chunk_count(weights.numel() * 4)
         retained = frames if weights.numel() * 4 <= RETAIN_BYTES else 1
@@ -201,18 +210,34 @@ class Downlink:
             return  # it will ask for the newer one
         known = self._message(need.transfer)
         if need.seqs and known is not None:
-            wanted = self._wanted.setdefault(need.transfer, set(need.seqs))
-            if wanted:  # else all of it is wanted already
-                wanted.update(need.seqs)
+            seqs = {seq for seq in need.seqs if 0 <= seq < known.frames}
+            if seqs and self._may_ask(client_id, len(seqs)):
+                wanted = self._wanted.setdefault(need.transfer, seqs)
+                if wanted:  # else all of it is wanted already
+                    wanted.update(seqs)
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
                 self._full = self._full_message()
             if self._members.shares_memory(client_id):
                 self._wanted_in_memory = True
-            else:
+            elif self._wanted.get(self._full.key.transfer) != set() and self._may_ask(client_id, self._full.frames):
                 self._wanted[self._full.key.transfer] = set()
         if (self._wanted or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
+
+    def _may_ask(self, client_id: int, frames: int) -> bool:
+        """Whether this client may have so many more frames sent again, of this round's model: no client by itself keeps
+        the way to the others full. Who has had all that it may waits for the next model."""
+        full = chunk_count(self.held.numel() * 4)
+        most = max(RESEND_TIMES * full, RESEND_FRAMES)
+        before = self._asked[client_id]
+        if before + frames > most:
+            if before < most:
+                self._asked[client_id] = most  # told once
+                log.warning("model asked for too often", client=client_id, round=self._round_id, frames=before)
+            return False
+        self._asked[client_id] += frames
+        return True
 
     def _message(self, transfer: int) -> _Message | None:
         messages = (self._current, self._full)
@@ -257,6 +282,7 @@ class Downlink:
         self._hide_earlier()
         self._earlier += [(self._round_id, sealed) for sealed in self._shared()]
         self._current = self._full = None
+        self._asked.clear()
         self._wanted_in_memory = False
         self._wanted.clear()
         if self._resending is not None:

@@ -7,12 +7,15 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors import downlink as downlink_module
 from gradbus.actors.downlink import Downlink
 from gradbus.actors.members import Members
 from gradbus.actors.model_copy import ModelCopy
@@ -125,7 +128,8 @@ def codec_of(name: str) -> Codec:
 @contextlib.asynccontextmanager
 async def scene_of(name: str = "fp32") -> AsyncIterator[Scene]:
     bus, weights, codec = FakeBus(), random_vector(0), codec_of(name)
-    with ComputeThread("downlink-test") as compute:
+    chunks = partial(frames.chunk_count, chunk_bytes=CHUNK_BYTES)
+    with ComputeThread("downlink-test") as compute, mock.patch.object(downlink_module, "chunk_count", chunks):
         async with asyncio.TaskGroup() as group:
             members = new_members(bus.memory.here)
             downlink = Downlink(
