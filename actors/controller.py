@@ -387,4 +387,4 @@ class Controller:
         """The round before a crash was committed, but may not have been evaluated."""
         last = self.progress.reports[-1] if self.progress.reports else None
         if last and last.accuracy is None and (found := await self._evaluation.after(last.round_id, self.progress)):
-            self.progress.reports[-1] = self._state.amend(last, accuracy=found.accuracy, eval_loss=found.loss)
+            self.progress.amend(self._state.amend(last, accuracy=found.accuracy, eval_loss=found.loss))

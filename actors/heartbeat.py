@@ -32,7 +32,6 @@ def status_of(
     """
     waited_for = [] if round_ is None else sorted(round_.open)[:MAX_NAMED]
     last = progress.reports[-1] if progress.reports else None
-    evaluated = next((r.accuracy for r in reversed(progress.reports) if r.accuracy is not None), None)
     total = Counter(progress.dropped) + Counter(dropped)
     return Status(
         run_id, progress.round_id, progress.phase, progress.ready, progress.expected, host,
@@ -44,7 +43,7 @@ def status_of(
         dropped={reason[:64]: count for reason, count in total.most_common(MAX_NAMED // 2)},
         last_s=0.0 if last is None else last.seconds,
         bytes_up=0 if last is None else last.bytes_up, bytes_down=0 if last is None else last.bytes_down,
-        accuracy=-1.0 if evaluated is None else evaluated,
+        accuracy=-1.0 if progress.accuracy is None else progress.accuracy,
     )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ class Progress:
         ready: updates that are in. expected: of so many. minimum: that suffice.
         clients: ids of the clients that are there. out: of those that are kept out, and until which round.
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
-        dropped: what was not counted in them, by reason.
+        dropped: what was not counted in them, by reason. accuracy: of the newest round that was evaluated.
     """
 
     phase: str = "starting"
@@ -162,6 +162,7 @@ class Progress:
     out: Mapping[int, int] = field(default_factory=dict)
     reports: list[RoundReport] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
+    accuracy: float | None = None
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""
@@ -170,6 +171,16 @@ class Progress:
             self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()
         for reason, count in report.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
+        self._note_accuracy(report)
+
+    def amend(self, report: RoundReport) -> None:
+        """More is known of the newest round."""
+        self.reports[-1] = report
+        self._note_accuracy(report)
+
+    def _note_accuracy(self, report: RoundReport) -> None:
+        if report.accuracy is not None:  # kept, for a heartbeat is no time to look through all rounds
+            self.accuracy = report.accuracy
 
 
 @dataclass(frozen=True, slots=True)

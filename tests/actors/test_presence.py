@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from gradbus.actors import presence
+from gradbus.actors.heartbeat import status_of
 from gradbus.actors.members import Members
 from gradbus.actors.presence import Presence
-from gradbus.actors.report import Progress
+from gradbus.actors.report import Progress, RoundReport
 from gradbus.runtime.control import PROTOCOL, Hello, Status
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.messages import Identity
@@ -108,3 +109,19 @@ def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch:
     scene.hello(0)
     assert scene.run(*[(3.0, nothing)] * 7) == []
     assert scene.beats <= 8
+
+
+def test_the_status_tells_the_newest_accuracy_however_long_ago_that_was() -> None:
+    progress = Progress()
+    progress.add(RoundReport(round_id=1, accuracy=0.5))
+    progress.add(RoundReport(round_id=2))
+    members = Members(dim=1, layout=0, session=1, dead_after_s=1.0, rival_after_s=1.0)
+
+    def said() -> float:
+        return status_of(progress, None, members, {}, run_id=1, host="", now_s=0.0).accuracy
+
+    assert said() == 0.5
+    progress.amend(RoundReport(round_id=2, accuracy=0.6))
+    assert (said(), progress.reports[-1].accuracy) == (0.6, 0.6)
+    progress.reports[:] = []  # nothing is looked for in what may be a million rounds
+    assert said() == 0.6
