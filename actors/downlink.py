@@ -21,7 +21,7 @@ from torch import Tensor
 from gradbus.actors.members import Members
 from gradbus.actors.norms import l2_norm
 from gradbus.actors.report import RoundReport
-from gradbus.codecs import Codec, CodecError, DenseBlock, parse, residual_step
+from gradbus.codecs import Codec, add_into, residual_step
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import ModelHere, NeedModel
@@ -307,20 +307,3 @@ class Downlink:
         """The run is over: give back what lies in memory."""
         for sealed in (*self._shared(), *(sealed for _, sealed in self._earlier)):
             sealed.hide()
-
-
-@torch.no_grad()
-def add_into(vector: Tensor, payload: Any) -> None:
-    """``vector += decode(payload)``, block by block; the same operations on every node, so that copies stay bit-equal.
-
-    Raises:
-        CodecError: bad bytes; the vector is as it was.
-    """
-    parsed = parse(payload, expected_dim=vector.numel())
-    if not parsed.is_delta:
-        raise CodecError(f"a difference is expected, this {parsed.codec} message holds weights")
-    for block in parsed.blocks(30 * 1024):
-        if isinstance(block, DenseBlock):
-            vector[block.start : block.start + block.values.numel()] += block.values
-        else:
-            vector[block.indices] += block.values

@@ -7,8 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from gradbus.actors.downlink import add_into
-from gradbus.codecs import CodecError, parse
+from gradbus.codecs import CodecError, add_into, parse
 from gradbus.runtime.assembler import Assembler, Verdict
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Flags, FrameKey

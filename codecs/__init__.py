@@ -15,7 +15,7 @@ from gradbus.codecs.dgc_sgd import DenseMomentum, DgcSgd, dense_momentum_step
 from gradbus.codecs.dgc_warmup import PAPER_WARMUP, geometric_warmup, warmup_density
 from gradbus.codecs.dgc_wire import DgcMean, DgcMessage, combine_dgc, decode_dgc, max_dgc_bytes
 from gradbus.codecs.errors import CodecError, DimMismatchError, NonFiniteError
-from gradbus.codecs.feedback import residual_step
+from gradbus.codecs.feedback import add_into, residual_step
 from gradbus.codecs.flat import flat_size, flatten, unflatten_into
 from gradbus.codecs.indices import Coding, decode_indices, encode_indices
 from gradbus.codecs.registry import ALL, decode, get, parse
@@ -41,6 +41,7 @@ __all__ = [
     "Parsed",
     "SparseBlock",
     "SparseVector",
+    "add_into",
     "combine_dgc",
     "decode",
     "decode_dgc",

@@ -6,10 +6,13 @@ ICML 2019 (arXiv:1901.09847). The state is one vector, kept and saved by the cal
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gradbus.codecs.base import Codec, DenseBlock
+from gradbus.codecs.errors import CodecError
 from gradbus.codecs.registry import parse
 
 
@@ -47,3 +50,20 @@ def residual_step(
         else:
             owed[block.indices.to(p.device)] -= values  # each index occurs once
     return payload, owed
+
+
+@torch.no_grad()
+def add_into(vector: Tensor, payload: Any) -> None:
+    """``vector += decode(payload)``, block by block; the same operations on every node, so that copies stay bit-equal.
+
+    Raises:
+        CodecError: bad bytes; the vector is as it was.
+    """
+    parsed = parse(payload, expected_dim=vector.numel())
+    if not parsed.is_delta:
+        raise CodecError(f"a difference is expected, this {parsed.codec} message holds weights")
+    for block in parsed.blocks(30 * 1024):
+        if isinstance(block, DenseBlock):
+            vector[block.start : block.start + block.values.numel()] += block.values
+        else:
+            vector[block.indices] += block.values

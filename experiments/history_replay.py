@@ -129,7 +129,7 @@ class _Replay:
             return
         import torch
 
-        from gradbus.actors.downlink import add_into
+        from gradbus.codecs import add_into
 
         payload = bytearray((self._folder / model_name(self._run_id, round_id)).read_bytes())
         add_into(torch.from_numpy(self._held), payload)

@@ -207,6 +207,26 @@ def test_every_file_keeps_the_rule(rule: Rule) -> None:
     assert [f"{path}: {text}" for path, source in files for text in rule(path, source)] == []
 
 
+def needs(path: str) -> set[str]:
+    """The files of actors that this one imports, by itself or through others."""
+    found: set[str] = set()
+    waiting = [path]
+    while waiting:
+        here = PurePosixPath(waiting.pop())
+        for item in imports(here, (ROOT / here).read_text(encoding="utf-8")):
+            parts = item.name.split(".")
+            if parts[:2] == ["gradbus", "actors"] and not item.lazy and (file := f"actors/{parts[2]}.py") not in found:
+                found.add(file)
+                waiting.append(file)
+    return found
+
+
+def test_a_client_needs_nothing_of_the_controllers_half() -> None:
+    controllers = {f"actors/{name}.py" for name in ("downlink", "intake", "members", "presence", "reception")}
+    assert needs("actors/controller.py") >= controllers
+    assert needs("actors/client.py") & controllers == set()
+
+
 def test_no_test_file_is_too_long() -> None:
     assert [f"{path}: {text}" for path, source in sources("tests") for text in files_stay_short(path, source)] == []
 

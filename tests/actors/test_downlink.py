@@ -18,14 +18,12 @@ from downlink_scene import (
     hear,
     new_copy,
     new_members,
-    random_vector,
     run_with,
 )
 
 from gradbus import codecs
 from gradbus.actors import downlink as downlink_module
-from gradbus.actors.downlink import RETAIN_BYTES, Downlink, add_into
-from gradbus.codecs import CodecError
+from gradbus.actors.downlink import RETAIN_BYTES, Downlink
 from gradbus.runtime import frames
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import WriteTimeout
@@ -369,30 +367,3 @@ def test_between_quiesce_and_the_next_message_nothing_is_sent(name: str, monkeyp
         assert_holds(copy, 1, scene.downlink.held)
 
     run_with(test, name)
-
-
-# Adding a difference
-
-
-@pytest.mark.parametrize("name", codecs.ALL)
-def test_adding_a_message_is_adding_what_it_decodes_to(name: str) -> None:
-    vector, payload = random_vector(1), codec_of(name).encode(random_vector(2))
-    expected = vector + codecs.decode(payload, expected_dim=DIM).vector
-    add_into(vector, payload)
-    assert torch.equal(vector, expected)
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        codec_of("sq8").encode(random_vector(2))[:-1],
-        codec_of("q8").encode(torch.zeros(DIM + 1)),
-        random_vector(2).numpy().tobytes(),
-    ],
-    ids=["cut short", "another size", "weights"],
-)
-def test_bad_bytes_leave_the_vector_as_it_was(payload: bytes) -> None:
-    vector = random_vector(1)
-    with pytest.raises(CodecError):
-        add_into(vector, payload)
-    assert torch.equal(vector, random_vector(1))

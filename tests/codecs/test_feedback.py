@@ -70,3 +70,29 @@ def test_an_overflow_of_the_sum_is_refused() -> None:
     big = torch.full((3,), 3e38)
     with pytest.raises(codecs.NonFiniteError):
         codecs.residual_step(big, big, codecs.get("s4"))
+
+
+@pytest.mark.parametrize("name", codecs.ALL)
+def test_adding_a_message_is_adding_what_it_decodes_to(name: str) -> None:
+    vector, other = vectors(2)
+    payload = codecs.get(name).encode(other)
+    expected = vector + codecs.decode(payload, expected_dim=5000).vector
+    codecs.add_into(vector, payload)
+    assert torch.equal(vector, expected)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        codecs.get("sq8").encode(torch.ones(5000))[:-1],
+        codecs.get("q8").encode(torch.zeros(5001)),
+        torch.ones(5000).numpy().tobytes(),
+    ],
+    ids=["cut short", "another size", "weights"],
+)
+def test_bad_bytes_leave_the_vector_as_it_was(payload: bytes) -> None:
+    (vector,) = vectors(1)
+    before = vector.clone()
+    with pytest.raises(codecs.CodecError):
+        codecs.add_into(vector, payload)
+    assert torch.equal(vector, before)
