@@ -29,7 +29,8 @@ class Exchange(Protocol):
     exchange.arm()
     backward of the last one
     handles = exchange.send(has_data=True)
-    if exchange.decode([await handle for handle in handles]):
+    skipped_by = exchange.decode([await handle for handle in handles])
+    if not skipped_by:
         exchange.apply()
     """
 
