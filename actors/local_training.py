@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.accumulate import LARGEST, fits
 from gradbus.actors.codec_options import codec_options
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.norms import l2_distance, l2_norm
@@ -69,7 +70,8 @@ class LocalTraining:
         ``time.perf_counter``. Where many clients share a process, they take turns: see :mod:`gradbus.runtime.turns`.
 
         Raises:
-            ValueError: training made the model non-finite. And whatever the task raises.
+            ValueError: training made the model non-finite or too large, or used no samples: no controller would take
+                the update, and each refusal is a strike. And whatever the task raises.
         """
         with TRAINING.take(should_stop):
             return self._train(welcome, command, base, transfer, should_stop, heard_s)
@@ -91,6 +93,8 @@ class LocalTraining:
         self.train_s += trained_s - started_s
         codec = codecs.get(welcome.codec, version=welcome.codec_version, **codec_options(welcome.codec, welcome))
         payload, residual = self._encode(codec, base, command.round_id)
+        update_norm = l2_distance(self._model.read(), base)
+        self._check(payload, base, int(outcome.num_samples), update_norm, command.round_id)
         key = FrameKey(
             Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
         )  # fmt: skip
@@ -101,7 +105,7 @@ class LocalTraining:
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=int(outcome.num_samples), loss=float(outcome.loss), train_s=trained_s - started_s,
             encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
-            wait_s=max(0.0, started_s - heard_s), update_norm=l2_distance(self._model.read(), base),
+            wait_s=max(0.0, started_s - heard_s), update_norm=update_norm,
             residual_norm=0.0 if residual is None else l2_norm(residual),
         )  # fmt: skip
         self._probe.note(
@@ -124,6 +128,22 @@ class LocalTraining:
             return codecs.residual_step(vector, self._residuals.before(round_id), codec)
         except NonFiniteError as error:
             raise ValueError(f"training made the model non-finite: {error}. Lower the learning rate") from None
+
+    def _check(self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, round_id: int) -> None:
+        """Raises ValueError: it would be refused."""
+        if num_samples < 1:
+            raise ValueError(f"training says that it used {num_samples} samples: expected at least one")
+        owed = self._residuals.before(round_id)
+        norm = update_norm + (0.0 if owed is None else l2_norm(owed))
+        # No value is larger than the norm, which is known; half, as a lossy codec may round up.
+        if num_samples * norm < LARGEST / 2 or fits(
+            codecs.parse(payload, expected_dim=base.numel()), base, num_samples
+        ):
+            return
+        raise ValueError(
+            f"training changed the model by {update_norm:.3g}, which with {num_samples} samples is more than the sum "
+            f"of all clients has room for. Lower the learning rate"
+        )
 
     def answered(self, update: Update, receipt: Receipt) -> None:
         """The controller has said what became of the update. If it counts, what it did not say is owed from here on."""
