@@ -189,7 +189,7 @@ class Controller:
                     reception = self._reception = Reception(
                         self._bus, self._identity, self._members, self._intake, self._downlink, state.conduct, config,
                         run_id=state.run_id, next_round=self._next_round, rivals=Rivals(self._bus.job, self._identity),
-                        changed=self._membership_changed, failed=self._client_failed,
+                        changed=self._membership_changed, failed=self._client_failed, in_doubt=self._presence.in_doubt,
                     )  # fmt: skip
                     helpers = [
                         group.create_task(reception.run(inbox, group), name="reception"),

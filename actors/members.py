@@ -216,6 +216,12 @@ class Members:
             self.remove(member.client_id, member.incarnation)
         return dead
 
+    def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
+        """It is said to be gone, which may not be so: from now on it has its full time to say something."""
+        member = self.get(client_id, incarnation)
+        if member is not None:
+            member.unheard_s = now_s - member.heard_s
+
     def could_not_hear(self, seconds: float) -> None:
         """The controller stood still: what its clients have said meanwhile, it has yet to hear."""
         for member in self._members.values():

@@ -50,6 +50,14 @@ class Presence:
         self._changed = changed
         self._open_round = open_round
         self._left = asyncio.Event()
+        self._beaten_s = time.monotonic()
+        self._doubt_until_s = float("-inf")
+
+    def in_doubt(self) -> bool:
+        """Whether this process stood still just now, or until a moment ago: what DDS says of others then, that it has
+        not heard them for longer than their lease, is true and tells nothing."""
+        now_s = time.monotonic()
+        return now_s < self._doubt_until_s or now_s - self._beaten_s > 2 * self._heartbeat_s
 
     async def beat(self) -> None:
         """Say that the controller lives, and notice clients that do not. Runs until cancelled.
@@ -59,7 +67,7 @@ class Presence:
         as none: on a machine on which every beat is late, the dead are still noticed, after so many more.
         """
         host = process_name()
-        before_s = time.monotonic()
+        self._beaten_s = time.monotonic()
         while True:
             status = status_of(
                 self._progress, self._open_round(), self._members, self._intake.dropped, run_id=self._run_id,
@@ -68,9 +76,10 @@ class Presence:
             with contextlib.suppress(BusError):  # the next one will do
                 await self._bus.publish(self._identity, status)
             now_s = time.monotonic()
-            if now_s - before_s > 2 * self._heartbeat_s:
-                self._members.could_not_hear(now_s - before_s - self._heartbeat_s)
-            before_s = now_s
+            if now_s - self._beaten_s > 2 * self._heartbeat_s:
+                self._members.could_not_hear(now_s - self._beaten_s - self._heartbeat_s)
+                self._doubt_until_s = now_s + 2 * self._heartbeat_s
+            self._beaten_s = now_s
             dead = self._members.expire(now_s)
             for member in dead:
                 log.warning("client silent", client=member.client_id, host=member.hello.host)

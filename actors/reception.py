@@ -32,11 +32,13 @@ class Reception:
     def __init__(
         self, bus: Bus, identity: Identity, members: Members, intake: Intake, downlink: Downlink, conduct: Conduct,
         config: FederatedConfig, *, run_id: int, next_round: Callable[[], int], changed: Callable[[], None],
-        failed: Callable[[int, int, str], None], rivals: Rivals,
+        failed: Callable[[int, int, str], None], rivals: Rivals, in_doubt: Callable[[], bool],
     ) -> None:  # fmt: skip
         """``next_round``: the first round that a client which comes now takes part in. ``changed``: the table of
-        members did. ``failed``: a client's training raised, with its traceback. ``rivals``: other controllers."""
+        members did. ``failed``: a client's training raised, with its traceback. ``rivals``: other controllers.
+        ``in_doubt``: whether what DDS says of who is gone is to be doubted now, see Presence."""
         self._rivals = rivals
+        self._in_doubt = in_doubt
         self.has_begun = False  # the clients are ours: who comes now stays away
         self._bus = bus
         self._identity = identity
@@ -89,6 +91,8 @@ class Reception:
                 elif isinstance(body, Leave):
                     log.info("client left", client=sender, reason=body.reason)
                     self._gone(sender, incarnation)
+            case PeerGone(sender=sender, incarnation=incarnation, why="") if self._in_doubt():
+                self._members.wait_for(sender, incarnation, time.monotonic())
             case PeerGone(sender=sender, incarnation=incarnation):
                 self._gone(sender, incarnation)
             case _ if not self.has_begun and (taken := self._rivals.hear_early(message)) is not None:

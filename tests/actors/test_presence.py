@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from gradbus.actors import presence
+from gradbus.actors import reception as reception_module
 from gradbus.actors.heartbeat import status_of
 from gradbus.actors.members import Members
 from gradbus.actors.presence import Presence
+from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport
 from gradbus.runtime.control import PROTOCOL, Hello, Status
 from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.messages import Identity
+from gradbus.runtime.messages import Identity, PeerGone
 
 HEARTBEAT_S, DEAD_AFTER_S = 0.5, 2.5
 _numbers = itertools.count(1)
@@ -36,6 +38,7 @@ class Scene:
         self.beats = 0
         self.found_dead = 0
         self.members = Members(dim=1, layout=0, session=1, dead_after_s=DEAD_AFTER_S, rival_after_s=1.2)
+        self.presence: Presence
         self.heard_next: Callable[[], None] = nothing
         self.script: Iterator[tuple[float | None, Callable[[], None]]] = iter(())
         monkeypatch.setattr(presence, "time", SimpleNamespace(monotonic=lambda: self.now_s))
@@ -64,12 +67,12 @@ class Scene:
         """Beats that take so long, with what is heard after each. Returns the clients that are still there."""
         self.script = iter(script)
         intake = SimpleNamespace(dropped=Counter(), forget=lambda client_id, incarnation: None)
-        shown = Presence(
+        self.presence = Presence(
             self, Identity(CONTROLLER, 1), self.members, intake, Progress(), run_id=1,  # type: ignore[arg-type]
             heartbeat_s=HEARTBEAT_S, changed=self.left, open_round=lambda: None,
         )  # fmt: skip
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(shown.beat())
+            asyncio.run(self.presence.beat())
         return sorted(member.client_id for member in self.members)
 
 
@@ -102,6 +105,41 @@ def test_after_that_a_client_that_died_meanwhile_is_noticed_as_soon_as_ever(monk
     scene.hello(0)
     assert scene.run((60.0, nothing), *[(0.5, nothing)] * 4) == [0]
     assert scene.run(*[(0.5, nothing)] * 2) == []
+
+
+def test_what_dds_says_of_who_is_gone_is_doubted_when_this_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    doubts: list[bool] = []
+
+    def ask() -> None:
+        doubts.append(scene.presence.in_doubt())
+
+    scene.run((0.5, nothing), (0.6, ask), (1.1, nothing), (0.5, ask), (0.6, ask), (0.5, ask), (0.5, nothing))
+    assert doubts == [False, True, False, False]
+    scene.now_s += 1.1  # the timer has yet to come
+    assert scene.presence.in_doubt()
+
+
+@pytest.mark.parametrize(("why", "in_doubt", "stays"), [("", True, True), ("", False, False), ("removed", True, False)])
+def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
+    why: str, in_doubt: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(monkeypatch)
+    scene.hello(0)
+    forgotten: list[int] = []
+    intake = SimpleNamespace(forget=lambda client_id, incarnation: forgotten.append(client_id))
+    reception = Reception(
+        None, Identity(CONTROLLER, 1), scene.members, intake, None, None, None, run_id=1,  # type: ignore[arg-type]
+        next_round=int, changed=scene.left, failed=lambda *_: None, rivals=None,  # type: ignore[arg-type]
+        in_doubt=lambda: in_doubt,
+    )  # fmt: skip
+    monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: scene.now_s))
+    scene.now_s += 60.0
+    asyncio.run(reception._handle(PeerGone(0, 1, why), None))  # type: ignore[arg-type]
+    assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
+    if stays:
+        assert scene.members.expire(scene.now_s + DEAD_AFTER_S) == []
+        assert len(scene.members.expire(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
 
 
 def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
