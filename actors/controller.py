@@ -140,7 +140,8 @@ class Controller:
         return self._state.run_id
 
     async def run(self) -> list[RoundReport]:
-        """All rounds that are left. Returns the reports of the whole run, those before a resume included.
+        """All rounds that are left. Returns the reports of the whole run, those before a resume as far as the
+        checkpoint has them: see :class:`RoundReport`.
 
         Raises:
             BarrierTimeout: not enough clients came.
