@@ -5,10 +5,10 @@ Only this module, ``domains``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -183,12 +183,6 @@ class Reader:
         return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
 
 
-@dataclass(slots=True)
-class _UsedTopic:
-    entity: Any
-    count: int = 0
-
-
 def _nothing() -> None:
     pass
 
@@ -216,8 +210,7 @@ class Node:
         self._partition = partition
         self.participant = self._lease.entity
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
-        self._topics: dict[str, _UsedTopic] = {}
-        self._topics_lock = threading.Lock()  # the loop opens readers and writers, the receive thread deletes them
+        self.topics = domains.Topics(self.participant)
         self._is_open = True
         self.leaves_machine = leaves_machine(xml)
         self.shared_memory = network.shared_memory
@@ -238,7 +231,11 @@ class Node:
         """What it has to say by itself, it says from now on, on the receive thread of its bus."""
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
-        """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers."""
+        """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers.
+
+        Raises:
+            BusError: there is none, and nothing is left of what was made for it.
+        """
         policies = [
             Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
             Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
@@ -256,14 +253,18 @@ class Node:
             )
         if topic.ignore_local:
             policies.append(Policy.IgnoreLocal.Participant)
-        entity = DataWriter(self._publisher, self._dds_topic(topic), qos=Qos(*policies))
-        entity.set_status_mask(DDSStatus.PublicationMatched)
-        writer = self.make_writer(topic, entity, self.fast)
-        writer.deleted = partial(self._leave_topic, topic.name)
+        with domains.made_by_dds(f"a writer of topic {topic.name!r}"), contextlib.ExitStack() as undo:
+            dds_topic = self._enter(topic, undo)
+            entity = DataWriter(self._publisher, dds_topic, qos=Qos(*policies))
+            undo.callback(domains.delete, entity)
+            entity.set_status_mask(DDSStatus.PublicationMatched)
+            writer = self.make_writer(topic, entity, self.fast)
+            undo.pop_all()
+        writer.deleted = partial(self.topics.leave, topic.name)
         return writer
 
     def topic_reader(self, topic: Topic) -> Reader:
-        """A reader; DDS starts to fill it at once."""
+        """A reader; DDS starts to fill it at once. Raises as :meth:`topic_writer`."""
         reliable = Policy.Reliability.Reliable(duration(seconds=topic.block_s))
         policies = [
             reliable if topic.reliable else Policy.Reliability.BestEffort,
@@ -276,30 +277,20 @@ class Node:
             )
         if topic.ignore_local:
             policies.append(Policy.IgnoreLocal.Participant)
-        entity = DataReader(self._subscriber, self._dds_topic(topic), qos=Qos(*policies))
-        entity.set_status_mask(DDSStatus.SubscriptionMatched)
-        reader = Reader(topic, entity, self.fast)
-        reader.deleted = partial(self._leave_topic, topic.name)
+        with domains.made_by_dds(f"a reader of topic {topic.name!r}"), contextlib.ExitStack() as undo:
+            dds_topic = self._enter(topic, undo)
+            entity = DataReader(self._subscriber, dds_topic, qos=Qos(*policies))
+            undo.callback(domains.delete, entity)
+            entity.set_status_mask(DDSStatus.SubscriptionMatched)
+            reader = Reader(topic, entity, self.fast)
+            undo.pop_all()
+        reader.deleted = partial(self.topics.leave, topic.name)
         return reader
 
-    def _dds_topic(self, topic: Topic) -> Any:
-        with self._topics_lock:
-            used = self._topics.get(topic.name)
-            if used is None:
-                entity = DdsTopic(self.participant, topic.name, _TYPES[topic.idl_type])
-                used = self._topics[topic.name] = _UsedTopic(entity)
-            used.count += 1
-            return used.entity
-
-    def _leave_topic(self, name: str) -> None:
-        """A reader or writer is gone: groups have topics of their own, and a bus may see any number of groups."""
-        with self._topics_lock:
-            used = self._topics.get(name)
-            if used is not None:
-                used.count -= 1
-                if used.count == 0:
-                    del self._topics[name]
-                    domains.delete(used.entity)
+    def _enter(self, topic: Topic, undo: contextlib.ExitStack) -> Any:
+        entity = self.topics.enter(topic.name, _TYPES[topic.idl_type])
+        undo.callback(self.topics.leave, topic.name)
+        return entity
 
     def keep(self, entity: Any) -> Any:
         """Have an entity deleted when this is closed, and before what was there already."""
@@ -314,10 +305,7 @@ class Node:
         for entity in reversed(self._made):
             domains.delete(entity)
         self._made.clear()
-        with self._topics_lock:  # after their readers and writers
-            for used in self._topics.values():
-                domains.delete(used.entity)
-            self._topics.clear()
+        self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
 
 
@@ -327,10 +315,12 @@ class Waiter:
     WOKEN = 0  # the number that stands for a call of ``wake``
 
     def __init__(self, node: Node) -> None:
-        self._guard = node.keep(GuardCondition(node.participant))
-        self._entity = node.keep(WaitSet(node.participant))
-        self._waitset = ddsc.WaitSet(self._entity)
-        self._waitset.attach(self._guard, self.WOKEN)
+        """Raises BusError: DDS does not give what it takes."""
+        with domains.made_by_dds("a wait set"):
+            self._guard = node.keep(GuardCondition(node.participant))
+            self._entity = node.keep(WaitSet(node.participant))
+            self._waitset = ddsc.WaitSet(self._entity)
+            self._waitset.attach(self._guard, self.WOKEN)
 
     def attach(self, entity: Any, number: int) -> None:
         """Wait for an entity, too; ``number`` (1 or more) stands for it."""

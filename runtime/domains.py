@@ -1,4 +1,4 @@
-"""DDS domains and participants of this process, which its buses share.
+"""DDS domains and participants of this process, which its buses share; and topics, which readers and writers share.
 
 A domain is one per process and id: that is DDS, not us. Participants are shared for a reason of ours. With two in one
 process of which one goes while a third comes elsewhere, Cyclone 11.0 may take what the newcomer says about its readers
@@ -8,12 +8,15 @@ for each other wait for ever. So no participant is taken down before the last bu
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from cyclonedds.core import DDSException
 from cyclonedds.domain import Domain, DomainParticipant
+from cyclonedds.topic import Topic as DdsTopic
 
 from gradbus.runtime.errors import BusError, ConfigError
 
@@ -118,6 +121,70 @@ def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
     for participant in domain.participants:
         delete(participant.entity)
     domain.entity = None  # the binding deletes the domain with its object
+
+
+@dataclass(slots=True)
+class _UsedTopic:
+    entity: Any
+    count: int = 0
+
+
+class Topics:
+    """Those of one bus: each is there for as long as it has readers or writers, as groups have topics of their own, and
+    a bus may see any number of groups."""
+
+    def __init__(self, participant: Any) -> None:
+        self._participant = participant
+        self._used: dict[str, _UsedTopic] = {}
+        self._lock = threading.Lock()  # the loop opens readers and writers, the receive thread deletes them
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that are in use."""
+        with self._lock:
+            return sorted(self._used)
+
+    def enter(self, name: str, idl_type: Any) -> Any:
+        """The topic, for one more reader or writer; :meth:`leave` gives it back."""
+        with self._lock:
+            used = self._used.get(name)
+            if used is None:
+                used = self._used[name] = _UsedTopic(DdsTopic(self._participant, name, idl_type))
+            used.count += 1
+            return used.entity
+
+    def leave(self, name: str) -> None:
+        """A reader or writer is gone."""
+        with self._lock:
+            used = self._used.get(name)
+            if used is not None:
+                used.count -= 1
+                if used.count == 0:
+                    del self._used[name]
+                    delete(used.entity)
+
+    def close(self) -> None:
+        """Delete all; what was on them has gone before."""
+        with self._lock:
+            for used in self._used.values():
+                delete(used.entity)
+            self._used.clear()
+
+
+@contextlib.contextmanager
+def made_by_dds(what: str) -> Iterator[None]:
+    """Around calls of DDS that make something. ``what`` it is, for the error.
+
+    Raises:
+        BusError: instead of what the binding or :mod:`.ddsc` raises.
+    """
+    try:
+        yield
+    except (DDSException, OSError) as error:
+        text = str(error).rstrip(". ")
+        raise BusError(
+            f"DDS did not make {what}: {text}. Has the process run out of memory, or was the bus closed meanwhile?"
+        ) from error
 
 
 def delete(entity: Any) -> None:
