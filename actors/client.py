@@ -138,6 +138,8 @@ class Client:
             try:
                 message = await inbox.get()
             except BusClosed:
+                if inbox.fault:
+                    raise
                 raise BusClosed("the bus was closed under a running client: stop the client first") from None
             try:
                 self._handle(message, group)

@@ -58,6 +58,8 @@ class Reception:
             try:
                 message = await inbox.get()
             except BusClosed:
+                if inbox.fault:
+                    raise
                 raise BusClosed("the bus was closed under a running controller: stop the controller first") from None
             try:
                 await self._handle(message, group)

@@ -33,7 +33,7 @@ from gradbus.runtime.receiver import Receiver
 from gradbus.runtime.sealed_memory import PayloadMemory
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.sender import Job, Sample, Sender
-from gradbus.runtime.subscription import Item, Subscription
+from gradbus.runtime.subscription import Subscription, Subscriptions
 from gradbus.runtime.switch_interval import short_switch_interval
 from gradbus.runtime.topics import READABLE, TOPICS
 
@@ -51,12 +51,12 @@ class Bus:
         self._node = node
         self._loop = loop
         self._waiter = Waiter(node)
-        self._receiver = Receiver(self._waiter, loop, self._on_matched)
+        self._receiver = Receiver(self._waiter, loop, self._on_matched, self._on_fault)
         self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
         self._writers: dict[type[Any], Writer] = {}
         self._channels: dict[type[Any], Channel] = {}
-        self._subscriptions: dict[type[Any], list[Subscription]] = {}
+        self._subscriptions = Subscriptions(self._receiver.consumed)
         self._ports: list[FramePort] = []
         self._port_bytes: Counter[str] = Counter()  # of ports that are closed
         self._flags = int(frames.Flags.NONE if node.needs_crc else frames.Flags.HEAD_CRC)
@@ -66,8 +66,13 @@ class Bus:
         self._messages_out = 0
         self._closed = False
         self._receiver.start()
-        node.start(self._receiver)
-        self._sender.start()
+        try:
+            node.start(self._receiver)
+            self._sender.start()
+        except BaseException:  # whoever closes the node now must be the only one in DDS
+            self._receiver.stop()
+            self._receiver.join(1.0)
+            raise
 
     # Sending
 
@@ -183,37 +188,15 @@ class Bus:
         ``only``: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
         """
         self._check_open()
-        subscription = Subscription(self._consumed, self._drop_subscription, only)
         for kind in kinds:
-            self._subscriptions.setdefault(kind, []).append(subscription)
             if kind not in self._channels:
-                channel = self._channels[kind] = Channel(self._node.topic_reader(READABLE[kind]), self._deliverer(kind))
+                reader = self._node.topic_reader(READABLE[kind])
+                channel = self._channels[kind] = Channel(reader, partial(self._deliver, kind))
                 self._receiver.add(channel)
-        return subscription
+        return self._subscriptions.open(kinds, only)
 
-    def _deliverer(self, kind: type[Any]) -> Callable[[list[Message]], None]:
-        def deliver(messages: list[Message]) -> None:
-            channel = self._channels[kind]
-            subscriptions = self._subscriptions.get(kind, ())
-            for message in messages:
-                targets = [one for one in subscriptions if one.only is None or one.only(message)]
-                item = Item(channel, message, len(targets))
-                for target in targets:
-                    target.put(item)
-                if not targets:
-                    self._receiver.consumed(channel, 1)
-
-        return deliver
-
-    def _consumed(self, item: Item) -> None:
-        item.left -= 1
-        if item.left == 0:
-            self._receiver.consumed(item.channel, 1)
-
-    def _drop_subscription(self, subscription: Subscription) -> None:
-        for subscriptions in self._subscriptions.values():
-            with contextlib.suppress(ValueError):
-                subscriptions.remove(subscription)
+    def _deliver(self, kind: type[Any], messages: list[Message]) -> None:
+        self._subscriptions.deliver(kind, self._channels[kind], messages)
 
     # Who is there
 
@@ -247,6 +230,11 @@ class Bus:
         except TimeoutError:
             raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s, doubt=self.doubt) from None
 
+    def _on_fault(self) -> None:
+        """The receive thread has ended: nothing will come any more, so whoever waits for something is told."""
+        self._subscriptions.close(fault=f"the receive thread ended with {self._receiver.fault!r}")
+        self._on_matched()
+
     def _on_matched(self) -> None:
         waiters, self._match_waiters = self._match_waiters, []
         for waiter in waiters:
@@ -269,7 +257,7 @@ class Bus:
     def doubt(self) -> str:
         """Why this process is not let in, or what was heard of others of this job that cannot be understood: the first
         thing to look at when nobody is found. Empty: nothing."""
-        return self.standing.refusal or self._receiver.doubt
+        return self.standing.refusal or self._receiver.rejections.doubt
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -306,8 +294,7 @@ class Bus:
                         for _ in range(_MAX_JOBS):  # all slots are ours: all jobs are done
                             await self._slots.acquire()
         finally:
-            for subscription in {s for subs in self._subscriptions.values() for s in subs}:
-                subscription.close()
+            self._subscriptions.close()
             self._on_matched()
             self._sender.stop()
             self._receiver.stop()

@@ -20,8 +20,8 @@ from gradbus.runtime.dds import Waiter, Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
-from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Message
+from gradbus.runtime.rejections import Rejections
 from gradbus.runtime.speakers import Speakers
 from gradbus.runtime.topics import TOPICS
 
@@ -29,14 +29,9 @@ PARKED_S = 0.003  # how often the thread looks whether its turn was given back
 LONG_PARKED_S = 0.012  # the same when visitors have come again and again: each look takes their core, and the GIL
 CARE_S = 0.002  # how often functions are called that look after something
 SPIN_S = 100e-6  # a visitor looks again and again for so long before it sleeps: a wake-up takes as long
-DOUBT_S = 10.0  # how often at most to say that something is not understood
 VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
-_DOUBTS = frozenset({"sealed", "not sealed", "other key", "other level"})  # of other settings, or of nobody's business
-
-
-log = get_logger("bus")
 
 
 @dataclass(slots=True)
@@ -53,11 +48,16 @@ _NO_CHANGES = _Changes()
 class Receiver(threading.Thread):
     """One thread for all topics of a bus."""
 
-    def __init__(self, waiter: Waiter, loop: asyncio.AbstractEventLoop, on_matched: Callable[[], None]) -> None:
+    def __init__(
+        self, waiter: Waiter, loop: asyncio.AbstractEventLoop, on_matched: Callable[[], None],
+        on_fault: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Both are called on the loop. ``on_fault``: the thread cannot go on, see ``fault``."""
         super().__init__(name="gradbus-receive", daemon=True)
         self._waiter = waiter
         self._loop = loop
         self._on_matched = on_matched
+        self._on_fault = on_fault
         self._stop_flag = False
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
@@ -77,10 +77,9 @@ class Receiver(threading.Thread):
         self._new_cares: deque[Callable[[], bool]] = deque()
         self.each_turn: Callable[[], None] | None = None  # called on the thread, at least once a second
         self._speakers = Speakers()
-        self.rejected: Counter[str] = Counter()
+        self.rejections = Rejections()
+        self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
-        self.doubt = ""  # what was wrong with samples of processes that are set up in another way
-        self._doubted_s = -DOUBT_S
         self.fault: BaseException | None = None
 
     # Called on the loop
@@ -208,6 +207,7 @@ class Receiver(threading.Thread):
         self.fault = error
         self._stop_flag = True
         self._wanted.set()
+        self._post(self._on_fault)
 
     def _take_turn(self, timeout_s: float) -> bool:
         """Wait for news and deal with them. By whoever holds the turn. False: there were none."""
@@ -338,7 +338,10 @@ class Receiver(threading.Thread):
             for raw, source in taken:
                 frame = self._check(channel, raw, source)
                 if isinstance(frame, Frame):
-                    take(frame)
+                    try:
+                        take(frame)
+                    except Exception:
+                        self.rejections.failed(channel.reader.topic.name)
             if len(taken) < _BATCH:
                 return  # what has come meanwhile says so
 
@@ -357,9 +360,7 @@ class Receiver(threading.Thread):
                 return None
             message = channel.reader.topic.to_message(sample)
         except FrameError as error:
-            self.rejected[error.reason] += 1
-            if error.reason in _DOUBTS:
-                self._doubt(error)
+            self.rejections.refused(error)
             return None
         except (SampleError, ValueError, TypeError, OverflowError):
             self.rejected["sample"] += 1
@@ -369,14 +370,6 @@ class Receiver(threading.Thread):
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.reader.topic.name] += len(data)
         return message
-
-    def _doubt(self, error: FrameError) -> None:
-        """Remember it, and say so if that is news: anybody can send such samples, as many as he likes."""
-        if str(error) != self.doubt:
-            self.doubt = str(error)
-            if time.monotonic() > self._doubted_s + DOUBT_S:
-                self._doubted_s = time.monotonic()
-                log.warning("samples are not understood", reason=error.reason, why=self.doubt)
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -1,13 +1,14 @@
-"""What one consumer gets from the bus: a bounded queue that never drops."""
+"""What consumers get from the bus: each a bounded queue that never drops."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from gradbus.runtime.channel import Channel
 from gradbus.runtime.errors import BusClosed
@@ -42,6 +43,7 @@ class Subscription:
         self._queue: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
+        self.fault = ""  # why nothing more comes, if something has gone wrong
 
     def __enter__(self) -> Self:
         return self
@@ -49,10 +51,11 @@ class Subscription:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Get nothing more. Whoever waits gets BusClosed."""
+    def close(self, *, fault: str = "") -> None:
+        """Get nothing more. Whoever waits gets BusClosed. ``fault``: what has gone wrong, where that is the reason."""
         if not self._closed:
             self._closed = True
+            self.fault = fault
             self._on_close(self)
             while self._queue:
                 self._consumed(self._queue.popleft())
@@ -74,7 +77,7 @@ class Subscription:
         """The next message. Raises BusClosed when bus or subscription are closed."""
         while not self._queue:
             if self._closed:
-                raise BusClosed("this subscription is closed")
+                raise BusClosed(self.fault or "this subscription is closed")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -85,6 +88,7 @@ class Subscription:
         return item.message
 
     def __aiter__(self) -> AsyncIterator[Message]:
+        """All messages until bus or subscription are closed. Raises BusClosed: by a fault."""
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Message]:
@@ -92,4 +96,48 @@ class Subscription:
             try:
                 yield await self.get()
             except BusClosed:
+                if self.fault:
+                    raise
                 return
+
+
+class Subscriptions:
+    """All of one bus."""
+
+    def __init__(self, consumed: Callable[[Channel, int], None]) -> None:
+        """``consumed``: so many messages of a channel have been taken by all who wanted them."""
+        self._consumed = consumed
+        self._of: dict[type[Any], list[Subscription]] = {}  # by kind of message
+
+    def open(self, kinds: Sequence[type[Any]], only: Callable[[Message], bool] | None) -> Subscription:
+        """One more, of these kinds. ``only``: see :class:`Subscription`."""
+        subscription = Subscription(self._taken, self._drop, only)
+        for kind in kinds:
+            self._of.setdefault(kind, []).append(subscription)
+        return subscription
+
+    def deliver(self, kind: type[Any], channel: Channel, messages: Sequence[Message]) -> None:
+        """Hand over what has come."""
+        subscriptions = self._of.get(kind, ())
+        for message in messages:
+            targets = [one for one in subscriptions if one.only is None or one.only(message)]
+            item = Item(channel, message, len(targets))
+            for target in targets:
+                target.put(item)
+            if not targets:
+                self._consumed(channel, 1)
+
+    def close(self, *, fault: str = "") -> None:
+        """Close all, see :meth:`Subscription.close`."""
+        for subscription in {one for several in self._of.values() for one in several}:
+            subscription.close(fault=fault)
+
+    def _taken(self, item: Item) -> None:
+        item.left -= 1
+        if item.left == 0:
+            self._consumed(item.channel, 1)
+
+    def _drop(self, subscription: Subscription) -> None:
+        for subscriptions in self._of.values():
+            with contextlib.suppress(ValueError):
+                subscriptions.remove(subscription)

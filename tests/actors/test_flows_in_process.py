@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bus_helpers import until
 from structlog.testing import capture_logs
 
 import gradbus
@@ -21,9 +22,10 @@ from gradbus.actors import downlink, model_memory
 from gradbus.models import NullTask
 from gradbus.runtime import sealed_memory
 from gradbus.runtime.control import Leave
+from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.history import History
-from gradbus.runtime.messages import Identity
+from gradbus.runtime.messages import Control, Identity
 
 DIM = 100_000
 
@@ -198,6 +200,28 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
     assert [report.clients for report in reports] == [(0,)] * 2
     assert isinstance(said[-1], Leave)
     assert [line for line in lines if line["log_level"] == "warning"] == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("who", ["controller", "client"])
+def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: str) -> None:
+    def fail() -> None:
+        raise OSError("dds_waitset_wait returned -1")
+
+    async def main() -> None:
+        place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": next(_domains)}
+        async with asyncio.timeout(60), gradbus.connect(**place) as bus:
+            config = gradbus.FederatedConfig(rounds=1, num_clients=1)
+            controller = gradbus.Controller(bus, NullTask(DIM), config)
+            client = gradbus.Client(bus, NullTask(DIM), client_id=0)
+            running = asyncio.create_task((client if who == "client" else controller).run())
+            await until(lambda: bus.writes(Control))
+            bus._receiver.each_turn = fail
+            bus._receiver.look()
+            with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):
+                await running
+
+    asyncio.run(main())
 
 
 def test_what_is_noted_of_each_round_and_update_is_not_written_on_the_event_loop(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 
 import pytest
 from cyclonedds.core import DDSException, Policy, Qos
@@ -11,8 +12,9 @@ from cyclonedds.domain import DomainParticipant
 from cyclonedds.pub import Publisher
 
 import gradbus
-from gradbus.runtime import bus, dds, domains
+from gradbus.runtime import bus, dds, ddsc, domains
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.messages import Control
 from gradbus.runtime.network import NetworkConfig, build_xml
 
 DOMAIN = 143
@@ -82,6 +84,86 @@ def test_a_bus_that_cannot_be_opened_leaves_nothing(module: object, name: str, m
     with pytest.raises((BusError, DDSException)):
         asyncio.run(open_one())
     assert DOMAIN not in domains._domains
+
+
+def dds_is_out_of_resources(*_: object, **__: object) -> None:
+    raise DDSException(DDSException.DDS_RETCODE_OUT_OF_RESOURCES)
+
+
+def libddsc_fails(*_: object, **__: object) -> None:
+    raise OSError("dds_waitset_attach returned -5")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fail", "why"),
+    [
+        (dds, "GuardCondition", dds_is_out_of_resources, "lack of resources"),
+        (dds, "WaitSet", dds_is_out_of_resources, "lack of resources"),
+        (ddsc.WaitSet, "attach", libddsc_fails, "attach returned -5"),
+    ],
+)
+def test_what_dds_does_not_give_a_bus_is_an_error_of_the_bus(
+    owner: object, name: str, fail: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def open_one() -> None:
+        async with gradbus.connect(job=job("first"), domain=DOMAIN, fast=True):
+            pass
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(BusError, match=f"a wait set: .*{why}"):
+        asyncio.run(open_one())
+    assert DOMAIN not in domains._domains
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fail", "why"),
+    [
+        (dds, "DataWriter", dds_is_out_of_resources, "a writer of topic 'train/control': .*lack of resources"),
+        (dds, "DataReader", dds_is_out_of_resources, "a reader of topic 'train/control': .*lack of resources"),
+        (domains, "DdsTopic", dds_is_out_of_resources, "topic 'train/control': .*lack of resources"),
+        (dds, "ReadCondition", dds_is_out_of_resources, "a reader of topic 'train/control': .*lack of resources"),
+        (ddsc, "sertype_of", libddsc_fails, "a writer of topic 'train/control': .*returned -5"),
+    ],
+)
+def test_a_reader_or_writer_that_dds_does_not_give_is_an_error_of_the_bus_and_leaves_no_topic(
+    owner: object, name: str, fail: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with gradbus.connect(job=job("first"), domain=DOMAIN) as one:
+            opening = one.subscribe if "reader" in why else one.open_writer
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, fail)
+                with pytest.raises(BusError, match=why):
+                    opening(Control)
+            assert one._node.topics.names == []
+            with one.subscribe(Control):  # all is as if nothing had been tried
+                one.open_writer(Control)
+                assert one._node.topics.names == ["train/control"]
+
+    asyncio.run(main())
+
+
+def test_the_receive_thread_of_a_bus_that_cannot_be_opened_has_ended_before_it_leaves_dds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close, left = dds.Node.close, list[str]()
+
+    def fail(*_: object) -> None:
+        raise BusError("no greeting")
+
+    def note(node: dds.Node) -> None:
+        left.extend(thread.name for thread in threading.enumerate() if thread.name == "gradbus-receive")
+        close(node)
+
+    async def open_one() -> None:
+        async with gradbus.connect(job=job("first"), domain=DOMAIN):
+            pass
+
+    monkeypatch.setattr(dds.Node, "start", fail)
+    monkeypatch.setattr(dds.Node, "close", note)
+    with pytest.raises(BusError, match="no greeting"):
+        asyncio.run(open_one())
+    assert left == []
 
 
 def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_test(
