@@ -24,6 +24,7 @@ from gradbus.runtime.sender import Job, Sender
 from gradbus.runtime.topics import Topic
 
 _REMOVAL_S = 5.0
+_LAST_WRITE_S = 0.1  # for a loop that has no time: a write gives up after 10 ms
 
 Parts = tuple[Any, ...]
 
@@ -54,7 +55,8 @@ class FramePort:
         self.inline_bytes: Counter[str] = Counter()  # written by :meth:`write`, by topic
 
     def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
-        """Read a topic. ``take`` gets every well-formed frame, on the receive thread; it must not wait or raise."""
+        """Read a topic. ``take`` gets every well-formed frame, on the receive thread or on one that does its work while
+        it waits (see :meth:`pump`); it must not wait. If it raises, that is counted, and the frame is lost."""
         channel = Channel(self._node.topic_reader(topic), _nobody, take=take)
         self._channels.append(channel)
         self._receiver.add(channel)
@@ -140,19 +142,40 @@ class FramePort:
         except TimeoutError:
             return False
 
-    async def close(self) -> None:
-        """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended."""
-        loop = asyncio.get_running_loop()
+    def abandon(self) -> None:
+        """Have readers and writers taken out of DDS, and do not wait for that. On the loop; nobody writes any more."""
         self._refuse_writes()
-        with contextlib.suppress(TimeoutError):
+        self._hand_over()
+
+    async def close(self) -> None:
+        """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended. They go
+        also if whoever waits for that is cancelled."""
+        self._refuse_writes()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REMOVAL_S):
+                    while self._writing:  # noqa: ASYNC110 - some thread is in DDS, for some milliseconds
+                        await asyncio.sleep(0.001)
+        finally:
+            if self._writing:  # cancelled meanwhile; the writer must not go under a write
+                with self._written:
+                    self._written.wait_for(lambda: self._writing == 0, timeout=_LAST_WRITE_S)
+            removed = self._hand_over()
+        if removed is None:
+            return
+        try:
             async with asyncio.timeout(_REMOVAL_S):
-                while self._writing:  # noqa: ASYNC110 - some thread is in DDS, for some milliseconds
-                    await asyncio.sleep(0.001)
+                await removed.wait()
+        except TimeoutError:
+            return  # the receive thread has ended meanwhile: the bus takes everything with it
+
+    def _hand_over(self) -> asyncio.Event | None:
+        """Have the receive thread delete all. Returns what tells of it; None: it does not, or there is nothing."""
         endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
         self._channels, self._writers = [], []
-        if not endpoints or not self._receiver.is_alive():
-            return
-        removed = asyncio.Event()
+        if not endpoints or not self._receiver.is_alive() or self._receiver.fault is not None:
+            return None
+        loop, removed = asyncio.get_running_loop(), asyncio.Event()
         left = len(endpoints)
 
         def one_less() -> None:
@@ -164,11 +187,7 @@ class FramePort:
 
         for endpoint in endpoints:
             self._receiver.remove(endpoint, one_less)
-        try:
-            async with asyncio.timeout(_REMOVAL_S):
-                await removed.wait()
-        except TimeoutError:
-            return  # the receive thread has ended meanwhile: the bus takes everything with it
+        return removed
 
 
 def _drained(writers: list[Writer], timeout_s: float) -> bool:

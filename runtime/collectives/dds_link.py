@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from gradbus.runtime import frames
+from gradbus.runtime.channel import Channel
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.layout import SLOTS
 from gradbus.runtime.collectives.letters import Letters
@@ -41,10 +42,11 @@ class DdsLink:
     """
 
     def __init__(
-        self, port: FramePort, group: str, identity: Identity, world: int, take: Callable[[Frame], None],
-        shared: Shared | None = None,
-    ) -> None:  # fmt: skip
+        self, port: FramePort, group: str, identity: Identity, world: int, shared: Shared | None = None
+    ) -> None:
+        """Open the writers. What comes in is heard from :meth:`listen` on."""
         self._port = port
+        self._group = group
         self._shared = shared
         self._others = tuple(other for other in range(world) if other != identity.sender)
         self.inline_bytes = INLINE_BYTES
@@ -55,11 +57,16 @@ class DdsLink:
         self._group_id = 0
         self._flags = int(frames.Flags.NONE if port.needs_crc else frames.Flags.HEAD_CRC)
         rank = identity.sender
-        self._readers = [port.open_reader(collective_topic(name), take) for name in (group, f"{group}/{rank}")]
+        self._readers: list[Channel] = []
         self._all = port.open_writer(collective_topic(group))
         self._inboxes: dict[int, Writer] = {
             other: port.open_writer(collective_topic(f"{group}/{other}")) for other in range(world) if other != rank
         }
+
+    def listen(self, take: Callable[[Frame], None]) -> None:
+        """Open the readers. ``take`` gets frames from now on, on another thread."""
+        names = (self._group, f"{self._group}/{self._identity.sender}")
+        self._readers = [self._port.open_reader(collective_topic(name), take) for name in names]
 
     def admit(self, group_id: int) -> None:
         """The group that frames belong to from now on."""

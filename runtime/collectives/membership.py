@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.collectives.dds_link import BELL, DdsLink
@@ -18,7 +19,7 @@ from gradbus.runtime.collectives.introductions import REPEAT_S, Introductions
 from gradbus.runtime.collectives.pulse import Pulses
 from gradbus.runtime.collectives.shared import LetterProgress, Shared
 from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
-from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
 from gradbus.runtime.frames import CHUNK_BYTES, VERSION, Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
@@ -26,6 +27,7 @@ from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to those that have not formed it yet
+MAX_PROBES = 4096  # that wait for the loop; a group of the largest size sends half as many
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
 
 # The group of all ranks of a job, here and in torch.distributed; in others the ranks have other numbers.
@@ -41,35 +43,48 @@ class Membership:
         self, bus: Bus, group: str, rank: int, world: int, *, early_bytes: int, early_age_s: float,
         stall_warning_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Open topics and listen. Only from inside the event loop of the bus; :meth:`close` undoes it."""
-        bus.claim(group)
-        self._fault: Exception | None = None
-        self._bus = bus
-        self._loop = asyncio.get_running_loop()
-        self.identity = Identity(rank, new_incarnation())
-        me = Member(rank, self.identity.incarnation, f"{socket.gethostname()} (process {os.getpid()})")
-        options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8).digest()
-        self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
-        bus.incarnations.append(self.identity.incarnation)
-        self._introductions = Introductions(world)
-        self._no_more_refused = bus.standing.when_refused(self._on_refused)
-        self._inbox = bus.subscribe(Control)
-        bus.open_writer(Control)
-        self._port = bus.frame_port()
-        self._shared = self._open_shared(rank, world)
-        self._link = DdsLink(self._port, group, self.identity, world, self._take, self._shared)
-        self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
-        self.engine.progress = self._port
-        if self._shared is not None:
-            self.engine.look_up = self._shared.slots.get
-            self.formation.memory = self._shared.place
-        self._changed = asyncio.Event()
-        self._is_formed = False
-        self._left: set[int] = set()
-        self._replied_s = 0.0
-        self._has_complained = False
-        self.pulses = Pulses(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
-        self._pulse: asyncio.Task[None] | None = None
+        """Open topics and listen. Only from inside the event loop of the bus; :meth:`close` undoes it.
+
+        Raises:
+            ConfigError, BusError: it cannot be done, and nothing of it is left.
+        """
+        with contextlib.ExitStack() as undo:
+            bus.claim(group)
+            undo.callback(bus.release, group)
+            self._fault: Exception | None = None
+            self._bus = bus
+            self._loop = asyncio.get_running_loop()
+            self.identity = Identity(rank, new_incarnation())
+            me = Member(rank, self.identity.incarnation, f"{socket.gethostname()} (process {os.getpid()})")
+            options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8).digest()
+            self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
+            bus.incarnations.append(self.identity.incarnation)
+            self._introductions = Introductions(world)
+            self._inbox = bus.subscribe(Control)
+            undo.callback(self._inbox.close)
+            bus.open_writer(Control)
+            self._port = bus.frame_port()
+            undo.callback(self._port.abandon)
+            self._shared = self._open_shared(rank, world)
+            self._link = DdsLink(self._port, group, self.identity, world, self._shared)
+            self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
+            self.engine.progress = self._port
+            if self._shared is not None:
+                self.engine.look_up = self._shared.slots.get
+                self.formation.memory = self._shared.place
+            self._changed = asyncio.Event()
+            self._is_formed = False
+            self._left: set[int] = set()
+            self._replied_s = 0.0
+            self._has_complained = False
+            self._probes: deque[tuple[int, int, int]] = deque()  # rank, topic, digest
+            self._probes_told = False
+            self.pulses = Pulses(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
+            self._pulse: asyncio.Task[None] | None = None
+            self._no_more_refused = bus.standing.when_refused(self._on_refused)
+            undo.callback(self._no_more_refused)
+            self._link.listen(self._take)  # last: frames may come at once, and need what is above
+            undo.pop_all()
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
 
     def _open_shared(self, rank: int, world: int) -> Shared | None:
@@ -114,6 +129,7 @@ class Membership:
         Raises:
             BarrierTimeout: they are not within ``timeout_s``; ``.missing``.
             ConfigError: the ranks do not fit together, or this node may not be this one.
+            BusError: the bus is closed, or DDS does not take what this rank says.
             JoinRefused, JobTaken: this process may not take part.
         """
         self._note_change()  # a rank alone has formed its group
@@ -129,6 +145,8 @@ class Membership:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
                             await self._changed.wait()
+        except WriteTimeout:  # a TimeoutError as well, but not that of the others
+            raise
         except TimeoutError:
             self._check()
             raise self._timed_out(timeout_s) from None
@@ -209,16 +227,28 @@ class Membership:
         elif frame.key.part == BELL:
             self._read_letters()
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._on_probe, frame.key.sender, frame.key.part, frame.key.job)
+            self._note_probe(frame)
 
     def _read_letters(self, *, all_of_them: bool = False) -> None:
         shared = self._shared
         if shared is not None:
             shared.read_letters(all_of_them=all_of_them)
 
-    def _on_probe(self, rank: int, topic: int, digest: int) -> None:
-        if self.formation.probe(rank, topic, digest):
+    def _note_probe(self, frame: Frame) -> None:
+        """What the loop has not looked at yet has a bound: probes come again, and anybody can send them."""
+        if len(self._probes) < MAX_PROBES:
+            self._probes.append((frame.key.sender, frame.key.part, frame.key.job))
+        if not self._probes_told:
+            self._probes_told = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_probes)
+
+    def _on_probes(self) -> None:
+        self._probes_told = False  # first: what comes from now on is told of again
+        news = False
+        for _ in range(len(self._probes)):
+            news |= self.formation.probe(*self._probes.popleft())
+        if news:
             self._note_change()
 
     def _note_change(self) -> None:
@@ -230,11 +260,14 @@ class Membership:
         try:
             while True:
                 await self._hear(await self._inbox.get())
-        except (BusClosed, BusError) as error:
+        except BusError as error:
             self._end(error)
         except Exception as error:
-            log.exception("group failed", group=self.formation.group)
             self._end(error)
+            with contextlib.suppress(Exception):  # the log may be what fails: its stream is the host's
+                log.exception("group failed", group=self.formation.group)
+        finally:
+            self._inbox.close()  # what nobody reads fills up, and then the whole bus hears nothing any more
 
     def _end(self, error: Exception) -> None:
         self._fault = error
@@ -262,8 +295,9 @@ class Membership:
         if not self._is_formed:
             self.formation.gone(rank, incarnation)
         elif rank not in self._left:
-            log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host, why=why or "gone")
             self._lose(rank, f"its process on {member.host} is {f'shut out: {why}' if why else 'gone'}")
+            with contextlib.suppress(Exception):  # as above
+                log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host, why=why or "gone")
 
     def _on_leave(self, rank: int, incarnation: int, said: GroupLeave) -> None:
         if said.group != self.formation.group or self._member(rank, incarnation) is None:
@@ -301,7 +335,8 @@ class Membership:
             # One that has not formed the group yet needs to hear this rank again; so does one that comes too late.
             if said.group == self.formation.group and not said.formed and time.monotonic() > self._replied_s + REPLY_S:
                 self._replied_s = time.monotonic()
-                await self._say_hello()
+                with contextlib.suppress(WriteTimeout):  # it is a courtesy: who does not take it, asks again
+                    await self._say_hello()
             return
         try:
             was_known = self.formation.knows(rank, incarnation)
@@ -338,17 +373,22 @@ class Membership:
         except BusError as error:
             log.debug("left without a word", group=self.formation.group, reason=str(error))
         finally:
-            if not drained:  # cancelled meanwhile
-                with contextlib.suppress(BusError, asyncio.CancelledError):
-                    await self._say_leave(False, f"{reason}, in haste")
-            self._bus.release(self.formation.group)
-            self._watcher.cancel()
-            self._inbox.close()
             try:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._watcher
-                if self._pulse is not None:
-                    await asyncio.wait([self._pulse])
+                if not drained:  # cancelled meanwhile
+                    with contextlib.suppress(BusError):
+                        await self._say_leave(False, f"{reason}, in haste")
+            finally:
+                await self._disband()
+
+    async def _disband(self) -> None:
+        """Take all that the rank has away, also when whoever waits for that is cancelled."""
+        self._bus.release(self.formation.group)
+        self._watcher.cancel()
+        self._inbox.close()
+        try:
+            await asyncio.wait([self._watcher] if self._pulse is None else [self._watcher, self._pulse])
+        finally:
+            try:
                 await self._port.close()
             finally:
                 self._unshare()

@@ -1,0 +1,274 @@
+"""What goes wrong under a group: it ends alone, says why, and leaves nothing behind on its bus."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bus_helpers import CLIENT, Run, reads, until
+from group_node import LEASE_S, as_ranks, joined
+
+import gradbus
+from gradbus.runtime import frames
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.channel import Channel
+from gradbus.runtime.collectives import Group, membership
+from gradbus.runtime.collectives.engine import wire_name
+from gradbus.runtime.collectives.membership import REPLY_S, Membership
+from gradbus.runtime.control import GroupHello, Leave
+from gradbus.runtime.errors import BusError, PeerLost, WriteTimeout
+from gradbus.runtime.frame_port import FramePort
+from gradbus.runtime.frames import Frame, FrameKey, Kind
+from gradbus.runtime.messages import Control, Identity, Message
+from gradbus.runtime.topics import TOPICS, Topic, collective_topic
+
+
+class FullDisk:
+    """A log whose stream cannot be written."""
+
+    def warning(self, event: str, **facts: Any) -> None:
+        raise OSError("No space left on device")
+
+    exception = warning
+
+
+def test_a_frame_that_comes_as_soon_as_a_reader_is_open_does_no_harm(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be for who was this rank before."""
+    open_reader = FramePort.open_reader
+    key = FrameKey(Kind.COLLECTIVE, 77, 0, 1, 5, 0, wire_name("x", "barrier", ""))
+    ((head, data),) = frames.split(key, b"", world=2)
+
+    def opened(self: FramePort, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+        take(frames.parse(head + bytes(data)))
+        return open_reader(self, topic, take)
+
+    monkeypatch.setattr(FramePort, "open_reader", opened)
+
+    async def script(group: Group) -> None:
+        assert group.stats.dropped == {"foreign group": 2}
+        await group.barrier()
+
+    run(lambda: as_ranks(place, 2, script))
+
+
+# What is left on the bus
+
+
+async def assert_all_is_heard(bus: Bus, other: Bus) -> None:
+    """More control messages than an inbox holds come through: nobody has an inbox that he does not read."""
+    await reads(other, Control)
+    lot = 64
+    with bus.subscribe(Control, only=lambda message: getattr(message, "body", None) == Leave("lot")) as inbox:
+        for _ in range(TOPICS[Control].inbox // lot + 1):
+            for _ in range(lot):
+                await other.publish(CLIENT, Leave("lot"))
+            async with asyncio.timeout(20):
+                for _ in range(lot):
+                    await inbox.get()
+
+
+def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FramePort, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+        raise BusError("no reader")
+
+    async def main() -> None:
+        async with (
+            gradbus.connect(**place, lease_s=LEASE_S) as bus, gradbus.connect(**place, lease_s=LEASE_S) as other
+        ):  # fmt: skip
+            with monkeypatch.context() as patch:
+                patch.setattr(FramePort, "open_reader", refuse)
+                with pytest.raises(BusError, match="no reader"):
+                    async with gradbus.join_group(bus, rank=0, world=2):
+                        raise AssertionError("not reached")
+            await until(lambda: bus._node.topics.names == ["train/control"])
+            assert bus._ports == []
+            await assert_all_is_heard(bus, other)
+            async with gradbus.join_group(bus, rank=0, world=1) as group:
+                assert await group.barrier() == (0,)
+
+    run(main)
+
+
+@pytest.mark.parametrize("can_log", [True, False])
+def test_a_group_that_fails_over_a_message_says_so_and_leaves_no_inbox_that_nobody_reads(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, can_log: bool
+) -> None:
+    failed = asyncio.Event()
+
+    async def fail(self: Membership, message: Message) -> None:
+        failed.set()
+        raise RuntimeError("a mistake")
+
+    async def main() -> None:
+        monkeypatch.setattr(Membership, "_hear", fail)
+        if not can_log:
+            monkeypatch.setattr(membership, "log", FullDisk())
+        async with (
+            gradbus.connect(**place, lease_s=LEASE_S) as bus, gradbus.connect(**place, lease_s=LEASE_S) as other,
+            gradbus.join_group(bus, rank=0, world=1) as group
+        ):  # fmt: skip
+            await reads(other, Control)
+            await other.publish(CLIENT, Leave("x"))
+            await failed.wait()
+            with pytest.raises(RuntimeError, match="a mistake"):
+                await group.barrier()
+            await assert_all_is_heard(bus, other)
+
+    run(main)
+
+
+def test_a_rank_is_lost_also_where_that_cannot_be_logged(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "log", FullDisk())
+
+    async def script(group: Group) -> None:
+        await group.barrier()
+        if group.rank == 0:
+            group._membership._on_gone(1, group.members[1].incarnation, "")
+            with pytest.raises(PeerLost, match=r"rank 1: its process on .* is gone"):
+                await group.barrier()
+
+    run(lambda: as_ranks(place, 2, script))
+
+
+# What others may send as often as they like
+
+
+def test_probes_that_wait_for_the_loop_have_a_bound_and_are_told_once(run: Run, place: dict[str, Any]) -> None:
+    told: list[Any] = []
+
+    class Loop:
+        def call_soon_threadsafe(self, function: Any, *arguments: Any) -> None:
+            told.append(function)
+
+    async def script(group: Group) -> None:
+        place_of = group._membership
+        place_of._loop = Loop()  # type: ignore[assignment]
+        for number in range(2 * membership.MAX_PROBES):
+            key = FrameKey(Kind.COLLECTIVE, number, 0, 1, 5, 0, "", 0)
+            ((head, data),) = frames.split(key, b"", world=2)
+            place_of._take(frames.parse(head + bytes(data)))
+        assert len(place_of._probes) == membership.MAX_PROBES
+        assert len(told) == 1
+        told.pop()()
+        assert len(place_of._probes) == 0
+        place_of._take(frames.parse(head + bytes(data)))
+        assert len(told) == 1
+
+    run(lambda: as_ranks(place, 1, script))
+
+
+# What DDS does not take
+
+
+def test_a_courtesy_that_dds_does_not_take_does_not_end_the_group(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = set[int]()
+
+    async def refuse(self: Membership) -> None:
+        replies.add(self.identity.sender)
+        raise WriteTimeout("train/control", 30.0)
+
+    async def script(group: Group) -> None:
+        await group.barrier()
+        monkeypatch.setattr(Membership, "_say_hello", refuse)
+        await group.barrier()
+        if group.rank == 0:  # one that comes too late
+            hello = GroupHello("world", 2, 0, False, False, 5, "host (process 1)", "", [])
+            async with gradbus.connect(**place, lease_s=LEASE_S) as late:
+                await reads(late, Control, 2)
+                while len(replies) < 2:  # who has answered somebody just now does not do so again at once
+                    await late.publish(Identity(1, 77), hello)
+                    await asyncio.sleep(REPLY_S)
+        await group.barrier()
+
+    run(lambda: as_ranks(place, 2, script))
+
+
+def test_a_word_that_dds_does_not_take_is_not_the_silence_of_others(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: Bus, sender: Identity, message: Any) -> None:
+        raise WriteTimeout("train/control", 30.0)
+
+    async def main() -> None:
+        monkeypatch.setattr(Bus, "publish", refuse)
+        with pytest.raises(WriteTimeout):
+            async with joined(place, 0, 2):
+                raise AssertionError("not reached")
+
+    run(main)
+
+
+# Who is cancelled while it leaves
+
+
+def test_who_is_cancelled_while_its_group_ends_is_cancelled_and_the_group_has_ended(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, ending, go_on = Membership._watch, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Membership) -> None:
+        try:
+            await watch(self)
+        finally:
+            ending.set()
+            await go_on.wait()
+
+    monkeypatch.setattr(Membership, "_watch", slow)
+
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus:
+
+            async def member() -> None:
+                async with gradbus.join_group(bus, rank=0, world=1):
+                    pass
+
+            leaving = asyncio.create_task(member())
+            await ending.wait()
+            leaving.cancel()
+            asyncio.get_running_loop().call_soon(go_on.set)
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert bus._ports == []
+            assert bus._node.topics.names == ["train/control"]
+
+    run(main)
+
+
+def test_a_port_whose_close_is_cancelled_during_a_write_is_closed_in_any_case(run: Run, place: dict[str, Any]) -> None:
+    topic = collective_topic("x")
+    in_dds, may_return = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus:
+            port = bus.frame_port()
+            port.open_reader(topic, lambda frame: None)
+            writer = port.open_writer(topic)
+
+            def write(fields: Any, parts: Any) -> bool:
+                in_dds.set()
+                return may_return.wait(20)
+
+            writer.write = write  # type: ignore[method-assign]
+            writing = asyncio.create_task(asyncio.to_thread(port.write, writer, (b"",)))
+            await asyncio.to_thread(in_dds.wait, 20)
+            closing = asyncio.create_task(port.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            await until(lambda: bus._node.topics.names == [])
+            may_return.set()
+            assert await writing
+
+    run(main)
