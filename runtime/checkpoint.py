@@ -124,15 +124,20 @@ class CheckpointStore:
             _sync_directory(self.directory)
         except (OSError, SafetensorError) as error:
             for left in (data_path.with_suffix(".safetensors.tmp"), meta_path.with_suffix(".json.tmp")):
-                left.unlink(missing_ok=True)  # what is half written only takes the room that is needed
+                with contextlib.suppress(OSError):  # the disk may have become read-only
+                    left.unlink(missing_ok=True)  # what is half written only takes the room that is needed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
                 f"checkpoint of round {checkpoint.round_id} cannot be written to {self.directory}: {reason}. "
                 f"The one before it is intact; make room and start again to continue from it"
             ) from None
-        size = data_path.stat().st_size + meta_path.stat().st_size
-        for old in self.rounds()[: -self._keep]:
-            self.remove(old)
+        size = 0
+        try:
+            size = data_path.stat().st_size + meta_path.stat().st_size
+            for old in self.rounds()[: -self._keep]:
+                self.remove(old)
+        except OSError as error:  # this round is safe, and with the next one it is tried again
+            log.warning("old checkpoints stay", directory=str(self.directory), reason=str(error))
         return size
 
     def rounds(self) -> list[int]:

@@ -277,6 +277,35 @@ def test_what_could_not_be_read_again_is_not_written(store: CheckpointStore, mon
     assert sorted(path.name for path in store.directory.iterdir()) == before
 
 
+def read_only(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_disk_that_becomes_read_only_is_an_error_that_says_so(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", read_only)
+        patch.setattr(Path, "unlink", read_only)
+        with pytest.raises(CheckpointError, match=r"round 3 .*Read-only file system"):
+            store.save(example(3))
+    assert same(store.load_newest(), example(2))
+
+
+@pytest.mark.parametrize("call", ["unlink", "iterdir"])
+def test_old_checkpoints_that_cannot_be_removed_do_not_make_the_new_one_fail(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store.save(example(3))
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as entries:
+        patch.setattr(Path, call, read_only)
+        assert store.save(example(4)) > 0
+    assert [entry["event"] for entry in entries] == ["old checkpoints stay"]
+    assert same(store.load_newest(), example(4))
+    store.save(example(5))
+    assert store.rounds() == [3, 4, 5]
+
+
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
