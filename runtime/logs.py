@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 
@@ -15,6 +16,23 @@ _CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
 def get_logger(name: str, **bound: Any) -> Any:
     """A logger of this package. In a program that embeds gradbus it follows that program's structlog configuration."""
     return structlog.get_logger(source=name, **bound)
+
+
+class _Lenient:
+    """A stream that takes every line. One that cannot be written, as nobody reads the pipe any more, the disk is full
+    or the stream is closed, must not end the work that it tells of."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure(*, level: str = "info", style: Literal["auto", "console", "json"] = "auto") -> None:
@@ -38,7 +56,7 @@ def configure(*, level: str = "info", style: Literal["auto", "console", "json"] 
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(_Lenient(sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
 

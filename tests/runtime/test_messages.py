@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
+import sys
 import time
 
 import pytest
@@ -73,3 +75,26 @@ def test_logs_are_one_json_object_a_line_when_redirected(capsys: pytest.CaptureF
         3,
     )
     assert logging.getLogger().level == logging.WARNING  # the standard library's logging is left as it was
+
+
+class LostStream(io.StringIO):
+    """As when nobody reads the pipe any more, or the disk is full."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_log_that_cannot_be_written_any_more_ends_nothing(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    before, stream = structlog.get_config(), io.StringIO() if closed else LostStream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    try:
+        logs.configure()
+        if closed:
+            stream.close()
+        logs.get_logger("group").warning("rank lost")
+    finally:
+        structlog.configure(**before)
