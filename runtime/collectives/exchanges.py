@@ -56,13 +56,28 @@ class Parcel:
 
 
 class Move(Operation):
-    """Base: payloads of the caller's that are let go of at the end."""
+    """Base: payloads of the caller's, and memory for those of others. Both are let go of at the end: one that has
+    failed may have half of what it wanted, and its handle may live on."""
 
     _own: Sequence[Parcel] = ()
+
+    def __init__(
+        self, signature: str, rank: int, world: int, max_bytes: int = 0, *, peers: Sequence[int] | None = None
+    ) -> None:
+        """``max_bytes``: of one payload of another rank."""
+        super().__init__(signature, rank, world, peers=peers)
+        self._max_bytes = max_bytes
+        self._arrivals: dict[int, NewPayload] = {}  # by sender
+
+    def expect_payload(self, sender: int) -> None:
+        """Wait for a payload of whatever kind and size."""
+        self._arrivals[sender] = NewPayload(self._max_bytes)
+        self.expect(sender, 0, self._arrivals[sender])
 
     def release(self) -> None:
         for parcel in self._own:
             parcel.release()
+        self._arrivals.clear()
 
 
 class AllGather(Move):
@@ -71,14 +86,11 @@ class AllGather(Move):
     def __init__(self, payload: Any, rank: int, world: int, max_bytes: int) -> None:
         self._parcel = Parcel(payload)
         self._own = [self._parcel]
-        super().__init__(f"all_gather {self._parcel.kind}", rank, world)
-        self._max_bytes = max_bytes
-        self._arrivals: dict[int, NewPayload] = {}
+        super().__init__(f"all_gather {self._parcel.kind}", rank, world, max_bytes)
 
     def set_up(self) -> None:
         for other in self.others:
-            self._arrivals[other] = NewPayload(self._max_bytes)
-            self.expect(other, 0, self._arrivals[other])
+            self.expect_payload(other)
         if self.world > 1:
             self.send(None, 0, self._parcel.memory, meta=self._parcel.meta)
 
@@ -143,7 +155,7 @@ class Broadcast(Operation):
             self.acknowledge(self._root)
 
     def release(self) -> None:
-        self._payload = self._target = None
+        self._payload = self._target = self._new = None
 
     def result(self) -> Any:
         if not isinstance(self._payload, Tensor):
@@ -159,10 +171,8 @@ class Gather(Move):
     def __init__(self, payload: Any, root: int, rank: int, world: int, max_bytes: int) -> None:
         self._parcel = Parcel(payload)
         self._own = [self._parcel]
-        super().__init__(f"gather {root} {self._parcel.kind}", rank, world)
+        super().__init__(f"gather {root} {self._parcel.kind}", rank, world, max_bytes)
         self._root = root
-        self._max_bytes = max_bytes
-        self._arrivals: dict[int, NewPayload] = {}
 
     def set_up(self) -> None:
         if self.rank != self._root:
@@ -170,8 +180,7 @@ class Gather(Move):
             self.send(self._root, 0, self._parcel.memory, meta=self._parcel.meta)
             return
         for other in self.others:
-            self._arrivals[other] = NewPayload(self._max_bytes)
-            self.expect(other, 0, self._arrivals[other])
+            self.expect_payload(other)
 
     def stream_done(self, sender: int, part: int) -> None:
         if part == 0:
@@ -196,13 +205,12 @@ class Scatter(Move):
             raise ValueError(f"scatter: expected {world} payloads, one for each rank, got {len(payloads)}")
         self._parcels = None if payloads is None else same_kind([Parcel(payload) for payload in payloads])
         self._own = self._parcels or ()
-        super().__init__(f"scatter {root}", rank, world)
+        super().__init__(f"scatter {root}", rank, world, max_bytes)
         self._root = root
-        self._arrival = NewPayload(max_bytes)
 
     def set_up(self) -> None:
         if self._parcels is None:
-            self.expect(self._root, 0, self._arrival)
+            self.expect_payload(self._root)
             return
         self.await_receipts(self.others)
         for other in self.others:
@@ -213,7 +221,7 @@ class Scatter(Move):
             self.acknowledge(sender)
 
     def result(self) -> Any:
-        return self._arrival.value if self._parcels is None else self._parcels[self.rank].copy()
+        return self._arrivals[self._root].value if self._parcels is None else self._parcels[self.rank].copy()
 
 
 class AllToAll(Move):
@@ -223,14 +231,11 @@ class AllToAll(Move):
         if len(payloads) != world:
             raise ValueError(f"all_to_all: expected {world} payloads, one for each rank, got {len(payloads)}")
         self._own = self._parcels = same_kind([Parcel(payload) for payload in payloads])
-        super().__init__(f"all_to_all {self._parcels[0].kind}", rank, world)
-        self._max_bytes = max_bytes
-        self._arrivals: dict[int, NewPayload] = {}
+        super().__init__(f"all_to_all {self._parcels[0].kind}", rank, world, max_bytes)
 
     def set_up(self) -> None:
         for other in self.others:
-            self._arrivals[other] = NewPayload(self._max_bytes)
-            self.expect(other, 0, self._arrivals[other])
+            self.expect_payload(other)
         for other in self.others:
             self.send(other, 0, self._parcels[other].memory, meta=self._parcels[other].meta)
 
@@ -255,22 +260,21 @@ class Send(Move):
         self.send(self._to, 0, self._parcel.memory, meta=self._parcel.meta)
 
 
-class Receive(Operation):
+class Receive(Move):
     """A payload of one rank, whether tensor or bytes: that its sender decides."""
 
     def __init__(self, source: int, rank: int, world: int, max_bytes: int) -> None:
-        super().__init__(f"send {source} {rank}", rank, world, peers=[source])
+        super().__init__(f"send {source} {rank}", rank, world, max_bytes, peers=[source])
         self._source = source
-        self._arrival = NewPayload(max_bytes)
 
     def set_up(self) -> None:
-        self.expect(self._source, 0, self._arrival)
+        self.expect_payload(self._source)
 
     def stream_done(self, sender: int, part: int) -> None:
         self.acknowledge(sender)
 
     def result(self) -> Any:
-        return self._arrival.value
+        return self._arrivals[self._source].value
 
 
 def same_kind(parcels: list[Parcel]) -> list[Parcel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import ALGORITHMS, Algorithm, ReduceScatter, all_reduce, shard_bounds
+from gradbus.runtime.collectives.stream import NewPayload
 from gradbus.runtime.errors import BusClosed, CollectiveError, PeerLost, WriteTimeout
 from gradbus.runtime.frames import Frame, FrameKey, Kind
 
@@ -76,6 +78,35 @@ def test_a_collective_that_is_done_holds_neither_its_payload_nor_frames() -> Non
     del payload, operations
     gc.collect()
     assert [ref() for ref in watched] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: exchanges.AllGather(b"", 0, 2, MAX_BYTES),
+        lambda: exchanges.Broadcast(None, 1, 0, 2, MAX_BYTES),
+        lambda: exchanges.Gather(b"", 0, 0, 2, MAX_BYTES),
+        lambda: exchanges.Scatter(None, 1, 0, 2, MAX_BYTES),
+        lambda: exchanges.AllToAll([b"", b""], 0, 2, MAX_BYTES),
+        lambda: exchanges.Receive(1, 0, 2, MAX_BYTES),
+    ],
+)
+def test_one_that_has_failed_lets_go_of_what_has_come_so_far_although_its_handle_lives(
+    make: Callable[[], Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Watched(NewPayload):
+        def __init__(self, max_bytes: int) -> None:
+            super().__init__(max_bytes)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(exchanges, "NewPayload", Watched)
+    operation = net_of(2).start(make())
+    assert [ref() is None for ref in made] == [False]
+    operation.fail(TimeoutError())
+    gc.collect()
+    assert [ref() is None for ref in made] == [True]
 
 
 def test_no_more_collectives_than_the_bound_may_be_pending(monkeypatch: pytest.MonkeyPatch) -> None:
