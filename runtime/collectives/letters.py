@@ -267,16 +267,17 @@ class Letters:
             spin_until_s = time.monotonic() + SPIN_S
             nap_s = NAP_S
             while not done():
-                if self.poll() | work.push():
-                    spin_until_s = time.monotonic() + SPIN_S
+                found = self.poll() | work.push()
+                now_s = time.monotonic()
+                if now_s >= until_s:
+                    break
+                if found:
+                    spin_until_s = now_s + SPIN_S
                     nap_s = NAP_S
                     continue
-                now_s = time.monotonic()
                 if now_s < spin_until_s:
                     os.sched_yield()
                     continue
-                if now_s >= until_s:
-                    break
                 self._sleep(done, min(nap_s if work.idle else WORK_S, until_s - now_s))
                 nap_s = min(2 * nap_s, SLEEP_S)
         finally:

@@ -386,3 +386,10 @@ def test_a_visitor_is_not_sent_away(ranks: Ranks) -> None:
     progress.resume()  # something begins that nobody waits for
     assert letters.is_away
     assert transfers(ranks) == [1]
+
+
+def test_a_visit_ends_in_time_also_when_there_is_always_something_to_do(ranks: Ranks) -> None:
+    start_s = time.monotonic()
+    work: Any = SimpleNamespace(idle=False, push=lambda: True)
+    ranks.letters(1).visit(lambda: time.monotonic() > start_s + WAIT_S, start_s + 0.01, work)
+    assert time.monotonic() < start_s + WAIT_S
