@@ -103,11 +103,6 @@ class Assembler:
             return None
         return [int(seq) for seq in np.flatnonzero(~transfer.have)[:limit]]
 
-    def received_frames(self, key: FrameKey) -> int:
-        """How many different frames of this transfer are here."""
-        transfer = self._transfers.get(key)
-        return 0 if transfer is None or transfer.have is None else int(transfer.have.size - transfer.left)
-
     def take(self, key: FrameKey) -> memoryview:
         """The payload of a complete transfer, which is forgotten.
 

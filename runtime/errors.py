@@ -102,11 +102,11 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
         name: of the collective. missing: ranks that something is still owed by. timeout_s: the deadline.
     """
 
-    def __init__(self, name: str, missing: Sequence[int], timeout_s: float, hint: str = "") -> None:
+    def __init__(self, name: str, missing: Sequence[int], timeout_s: float) -> None:
         who = f"still waiting for ranks {list(missing)}" if missing else "its own data could not be sent"
         super().__init__(
             f"{name!r}: {who} after {timeout_s:g} s; they may be waiting for others themselves. Have all ranks started "
-            f"a collective of this name, and do they still run?{hint}"
+            f"a collective of this name, and do they still run?"
         )
         self.name = name
         self.missing = tuple(missing)

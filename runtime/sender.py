@@ -38,8 +38,9 @@ class Job:
     )  # who makes the samples may find that it must cancel
 
     def cancel(self) -> None:
-        """Write no further sample. When this returns none is being written, so the payload may change: it waits for the
-        write in progress, for ``block_s`` of the topic at most."""
+        """Write no further sample. When this returns none is being written or made, so the payload may change. It waits
+        for the write in progress, ``block_s`` of the topic at most, and for a sample that is being made: who makes them
+        may wait for something as well, and has to be told first that it is called off."""
         with self.writing:
             self.cancelled = True
 

@@ -52,7 +52,8 @@ class GroupStats:
 
     Attributes:
         bytes_out, bytes_in: payload of collectives that have ended; what goes to all ranks counts once going out.
-        dropped: frames that were not used, by reason: repeat, stale, early, foreign group, foreign sender, closed.
+        dropped: frames that were not used, by reason: repeat, stale, early, foreign group, foreign sender, shared
+            memory, closed.
         pending: collectives that have not ended. early_bytes: payload that waits for a call here.
     """
 
@@ -345,6 +346,8 @@ async def join_group(
     Raises:
         ConfigError: rank, world or name are wrong, or the ranks do not fit together.
         BarrierTimeout: some ranks have not come; ``.missing``.
+        JoinRefused, JobTaken: with security 'identity', this process may not take part.
+        BusClosed: the bus was closed. BusError: DDS refused something.
     """
     if not isinstance(world, int) or not 1 <= world <= MAX_WORLD:
         raise ConfigError(f"world {world!r}: expected a number of ranks within 1 .. {MAX_WORLD}")

@@ -208,16 +208,13 @@ def test_missing_frames_are_named_in_order_and_at_most_so_many() -> None:
     assert assembler.missing(KEY) is None
     assembler.expect(KEY, max_bytes=100)
     assert assembler.missing(KEY) is None
-    assert assembler.received_frames(KEY) == 0
     assembler.feed(parts[7])
     assembler.feed(parts[2])
     assert assembler.missing(KEY) == [0, 1, 3, 4, 5, 6, 8, 9]
     assert assembler.missing(KEY, limit=3) == [0, 1, 3]
-    assert assembler.received_frames(KEY) == 2
     for part in parts:
         assembler.feed(part)
     assert assembler.missing(KEY) == []
-    assert assembler.received_frames(KEY) == 10
 
 
 def test_forgetting_frees_the_memory_and_refuses_what_comes_later() -> None:
