@@ -33,7 +33,6 @@ VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
 
-
 @dataclass(slots=True)
 class _Changes:
     """Of matched endpoints: whether there are any, and the writers of each topic that has some."""
