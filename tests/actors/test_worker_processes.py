@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from ddp_processes import Ranks
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 LONG: dict[str, Any] = {"epochs": 10_000, "eval_every_epochs": 0, "collective_timeout_s": 30.0}
-TOLD_WITHIN_S = 2.0
+# A lease of 1 s, and the rest for a machine whose cores are busy. Nothing else would end their wait before 30 s.
+TOLD_WITHIN_S = 2.0 + 2.0
 
 
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
