@@ -18,7 +18,7 @@ from gradbus.actors.failures import MAX_DISTINCT, MAX_TEXT, Failures
 from gradbus.experiments.logfile import LogFile
 from gradbus.models import NullTask
 
-_domains = itertools.count(219)
+_domains = itertools.cycle(range(219, 225))
 
 
 class Log:

@@ -29,7 +29,7 @@ from gradbus.runtime.messages import Control, Identity
 
 DIM = 100_000
 
-_domains = itertools.count(190)
+_domains = itertools.cycle(range(190, 230))
 _jobs = itertools.count()
 
 

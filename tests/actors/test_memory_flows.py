@@ -23,7 +23,7 @@ UPDATE = MODEL + 16
 LATE_S = 0.05
 OFF = {"lease_s": 1.0, "shared_memory": False}
 
-_domains = itertools.count(178)
+_domains = itertools.cycle(range(178, 190))
 
 
 @pytest.fixture

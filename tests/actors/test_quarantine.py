@@ -21,7 +21,8 @@ from gradbus.runtime.errors import BarrierTimeout, JoinRefused
 from gradbus.runtime.tasks import single_error
 
 DIM = 2_000
-_domains = itertools.count(211)
+_domains = itertools.cycle(range(211, 225))
+_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def liars(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
 
 async def run(config: gradbus.FederatedConfig, *, clients: int = 3) -> tuple[list[gradbus.RoundReport], dict[int, str]]:
     """The reports, and how clients ended that did not end well."""
-    job, domain = f"quarantine-{os.getpid()}-{next(_domains)}", next(_domains)
+    job, domain = f"quarantine-{os.getpid()}-{next(_numbers)}", next(_domains)
     ends: dict[int, str] = {}
 
     async def client(client_id: int) -> None:

@@ -13,7 +13,7 @@ from federation import Federation
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-_domains = itertools.count(160)
+_domains = itertools.cycle(range(160, 170))
 _RULES = {"rounds": 4, "num_clients": 2, "codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm",
           "history_payloads": True}  # fmt: skip
 _STEPS = [

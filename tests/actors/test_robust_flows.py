@@ -21,7 +21,7 @@ from gradbus.models import NullTask
 from gradbus.runtime.errors import ConfigError
 
 DIM = 20_000
-_domains = itertools.count(193)
+_domains = itertools.cycle(range(193, 205))
 
 
 class Hostile(NullTask):

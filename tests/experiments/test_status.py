@@ -30,7 +30,7 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.settings import BusSettings
 from gradbus.runtime.topics import Overheard
 
-_domains = itertools.count(225)
+_domains = itertools.cycle(range(225, 233))
 
 
 def hello(phase: str, phase_s: float = 0.0, round_id: int = 4) -> Hello:

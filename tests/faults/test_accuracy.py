@@ -22,7 +22,7 @@ FAULTS = (
     "drop control p=0.03; drop update p=0.05; drop model p=0.05; duplicate p=0.05; corrupt p=0.03;"
     "reorder p=0.1 seconds=0.05; seed={seed}"
 )
-_domains = itertools.count(50)
+_domains = itertools.cycle(range(50, 60))
 
 
 def clouds() -> DataSplit:

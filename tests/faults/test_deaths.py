@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 GAP_S = 2.0  # on a busy machine; docs/reliability.md has what an idle one needs
 BACK_S = 5.0
-_domains = itertools.count(115)
+_domains = itertools.cycle(range(115, 123))
 
 
 @pytest.fixture

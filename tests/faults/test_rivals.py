@@ -22,7 +22,7 @@ from gradbus.runtime.errors import JobTaken
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.messages import Control, Identity, PeerGone, TrainCmd
 
-_domains = itertools.count(110)
+_domains = itertools.cycle(range(110, 115))
 
 
 def said(incarnation: int, body: Any, sender: int = CONTROLLER) -> Control:
