@@ -84,9 +84,10 @@ def test_a_consumer_that_does_not_read_makes_the_writer_wait_and_nothing_is_lost
             inbox = other.subscribe(ClientUpdate)
             await reads(one, ClientUpdate)
             sending = asyncio.create_task(one.send_update(UPDATE, 1, payload))
-            done, _ = await asyncio.wait([sending], timeout=0.5)
-            assert not done
             # 16 frames in the inbox, 16 in the DDS reader, and the one that waits.
+            await until(lambda: len(inbox) == 16 and one.sent_bytes["train/client_update"] >= 32 * (MIB + 80))
+            done, _ = await asyncio.wait([sending], timeout=0.2)  # time in which it could go on, but must not
+            assert not done
             assert len(inbox) == 16
             assert one.sent_bytes["train/client_update"] <= 33 * (MIB + 80)
             assert await payload_from(inbox, UPDATE, 64 * MIB) == payload
