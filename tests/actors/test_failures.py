@@ -1,4 +1,4 @@
-"""A client's own exception: on the controller's side within a second, once with its traceback, and no escape codes."""
+"""A client's own exception: on the controller's side at once, once with its traceback, and no escape codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import os
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -24,9 +24,11 @@ _domains = itertools.cycle(range(219, 225))
 class Log:
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.shown = threading.Semaphore(0)
 
     def error(self, event: str, **facts: Any) -> None:
-        self.lines.append({"event": event, "at_s": time.monotonic(), **facts})
+        self.lines.append({"event": event, **facts})
+        self.shown.release()
 
 
 @pytest.fixture
@@ -72,17 +74,21 @@ def test_a_traceback_comes_to_the_terminal_without_its_escape_codes() -> None:
     assert tracebacks == ["  Traceback:\n    line\n  E: \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"]
 
 
-def test_the_controller_shows_it_within_a_second_and_the_round_goes_on(log: Log) -> None:
-    raised_s: list[float] = []
-
+def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None:
     class Wrong(NullTask):
         def train(self, model: Any, **arguments: Any) -> Any:
-            raised_s.append(time.monotonic())
             raise ZeroDivisionError("the user's own mistake")
+
+    class Patient(NullTask):
+        """Works until the other one's error is shown: the end of the round is not what brings it."""
+
+        def train(self, model: Any, **arguments: Any) -> Any:
+            assert log.shown.acquire(timeout=20.0)
+            return super().train(model, **arguments)
 
     async def client(job: str, domain: int, client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
-            await gradbus.Client(bus, (Wrong if client_id else NullTask)(100), client_id=client_id).run()
+            await gradbus.Client(bus, (Wrong if client_id else Patient)(100), client_id=client_id).run()
 
     async def main() -> list[gradbus.RoundReport]:
         job, domain = f"failing-{os.getpid()}", next(_domains)
@@ -97,7 +103,6 @@ def test_the_controller_shows_it_within_a_second_and_the_round_goes_on(log: Log)
     assert [report.dropped["training failed"] for report in reports] == [1, 1, 1]
     assert [line["times"] for line in log.lines] == [1, 2, 3]
     first = log.lines[0]
-    assert first["at_s"] - raised_s[0] < 1.0
     assert "in train" in first["traceback"]
     assert first["traceback"].endswith("ZeroDivisionError: the user's own mistake")
     assert [line["client"] for line in log.lines] == [1, 1, 1]
