@@ -141,13 +141,14 @@ if rank == 1:
     import traceback
     try: 1 / 0
     except ZeroDivisionError: traceback.print_exc()
-    say("stuck"); wait()
-time.sleep(1); sys.exit(9)
+    open("stuck", "w").close(); wait()
+while not os.path.exists("stuck"): time.sleep(0.005)
+sys.exit(9)
 """
 
 
-def test_a_rank_that_failed_but_cannot_end_is_blamed_rather_than_the_one_that_missed_it(begin) -> None:
-    code, _, err = ended(begin(STUCK))
+def test_a_rank_that_failed_but_cannot_end_is_blamed_rather_than_the_one_that_missed_it(begin, tmp_path) -> None:
+    code, _, err = ended(begin(STUCK, cwd=tmp_path))
     assert code == 1
     assert "gradbus run: the last lines of rank 1:\n" in err
     assert err.endswith("gradbus run: rank 1 failed, and had to be ended\n")

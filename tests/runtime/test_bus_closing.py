@@ -185,7 +185,7 @@ def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, pla
             sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB)))
             await until(lambda: len(inbox) == 16)
             leave.set()
-            await asyncio.sleep(0.05)  # it is in the middle of its close
+            await until(lambda: one._closed)  # it is in the middle of its close: there is more to send
             started_s = time.monotonic()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):

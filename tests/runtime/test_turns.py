@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from gradbus.runtime.turns import Turns
 
 
 def test_no_more_than_so_many_are_inside_at_a_time_and_all_get_their_turn() -> None:
-    turns, inside, most = Turns(3), 0, 0
-    lock = threading.Lock()
+    turns, inside, most = Turns(3, stall_s=60.0), 0, 0
+    lock, three = threading.Lock(), threading.Barrier(3, timeout=20.0)
 
     def work(number: int) -> int:
         nonlocal inside, most
@@ -19,7 +18,7 @@ def test_no_more_than_so_many_are_inside_at_a_time_and_all_get_their_turn() -> N
             with lock:
                 inside += 1
                 most = max(most, inside)
-            time.sleep(0.002)
+            three.wait()  # also breaks if fewer get in
             with lock:
                 inside -= 1
         return number
