@@ -19,9 +19,10 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.actors import downlink, model_memory
+from gradbus.actors.timeline import RoundTiming
 from gradbus.models import NullTask
 from gradbus.runtime import sealed_memory
-from gradbus.runtime.control import Leave
+from gradbus.runtime.control import Leave, Offer
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.history import History
@@ -115,9 +116,24 @@ def test_bytes_are_counted_as_they_are_encoded() -> None:
     assert first.bytes_down == 2 * 4 * DIM
 
 
-def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_owe() -> None:
+def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_owe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted, first_counts = RoundTiming.counted, threading.Semaphore(0)
+
+    def noted(self: RoundTiming, client_id: int, offer: Offer) -> None:
+        counted(self, client_id, offer)
+        if client_id == 0:
+            first_counts.release()
+
+    class Second(SlowTask):
+        def train(self, model: Any, **arguments: Any) -> Any:
+            assert first_counts.acquire(timeout=20.0)
+            return super().train(model, **arguments)
+
+    monkeypatch.setattr(RoundTiming, "counted", noted)
     config = gradbus.FederatedConfig(rounds=2, num_clients=2, codec="sq8", downlink_codec="q8", eval_every=0)
-    reports = run(config, [SlowTask([]), SlowTask([1, 2])])
+    reports = run(config, [SlowTask([]), Second([1, 2])])
     for report in reports:
         fast, slow = report.timeline
         assert (fast.client_id, slow.client_id) == (0, 1)
