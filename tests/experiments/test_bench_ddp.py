@@ -18,6 +18,7 @@ from gradbus.experiments.bench_rows import at_most
 from gradbus.models import mnist_mlp
 
 
+@pytest.mark.slow
 def test_every_collective_is_compared_with_numpy() -> None:
     rows, taken = collective_rows((2,), large_elems=1000)
     assert [row.ok for row in rows] == [True], rows
@@ -25,23 +26,27 @@ def test_every_collective_is_compared_with_numpy() -> None:
     assert [rank["wrong"] for rank in taken["collectives_2"]] == [[], []]
 
 
+@pytest.mark.slow
 def test_parameters_of_all_ranks_are_equal_after_every_step() -> None:
     (row,), _ = equal_rows((2,), steps=6, data="glyphs")
     assert row.ok
     assert (row.measured, row.asked) == (12, "12")  # dense and DGC
 
 
+@pytest.mark.slow
 def test_ranks_are_bit_equal_to_one_process_also_where_one_has_no_data() -> None:
     (row,), taken = bit_equal_rows((2,), steps=6, data="glyphs")
     assert row.ok, taken
     assert (row.measured, row.asked) == (18, "18")  # three algorithms
 
 
+@pytest.mark.slow
 def test_dgc_that_sends_everything_is_sgd() -> None:
     (row,), _ = dense_dgc_rows((2,), steps=5, data="glyphs")
     assert row.ok, row
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_the_others_are_ended() -> None:
     run = Training(world=2, model=mnist_mlp, batch_size=8, config={"lr": -1.0}, data="glyphs")
     with pytest.raises(ChildFailed, match=r"rank [01] failed(.|\n)*lr"):

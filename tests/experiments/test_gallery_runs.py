@@ -143,6 +143,7 @@ def test_a_run_that_fails_says_why_and_where(tmp_path: Path) -> None:
         run_federated(replace(RUN, codec="unheard"), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("idle", [None, 1])
 def test_the_int8_baseline_takes_the_mean_of_what_was_quantized_with_one_scale_per_tensor(idle: int | None) -> None:
     ranks = run_ranks(Int8Step(idle=idle), timeout_s=60)
