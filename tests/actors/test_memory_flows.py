@@ -88,6 +88,7 @@ def test_where_one_side_shares_no_memory_its_data_goes_over_dds_without_a_word(
         assert (done["shared"], far["shared"]) == ({UP: 3 * UPDATE}, {})
         # The frames that go to the other one come here, too, and may be there before the word of the memory.
         assert near["shared"][DOWN] in {MODEL, 2 * MODEL, 3 * MODEL, 4 * MODEL}
+        assert near["shared"][DOWN] + near["received"].get(DOWN, 0) >= 4 * MODEL
         assert 3 * UPDATE < done["received"][UP] < 4 * UPDATE
         assert [report["bytes_up_shared"] for report in done["reports"]] == [UPDATE] * 3
         assert {report["bytes_down_shared"] for report in done["reports"]} <= {0, MODEL}
