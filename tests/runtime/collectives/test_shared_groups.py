@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bus_helpers import Run
+from bus_helpers import Run, until
 from group_node import LEASE_S, Ranks, as_ranks
 from memory_maps import mapped, open_files
 from shared_scripts import (
@@ -26,8 +27,10 @@ from shared_scripts import (
 )  # fmt: skip
 
 import gradbus
-from gradbus.runtime.collectives import Group, letters, membership, shared
+from gradbus.runtime.collectives import Group, letters, membership, outgoing, shared
+from gradbus.runtime.collectives.slots import Slots
 from gradbus.runtime.errors import BarrierTimeout, CollectiveTimeout
+from gradbus.runtime.frames import CHUNK_BYTES
 from gradbus.runtime.shared_memory import Bytes, SharedMemoryFault
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -282,18 +285,25 @@ def test_a_group_closes_while_a_thread_waits_in_it(run: Run, place: dict[str, An
 
 
 def test_a_handle_that_is_cancelled_gives_its_buffer_back_while_others_hold_the_slots(
-    run: Run, place: dict[str, Any]
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of it is sent, and a part waits: nothing that is written to the buffer then reaches the other rank."""
+    put, part_bytes, cancelled = Slots.put, 4 * CHUNK_BYTES, threading.Event()
+
+    def is_held(self: Slots, readers: Sequence[int], data: Any) -> bytes | None:
+        return put(self, readers, data) if cancelled.is_set() or self.sent_bytes < part_bytes else None
+
+    monkeypatch.setattr(Slots, "put", is_held)
+    monkeypatch.setattr(outgoing, "SLOT_WAIT_S", WAIT_S)  # what waits does not go over DDS meanwhile
 
     async def script(group: Group) -> None:
-        vector = torch.ones(8 * MIB)  # 32 MiB: more than there are slots
+        vector = torch.ones(8 * MIB)  # 32 MiB
         if group.rank == 0:
             handle = group.broadcast("model", vector, timeout_s=WAIT_S)
-            while not shared_of(group).slots.sent_bytes:  # noqa: ASYNC110 - by another thread
-                await asyncio.sleep(0.001)
+            await until(lambda: shared_of(group).slots.sent_bytes == part_bytes)
             handle.cancel()
             vector.fill_(-1)
+            cancelled.set()
         else:
             with pytest.raises(CollectiveTimeout):
                 await group.broadcast("model", vector, timeout_s=1.0)
