@@ -281,9 +281,7 @@ def read_only(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_a_disk_that_becomes_read_only_is_an_error_that_says_so(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_becomes_read_only_is_an_error(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", read_only)
         patch.setattr(Path, "unlink", read_only)
