@@ -222,10 +222,11 @@ class Members:
         if member is not None:
             member.unheard_s = now_s - member.heard_s
 
-    def could_not_hear(self, seconds: float) -> None:
-        """The controller stood still: what its clients have said meanwhile, it has yet to hear."""
+    def could_not_hear(self, seconds: float, now_s: float) -> None:
+        """The controller stood still: what its clients have said meanwhile, it has yet to hear. Who is waited for has
+        been given that time already."""
         for member in self._members.values():
-            member.unheard_s += seconds
+            member.unheard_s = min(member.unheard_s + seconds, now_s - member.heard_s)
 
     def ready(self, round_id: int) -> list[int]:
         """Ids of the clients that can take part in the round, ascending."""

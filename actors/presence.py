@@ -77,7 +77,7 @@ class Presence:
                 await self._bus.publish(self._identity, status)
             now_s = time.monotonic()
             if now_s - self._beaten_s > 2 * self._heartbeat_s:
-                self._members.could_not_hear(now_s - self._beaten_s - self._heartbeat_s)
+                self._members.could_not_hear(now_s - self._beaten_s - self._heartbeat_s, now_s)
                 self._doubt_until_s = now_s + 2 * self._heartbeat_s
             self._beaten_s = now_s
             dead = self._members.expire(now_s)

@@ -141,11 +141,20 @@ def test_with_a_client_that_expires_what_was_known_of_its_rival_is_forgotten() -
 def test_while_the_controller_could_not_hear_nobody_is_silent() -> None:
     members = new_members()
     join(members)
-    members.could_not_hear(10.0)
+    members.could_not_hear(10.0, 10.0)
     assert members.expire(10.0 + DEAD_AFTER_S) == []
     assert members.heard_at_s(0) == 0.0
     members.heard(0, 100, 11.0)  # from here on it can
     assert [member.client_id for member in members.expire(11.1 + DEAD_AFTER_S)] == [0]
+
+
+def test_a_standstill_is_forgiven_once_who_is_waited_for_included() -> None:
+    members = new_members()
+    join(members)
+    members.wait_for(0, 100, 10.0)  # said to be gone, before the late heartbeat tells of the standstill
+    members.could_not_hear(9.5, 10.0)
+    assert members.expire(10.0 + DEAD_AFTER_S) == []
+    assert [member.client_id for member in members.expire(10.1 + DEAD_AFTER_S)] == [0]
 
 
 def test_every_message_of_a_client_is_a_sign_of_life() -> None:
