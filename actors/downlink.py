@@ -97,6 +97,7 @@ class Downlink:
         self._full_sent_s = float("-inf")
         self._wanted: dict[int, set[int]] = {}  # transfer -> frames that somebody misses; empty: all of them
         self._wanted_in_memory = False
+        self._sending: tuple[int, set[int]] | None = None  # transfer and frames that are being sent again
         self._asked: Counter[int] = Counter()  # client -> frames that it has had sent again, of this round's model
         self._resending: asyncio.Task[None] | None = None
         frames = chunk_count(weights.numel() * 4)
@@ -210,11 +211,11 @@ class Downlink:
             return  # it will ask for the newer one
         known = self._message(need.transfer)
         if need.seqs and known is not None:
-            seqs = {seq for seq in need.seqs if 0 <= seq < known.frames}
-            if seqs and self._may_ask(client_id, len(seqs)):
-                wanted = self._wanted.setdefault(need.transfer, seqs)
-                if wanted:  # else all of it is wanted already
-                    wanted.update(seqs)
+            wanted = self._wanted.get(need.transfer)
+            if wanted is None or wanted:  # else all of it is wanted already
+                seqs = {seq for seq in need.seqs if 0 <= seq < known.frames} - self._on_their_way(need.transfer)
+                if seqs and self._may_ask(client_id, len(seqs)):
+                    self._wanted.setdefault(need.transfer, set()).update(seqs)
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
                 self._full = self._full_message()
@@ -224,6 +225,12 @@ class Downlink:
                 self._wanted[self._full.key.transfer] = set()
         if (self._wanted or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
+
+    def _on_their_way(self, transfer: int) -> set[int]:
+        """Frames that are wanted already, or being sent again just now: to ask for them changes nothing, and a client
+        does so again and again while they come slowly."""
+        again = self._sending[1] if self._sending is not None and self._sending[0] == transfer else set()
+        return again | self._wanted.get(transfer, set())
 
     def _may_ask(self, client_id: int, frames: int) -> bool:
         """Whether this client may have so many more frames sent again, of this round's model: no client by itself keeps
@@ -255,6 +262,7 @@ class Downlink:
             if message is None:
                 continue
             try:
+                self._sending = transfer, seqs or set(range(message.frames))
                 if seqs:
                     await self._send(message, sorted(seqs))
                 else:
@@ -263,6 +271,7 @@ class Downlink:
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
             finally:
+                self._sending = None
                 if not seqs:
                     self._full_sent_s = time.monotonic()
 

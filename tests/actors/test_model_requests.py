@@ -46,6 +46,27 @@ def test_no_client_by_itself_keeps_the_way_to_the_others_full(
     run_with(test)
 
 
+@pytest.mark.parametrize("seqs", [range(12), ()], ids=["frames", "the whole model"])
+def test_who_asks_for_what_is_on_its_way_asks_for_nothing(seqs: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.bus.open.clear()  # a slow way
+        for _ in range(20):
+            scene.need(0, 1 if seqs else 0, seqs)
+        await scene.bus.until(lambda: scene.bus.started == 2)
+        transfer = scene.bus.sent[-1].key.transfer
+        for _ in range(20):
+            scene.need(0, transfer, range(12))
+        scene.bus.open.set()
+        assert scene.downlink._resending is not None
+        await scene.downlink._resending
+        assert (len(scene.bus.sent), scene.downlink._asked[0]) == (2, 12)
+
+    run_with(test)
+
+
 @pytest.mark.parametrize("lost", [0.1, 0.3, 0.5])
 def test_who_loses_half_of_all_frames_gets_the_model_long_before_that(
     lost: float, monkeypatch: pytest.MonkeyPatch
