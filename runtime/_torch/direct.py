@@ -47,8 +47,8 @@ def nobody_looks_on(*lists: Sequence[Tensor]) -> bool:
 
 
 class DirectCalls(ProcessGroup):
-    """Collectives as ``torch.distributed`` calls them: with all arguments, the options last. All else, torch's other
-    ways to call them included, goes through C++.
+    """Collectives as ``torch.distributed`` calls them: with all arguments, the options last. torch's C++ code calls
+    them so as well, that of DistributedDataParallel for one, and comes here. Other ways to call them lead through C++.
 
     Each method has the name of the one it stands for, and calls that itself: by this C++ sees that it is not meant to
     call this one again.

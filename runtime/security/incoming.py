@@ -37,9 +37,7 @@ class Incoming:
         self._window = ReplayWindow()
         self._generation = -1  # nothing was opened yet
         self._key: StreamKey | None = None
-        self._before: StreamKey | None = (
-            None  # of the generation before, whose last envelopes may still be on their way
-        )
+        self._before: StreamKey | None = None  # of the generation before: its last envelopes may be on their way
 
     def key_for(self, counter: int) -> StreamKey:
         """What opens an envelope.

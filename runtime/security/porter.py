@@ -5,8 +5,9 @@ All on the receive thread of the bus. What a :class:`.Door` or an :class:`.Appli
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -92,10 +93,10 @@ class Porter:
         self._beacons: _JoinReader | None = None
         if isinstance(self._party, Door):
             events = self._party.events
-            events.joined = lambda name, role: log.info("joined", node=name, role=role)
-            events.refused = lambda name, why: log.warning("not let in", node=name, why=why)
+            events.joined = lambda name, role: _tell(log.info, "joined", node=name, role=role)
+            events.refused = lambda name, why: _tell(log.warning, "not let in", node=name, why=why)
             self._party.on_refused = node.refused
-            events.rotated = lambda epoch, why: log.info("new epoch", epoch=epoch, why=why)
+            events.rotated = lambda epoch, why: _tell(log.info, "new epoch", epoch=epoch, why=why)
             # What is kept is the newest, and no reader that takes nothing can hold it up.
             self._beacon = node.plain_writer(replace(_BEACON, keep_last=True))
             self._say_beacon(self._party, self._ticked_s)
@@ -159,22 +160,28 @@ class Porter:
         try:
             allowed = None if self._list_file is None else self._list_file.news()
         except ConfigError as error:
-            log.error("allow list not read", reason=str(error), effect="the one before stays in force")
+            _tell(log.error, "allow list not read", reason=str(error), effect="the one before stays in force")
             return
         if allowed is None:
             return
-        log.info("allow list read", nodes=len(allowed.entries))
+        _tell(log.info, "allow list read", nodes=len(allowed.entries))
         self._say(door.allow(allowed, now_s))
 
     def _on_joined(self) -> None:
         party = self._party
         assert isinstance(party, Applicant)
         if party.refusal:
-            log.error("not let in", node=party.key.name, why=party.refusal)
+            _tell(log.error, "not let in", node=party.key.name, why=party.refusal)
             self._node.refused()
         elif party.keys is not None:
-            log.info("joined", node=party.key.name, role=party.role, epoch=party.epoch)
+            _tell(log.info, "joined", node=party.key.name, role=party.role, epoch=party.epoch)
         self._receiver.rematched()
+
+
+def _tell(log_it: Callable[..., Any], event: str, **facts: object) -> None:
+    """A line for the log of the host, which may not be able to take it: that must not end the receive thread."""
+    with contextlib.suppress(Exception):
+        log_it(event, **facts)
 
 
 def _nobody(messages: list[Message]) -> None:
