@@ -44,9 +44,11 @@ def test_the_exit_code_tells_of_a_figure_that_falls_short(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["round", "all-reduce-bus"])
+@pytest.mark.parametrize("name", ["round", "all-reduce-bus", "all-reduce-network"])
 def test_rounds_and_collectives_are_timed_at_all_levels_by_turns(name: str) -> None:
     rows, taken = part_rows(PARTS[name]._replace(blocks=4), repeats=1)
+    if not taken:
+        pytest.skip(rows[0].note)
     assert [row.measured > 0 for row in rows] == [True] * 4
     ((start,),) = taken.values()
     assert [block.level for block in start] == [*LEVELS] * (len(start) // 3)
