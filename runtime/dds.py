@@ -167,9 +167,13 @@ class Reader:
             taken += [(one, one.sample_info.publication_handle) for one in got if isinstance(one, self.idl_type)]
         return taken
 
+    def octets(self, raw: Any) -> Any:
+        """The octets of a sample, without looking at its other fields. Raises SampleError."""
+        return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.typed(raw).data
+
     def owns(self, data: memoryview) -> bool:
         """Whether the octets of a sample of this reader's may be written over: nobody else has them."""
-        return self._taker is not None and ddsc.is_ours_alone(data)
+        return len(data) > ddsc.JOINED_BYTES and self._taker is not None and ddsc.is_ours_alone(data)
 
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""

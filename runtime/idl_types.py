@@ -48,6 +48,12 @@ def _tail(view: memoryview, at: int, size: int, name: str) -> memoryview:
     return view[at : at + size]
 
 
+def _octets(data: Any, at: int, name: str) -> memoryview:
+    """The octets of a sample, which stand there, behind their number."""
+    view = _body(data, at - 4, name)
+    return _tail(view, at, _SIZE.unpack_from(view, at - 4)[0], name)
+
+
 def _serialize_packed(
     sample: Any, buffer: Any = None, endianness: Any = None, use_version_2: bool | None = None
 ) -> bytes:
@@ -102,9 +108,14 @@ class ClientUpdateType(IdlStruct, typename="gradbus.ClientUpdate"):
 
     @classmethod
     def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        view = _body(data, 20, "ClientUpdate")
-        client_id, round_id, num_samples, size = struct.unpack_from("<iiqI", view, 4)
-        return cls(client_id, round_id, num_samples, _tail(view, 24, size, "ClientUpdate"))  # type: ignore[arg-type]
+        octets = cls.octets(data)
+        client_id, round_id, num_samples = struct.unpack_from("<iiq", data, 4)
+        return cls(client_id, round_id, num_samples, octets)  # type: ignore[arg-type]
+
+    @staticmethod
+    def octets(data: Any) -> memoryview:
+        """Those of a sample. Raises SampleError."""
+        return _octets(data, 24, "ClientUpdate")
 
 
 @dataclass
@@ -124,9 +135,14 @@ class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
 
     @classmethod
     def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        view = _body(data, 8, "ModelBlob")
-        round_id, size = struct.unpack_from("<iI", view, 4)
-        return cls(round_id, _tail(view, 12, size, "ModelBlob"))  # type: ignore[arg-type]
+        octets = cls.octets(data)
+        (round_id,) = struct.unpack_from("<i", data, 4)
+        return cls(round_id, octets)  # type: ignore[arg-type]
+
+    @staticmethod
+    def octets(data: Any) -> memoryview:
+        """Those of a sample. Raises SampleError."""
+        return _octets(data, 12, "ModelBlob")
 
 
 @dataclass
@@ -145,6 +161,9 @@ class FrameType(IdlStruct, typename="gradbus.Frame"):
 
     @classmethod
     def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        view = _body(data, 4, "Frame")
-        (size,) = _SIZE.unpack_from(view, 4)
-        return cls(_tail(view, 8, size, "Frame"))  # type: ignore[arg-type]
+        return cls(cls.octets(data))  # type: ignore[arg-type]
+
+    @staticmethod
+    def octets(data: Any) -> memoryview:
+        """Those of a sample. Raises SampleError."""
+        return _octets(data, 8, "Frame")

@@ -105,7 +105,7 @@ class SealedReader(MatchedWhileIn, Reader):
         if not isinstance(raw, tuple):
             return raw
         wire, source = raw
-        data = self._wire.typed(wire).data
+        data = self._wire.octets(wire)
         opened = self._opener.open(data, in_place=self._wire.owns(data))
         if len(opened.peer.sources) < MAX_SOURCES:
             opened.peer.sources.add(source)

@@ -167,7 +167,7 @@ class IdentityReader(MatchedWhileIn, Reader):
         Raises:
             FrameError: as :meth:`Side.open` and :meth:`Side.check`.
         """
-        plain = self._side.open(self.topic.name, self._wire.typed(raw).data)
+        plain = self._side.open(self.topic.name, self._wire.octets(raw))
         if plain is None:
             return None
         sample = self.idl_type.deserialize(plain)

@@ -12,22 +12,32 @@ class ReplayWindow:
     Two steps, so that a forgery changes nothing: :meth:`is_new` before the tag is checked, :meth:`note` after.
     """
 
-    __slots__ = ("_bits", "highest")
+    __slots__ = ("_bits", "_mark", "highest")
 
     def __init__(self) -> None:
         self.highest = 0
-        self._bits = 0  # bit n: counter ``highest - n`` was seen
+        # Of those from ``_mark`` on, all up to the highest were seen. They come in order, as a rule: then there is
+        # nothing to do but to count, and the bits, half a kilobyte that each change makes anew, are left as they are.
+        self._mark = 0
+        self._bits = 0  # bit n: counter ``_mark - n`` was seen
 
     def is_new(self, counter: int) -> bool:
         """Whether an envelope with this counter may still be opened."""
-        age = self.highest - counter
-        return age < 0 or (age < WINDOW and not self._bits >> age & 1)
+        if counter > self.highest:
+            return True
+        return self.highest - counter < WINDOW and counter <= self._mark and not self._bits >> self._mark - counter & 1
 
     def note(self, counter: int) -> None:
         """It has been opened."""
-        age = self.highest - counter
-        if age < 0:
-            self._bits = (self._bits << min(-age, WINDOW) | 1) & _MASK
+        ahead = counter - self.highest
+        if ahead == 1:
+            self.highest = counter
+            return
+        in_order = min(self.highest - self._mark, WINDOW)
+        self._bits = (self._bits << in_order | (1 << in_order) - 1) & _MASK
+        if ahead > 0:
+            self._bits = (self._bits << min(ahead, WINDOW) | 1) & _MASK
             self.highest = counter
         else:
-            self._bits |= 1 << age
+            self._bits |= 1 << -ahead
+        self._mark = self.highest

@@ -19,7 +19,7 @@ import numpy as np
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, Header
-from gradbus.runtime.security.incoming import GENERATION_BITS, Derives, Incoming, open_into
+from gradbus.runtime.security.incoming import GENERATION_BITS, Derives, Incoming, open_into, open_small
 from gradbus.runtime.security.job_key import JobKey
 from gradbus.runtime.security.peers import Peer, Peers
 from gradbus.runtime.security.stream_key import StreamKey, salt_of, stream_key
@@ -196,11 +196,6 @@ class Sealer:
         return min(tuple(retained), default=max(1, self._last))
 
 
-def _room(size: int) -> memoryview:
-    """Memory for what is opened. A bytearray is made faster, but all of it is set to zero."""
-    return memoryview(bytearray(size)) if size <= _SMALL_BYTES else np.empty(size, np.uint8).data
-
-
 class Opened(NamedTuple):
     """What was in an envelope."""
 
@@ -279,8 +274,12 @@ class Opener:
         is_known = stream is not None
         stream = stream or Incoming(key, header.session, self._topic)
         aead = stream.key_for(header.counter)
-        plain = view[HEADER_BYTES : HEADER_BYTES + header.size] if in_place else _room(header.size)
-        open_into(plain, aead, header, view, self._context, self._topic)
+        if header.size <= _SMALL_BYTES and not in_place:
+            plain = memoryview(open_small(aead, header, view, self._context, self._topic))
+        else:
+            size = header.size
+            plain = view[HEADER_BYTES : HEADER_BYTES + size] if in_place else np.empty(size, np.uint8).data
+            open_into(plain, aead, header, view, self._context, self._topic)
         if peer is None:
             peer = self._peers.add(header.session)
         if not is_known:
@@ -289,7 +288,7 @@ class Opener:
         self._peers.note(peer)
         if key is not self._keys.current:
             self._keys.heard(key, header.session)
-        return Opened(peer, header, plain)
+        return tuple.__new__(Opened, (peer, header, plain))
 
     def _keep(self, peer: Peer, key: Key, stream: Incoming) -> None:
         """The first envelope of this topic with this key. Of keys with which nothing is opened any more, none stays."""

@@ -18,15 +18,16 @@ class StreamKey:
     """A key at work. Any thread may use it; the GIL is free while bytes are sealed and opened.
 
     Attributes:
-        encrypt, decrypt_into: as those of :class:`AESGCM`.
+        encrypt, decrypt, decrypt_into: as those of :class:`AESGCM`.
     """
 
-    __slots__ = ("_algorithm", "decrypt_into", "encrypt")
+    __slots__ = ("_algorithm", "decrypt", "decrypt_into", "encrypt")
 
     def __init__(self, secret: bytes) -> None:
         """``secret``: 32 octets."""
         aead = AESGCM(secret)
         self.encrypt = aead.encrypt
+        self.decrypt = aead.decrypt
         self.decrypt_into = aead.decrypt_into
         self._algorithm = AES(secret)
 
