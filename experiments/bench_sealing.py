@@ -11,6 +11,10 @@ Real processes on this machine, so both sides of every transfer share its cores.
 the data lies is sealed. Without, all of it is: on the bus of one machine, where it passes from process to process at
 the speed of memory and nobody needs it to be sealed; and between two hosts, network namespaces joined by a link of
 MTU 1500, where nothing starts without a key. The link takes no time but that of the kernel.
+
+``none`` puts a CRC-32 on what it sends, ``psk`` the tag of the cipher. Only the collectives of one machine go without:
+nothing but its memory is between them. So they are compared twice on its bus: with ``none`` as it is elsewhere, which
+is what is asked, and with ``none`` as it is there.
 """
 
 from __future__ import annotations
@@ -61,7 +65,10 @@ _TIMEOUT_S = 120.0
 class Part(NamedTuple):
     """What is measured, and who plays in it beside the one that measures: on the other host, if there are two.
 
-    ``blocks``: of each level.
+    Attributes:
+        blocks: of each level. memory: whether it is shared.
+        checksums: whether collectives with ``none`` have them although all is on one machine. asked: whether the time
+            with ``psk`` has a limit.
     """
 
     title: str
@@ -70,6 +77,8 @@ class Part(NamedTuple):
     blocks: int
     memory: bool = False
     two_hosts: bool = False
+    checksums: bool = False
+    asked: bool = True
 
 
 _ROUND, _REDUCE = "federated round, 2 clients, 4.8 MB", "all_reduce of 4 MiB, 2 ranks"
@@ -78,7 +87,8 @@ PARTS = {
     "round-bus": Part(f"{_ROUND}, all on the bus", "controller", ("client", "client"), 9),
     "round-network": Part(f"{_ROUND}, two hosts", "controller", ("client", "client"), 7, two_hosts=True),
     "all-reduce": Part(f"{_REDUCE}, shared memory", "rank", ("rank",), 41, True),
-    "all-reduce-bus": Part(f"{_REDUCE}, all on the bus", "rank", ("rank",), 41),
+    "all-reduce-bus": Part(f"{_REDUCE}, all on the bus", "rank", ("rank",), 41, checksums=True),
+    "all-reduce-bare": Part(f"{_REDUCE}, all on the bus, none without checksums", "rank", ("rank",), 41, asked=False),
     "all-reduce-network": Part(f"{_REDUCE}, two hosts", "rank", ("rank",), 13, two_hosts=True),
 }
 
@@ -206,6 +216,8 @@ async def _rank(spec: dict[str, Any]) -> list[Block]:
         groups = []
         for level in LEVELS:
             bus = await opened.enter_async_context(_bus(spec, level))
+            if spec["checksums"]:
+                bus._node.leaves_machine = True  # for its frames, that is what decides
             joining = gradbus.join_group(bus, rank=spec["number"], world=2)
             groups.append(await opened.enter_async_context(joining))
         for number in range(len(LEVELS) * spec["blocks"]):
@@ -240,7 +252,10 @@ def _blocks(part: Part, folder: Path) -> list[Block]:
     with contextlib.ExitStack() as opened:
         here, there = hosts = opened.enter_context(two_hosts()) if part.two_hosts else (None, None)
         peers = tuple(host.address for host in hosts if host is not None)
-        spec = {"memory": part.memory, "blocks": part.blocks, "folder": folder, "job": job, "peers": peers}
+        spec = {
+            "memory": part.memory, "blocks": part.blocks, "checksums": part.checksums, "folder": folder, "job": job,
+            "peers": peers,
+        }  # fmt: skip
         processes = opened.enter_context(Processes())
         pids = [
             processes.start(f"{other} {number}", _play, {**spec, "what": other, "number": number, "host": there})
@@ -297,10 +312,10 @@ def part_rows(part: Part, repeats: int) -> Taken:
             starts = [_blocks(part, Path(folder)) for _ in range(repeats)]
         except NoNamespaces as error:
             return [Row(part.title, "", 0, "", True, f"not measured: {error}")], {}
-    return list(rows_of(part.title, starts)), {part.title: starts}
+    return list(rows_of(part, starts)), {part.title: starts}
 
 
-def rows_of(title: str, starts: list[list[Block]]) -> Iterator[Row]:
+def rows_of(part: Part, starts: list[list[Block]]) -> Iterator[Row]:
     """Ratios of time and of processor time, over the blocks of all starts."""
     for what, label in (("seconds", ""), ("cpu_s", ", processor")):
         ms = {
@@ -310,8 +325,8 @@ def rows_of(title: str, starts: list[list[Block]]) -> Iterator[Row]:
         for level in LEVELS[1:]:
             low, ratio, high = statistics.quantiles((it for one in starts for it in ratios(one, level, what)), n=4)
             note = f"{low:.2f} to {high:.2f}; {ms[level]:.2f} ms, none {ms['none']:.2f} ms"
-            name, unit = f"{title}: {level}{label}", "x none"
-            asked = level == "psk" and what == "seconds"
+            name, unit = f"{part.title}: {level}{label}", "x none"
+            asked = part.asked and level == "psk" and what == "seconds"
             yield at_most(name, ratio, MAX_RATIO, unit, note) if asked else shown(name, ratio, unit, note)
 
 

@@ -21,13 +21,15 @@ def blocks(psk: float, turns: int = 4) -> list[Block]:
 
 
 def test_a_block_is_compared_with_what_its_neighbours_without_a_key_say_of_its_place() -> None:
-    rows = {row.name: row for row in rows_of("a round", [blocks(1.2), blocks(1.2)])}
+    part = PARTS["round"]._replace(title="a round")
+    rows = {row.name: row for row in rows_of(part, [blocks(1.2), blocks(1.2)])}
     measured = {name: pytest.approx(row.measured) for name, row in rows.items()}
     assert measured == {
         "a round: psk": 1.2, "a round: identity": 3.0,
         "a round: psk, processor": 1.2, "a round: identity, processor": 3.0,
     }  # fmt: skip
     assert {name: row.asked for name, row in rows.items() if row.asked} == {"a round: psk": "<= 1.1"}
+    assert not any(row.asked for row in rows_of(part._replace(asked=False), [blocks(1.2)]))
 
 
 @pytest.mark.parametrize(("psk", "code"), [(1.05, 0), (1.2, 1)])
