@@ -158,7 +158,7 @@ class Receiver(threading.Thread):
                     elif not self._take_turn(0.0):
                         os.sched_yield()  # to DDS's own threads, which bring what is waited for. Not when it is here
                     now_s = time.monotonic()
-            except OSError as error:  # of DDS
+            except Exception as error:  # of DDS: it is the bus that cannot go on, not whoever waits here
                 self._fail(error)
             finally:
                 self._visited = True

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from bus_helpers import Run
+from cyclonedds.core import DDSException
 from group_node import joined
 from structlog.testing import capture_logs
 
@@ -57,6 +58,23 @@ def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monk
 
     assert looks.count == 3
     assert yields == [1, 2]
+
+
+def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the_bus(run: Run) -> None:
+    async def main() -> None:
+        fault = DDSException(DDSException.DDS_RETCODE_ERROR, "status of a reader")
+
+        class Broken:
+            def wait(self, timeout_s: float) -> list[int]:
+                raise fault
+
+        told = asyncio.Event()
+        receiver = Receiver(cast("Any", Broken()), asyncio.get_running_loop(), lambda: None, told.set)
+        receiver.pump(lambda: False, time.monotonic() + 60.0)
+        assert receiver.fault is fault
+        await told.wait()
+
+    run(main)
 
 
 def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arrive(
