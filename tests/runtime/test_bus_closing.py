@@ -18,6 +18,7 @@ from gradbus.runtime.control import Leave
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
+BOUND_S = 15.0  # of a second, on a machine that stands still for some; what is unsent would give up after 30 s
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
 
@@ -158,7 +159,7 @@ def test_a_close_with_unsent_data_is_bounded_and_the_sender_is_told(
                 stuck = [asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB))) for _ in range(20)]
                 await until(lambda: len(inbox) == 16)
                 started_s = time.monotonic()
-            assert time.monotonic() - started_s < 5
+            assert time.monotonic() - started_s < BOUND_S
             for sending in stuck:  # 16 were on their way, the others waited for their turn
                 with pytest.raises(BusClosed):
                     await sending
@@ -190,7 +191,7 @@ def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, pla
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-            assert time.monotonic() - started_s < 5
+            assert time.monotonic() - started_s < BOUND_S
             with pytest.raises(BusClosed):
                 await sending
         assert threads_of_gradbus() == []

@@ -22,6 +22,8 @@ from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, PeerGone,
 
 pytestmark = pytest.mark.slow
 CHILD = Path(__file__).with_name("bus_child.py")
+# Where a busy machine stands still for longer than that, DDS forgets the reader and what it owes.
+LEASE_S = 20.0
 
 
 class Child:
@@ -42,7 +44,9 @@ class Child:
 
 
 @asynccontextmanager
-async def child(role: str, place: dict[str, Any], *, lease_s: float = 3.0, ends_with: int = 0) -> AsyncIterator[Child]:
+async def child(
+    role: str, place: dict[str, Any], *, lease_s: float = LEASE_S, ends_with: int = 0
+) -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, CHILD, role, place["job"], str(place["domain"]), str(lease_s), stdin=PIPE, stdout=PIPE
     )
@@ -58,7 +62,7 @@ async def child(role: str, place: dict[str, Any], *, lease_s: float = 3.0, ends_
 
 def test_each_kind_of_message_arrives_in_another_process_and_comes_back(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
-        async with gradbus.connect(**place) as bus, child("talk", place) as other:
+        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("talk", place) as other:
             assert await other.says() == "listening"
             for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
                 await reads(bus, kind)
@@ -92,15 +96,15 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(run: Run
 
 
 def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run, place: dict[str, Any]) -> None:
-    """The best of five transfers: a busy machine makes single ones worse, never better."""
+    """Of some transfers one: a busy machine makes single ones worse, never better."""
     payload = random.Random(4).randbytes(32 * MIB)
 
     async def main() -> None:
-        async with gradbus.connect(**place) as bus, child("receive", place) as other:
+        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("receive", place) as other:
             assert await other.says() == "listening"
             await reads(bus, ModelBlob)
             here, there = [], []
-            for _ in range(5):
+            while not here or (len(here) < 20 and max(min(here), min(there)) >= 0.05):
                 other.tell(str(len(payload)))
                 stop = asyncio.Event()
                 delays = asyncio.create_task(delays_of_the_loop(stop))
@@ -124,11 +128,7 @@ def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_an
     payload = random.Random(5).randbytes(128 * MIB)
 
     async def main() -> None:
-        # A long lease: where a busy machine stands still for longer than that, DDS forgets the reader and what it owes.
-        async with (
-            gradbus.connect(**place, lease_s=20.0) as bus,
-            child("hesitate", place, lease_s=20.0) as other,
-        ):
+        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("hesitate", place) as other:
             assert await other.says() == "listening"
             await reads(bus, ClientUpdate)
             sending = asyncio.create_task(bus.send_update(UPDATE, 1, payload))
@@ -145,7 +145,9 @@ def test_a_process_that_does_not_read_makes_the_writer_wait_in_bounded_memory_an
 
 
 def test_a_process_killed_at_once_is_told_of_when_its_lease_has_ended(run: Run, place: dict[str, Any]) -> None:
-    async def main() -> None:
+    """Of three one: a machine that stands still makes single ones later, never earlier."""
+
+    async def kill_one() -> float:
         async with gradbus.connect(**place) as bus, child("live", place, lease_s=1.0, ends_with=-9) as other:
             inbox = bus.subscribe(Control)
             assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, BODIES[0])
@@ -153,6 +155,12 @@ def test_a_process_killed_at_once_is_told_of_when_its_lease_has_ended(run: Run, 
             await other.process.wait()
             killed_s = time.monotonic()
             assert await inbox.get() == PeerGone(CLIENT.sender, CLIENT.incarnation)
-            assert time.monotonic() - killed_s < 3
+            return time.monotonic() - killed_s
+
+    async def main() -> None:
+        took_s: list[float] = []
+        while not took_s or (len(took_s) < 3 and min(took_s) >= 3):
+            took_s.append(await kill_one())
+        assert min(took_s) < 3
 
     run(main)

@@ -53,10 +53,11 @@ async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> me
 
 
 async def delays_of_the_loop(stop: asyncio.Event) -> list[float]:
-    """Seconds by which the loop was late, a sample a millisecond, ascending."""
+    """Seconds by which the loop was late, a sample a millisecond and one at least, ascending."""
     late = []
-    while not stop.is_set():
+    while True:
         before = time.perf_counter()
         await asyncio.sleep(0.001)
         late.append(time.perf_counter() - before - 0.001)
-    return sorted(late)
+        if stop.is_set():
+            return sorted(late)
