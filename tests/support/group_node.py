@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import itertools
 import os
+import queue
 import random
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import stillness
 import torch
 import warm
 from federation import Node
@@ -61,6 +64,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         place = {"job": f"group-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100)}
         self._common = {"script": script, "place": place, "world": world, **common}
         self._nodes: list[tuple[Node, Any]] = []
+        self.stopped: set[int] = set()  # numbers of those that the test itself makes stand still
 
     def start(self, rank: int, **own: Any) -> Node:
         """Start one rank; ``own`` is for this one alone."""
@@ -84,9 +88,16 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._nodes[rank][1].send("go on")
 
     def __exit__(self, *_: object) -> None:
-        for node, pipe in self._nodes:
+        for number, (node, pipe) in enumerate(self._nodes):
             node.end()
+            with contextlib.suppress(queue.Empty):
+                while (event := node.incoming.get(timeout=1.0)) is not None:
+                    node.events.append(event)
             pipe.close()
+            if number not in self.stopped:
+                stillness.noted += [
+                    f"process {number}, for {event['for_s']:.1f} s" for event in node.all("stood still")
+                ]
 
 
 class Rank:
@@ -97,10 +108,12 @@ class Rank:
         self.rank: int = spec["rank"]
         self.world: int = spec["world"]
         self._pipe = pipe
+        self._saying = threading.Lock()
 
     def say(self, event: str, **facts: Any) -> None:
         """Tell the test. ``at_s`` is of a clock that all processes of this machine share."""
-        self._pipe.send({"event": event, "at_s": time.monotonic(), **facts})
+        with self._saying:
+            self._pipe.send({"event": event, "at_s": time.monotonic(), **facts})
 
     def hear(self) -> None:
         """Wait for a word of the test: one that a script expects, by ``Ranks.tell``. Blocks."""
@@ -120,7 +133,9 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
         enter_namespace(spec["namespace"])
     logs.configure(level=os.environ.get("TEST_LOG", "error"))
     torch.set_num_threads(1)
-    made = spec["script"](Rank(spec, pipe))
+    rank = Rank(spec, pipe)
+    stillness.Watch(lambda late_s: rank.say("stood still", for_s=late_s))
+    made = spec["script"](rank)
     if asyncio.iscoroutine(made):
         asyncio.run(made)
     sys.exit(0)

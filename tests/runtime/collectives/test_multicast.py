@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from group_node import Ranks
 from group_scripts import every_collective, steps_until_the_end, traffic_of_collectives
+from stillness import again_where_somebody_stood_still
 
 from gradbus.experiments.namespaces import Host
 
@@ -38,6 +39,7 @@ def test_every_collective_is_right_where_each_rank_misses_other_packets_of_a_mul
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "shards"])
+@again_where_somebody_stood_still
 def test_a_rank_killed_while_it_multicasts_a_large_vector_is_named_in_time(algorithm: str) -> None:
     dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
     network = {"multicast": True, "lease_s": 1.0, "shared_memory": False}

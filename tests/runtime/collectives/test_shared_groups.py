@@ -25,11 +25,12 @@ from shared_scripts import (
     shared_of,
     sum_on_this_thread,
 )  # fmt: skip
+from stillness import again_where_somebody_stood_still
 
 import gradbus
 from gradbus.runtime.collectives import Group, letters, membership, outgoing, shared
 from gradbus.runtime.collectives.slots import Slots
-from gradbus.runtime.errors import BarrierTimeout, CollectiveTimeout
+from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.frames import CHUNK_BYTES
 from gradbus.runtime.shared_memory import Bytes, SharedMemoryFault
 
@@ -64,8 +65,9 @@ def test_results_are_the_same_with_and_without_it_and_leaving_gives_all_of_it_ba
 
 
 @pytest.mark.slow
+@again_where_somebody_stood_still
 def test_a_killed_rank_leaves_nothing_behind_and_nothing_of_it_stays_with_the_others() -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     with Ranks(killed_while_it_sends, 3, network={"lease_s": 1.0}) as ranks:
         nodes = ranks.start_all()
         assert nodes[1].wait(60.0) == -signal.SIGKILL
@@ -75,7 +77,7 @@ def test_a_killed_rank_leaves_nothing_behind_and_nothing_of_it_stays_with_the_ot
             assert survived["lost"] == [1]
             assert survived["after"] == (0, 0)
             assert not survived["tracked"]
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert set(os.listdir("/dev/shm")) <= before  # others may go away meanwhile
 
 
 @pytest.mark.slow
@@ -289,6 +291,7 @@ def test_a_handle_that_is_cancelled_gives_its_buffer_back_while_others_hold_the_
 ) -> None:
     """A part of it is sent, and a part waits: nothing that is written to the buffer then reaches the other rank."""
     put, part_bytes, cancelled = Slots.put, 4 * CHUNK_BYTES, threading.Event()
+    called_off = asyncio.Event()
 
     def is_held(self: Slots, readers: Sequence[int], data: Any) -> bytes | None:
         return put(self, readers, data) if cancelled.is_set() or self.sent_bytes < part_bytes else None
@@ -304,9 +307,13 @@ def test_a_handle_that_is_cancelled_gives_its_buffer_back_while_others_hold_the_
             handle.cancel()
             vector.fill_(-1)
             cancelled.set()
+            called_off.set()
         else:
-            with pytest.raises(CollectiveTimeout):
-                await group.broadcast("model", vector, timeout_s=1.0)
+            handle = group.broadcast("model", vector, timeout_s=2 * WAIT_S)
+            await called_off.wait()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):  # time in which something could come, but must not
+                    await handle
             assert bool((vector == 1).all())
         await group.barrier()
         for step in range(3):  # the slots that were in use are used again
