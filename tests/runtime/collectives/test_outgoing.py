@@ -22,7 +22,7 @@ from gradbus.runtime.frame_port import Parts
 from gradbus.runtime.frames import CHUNK_BYTES, Flags
 from gradbus.runtime.sender import Job
 
-WAIT_S = 3.0
+WAIT_S = 20.0
 
 
 class Payload:
