@@ -123,8 +123,7 @@ async def beside_one_that_stands_still(rank: Rank) -> None:
     async with rank.join() as group:
         await group.barrier()
         rank.say("ready")
-        if rank.rank < 2:
-            await asyncio.to_thread(rank.hear)  # that rank 2 stands still
+        await asyncio.to_thread(rank.hear)  # that rank 2 stands still, and rank 2 that it may go on
         gathers = [group.all_gather("all", torch.full((MIB // 4,), rank.rank), round_id=step) for step in range(20)]
         if rank.rank == 0:
             await group.send("meanwhile", numbers(0, MIB), to=1)

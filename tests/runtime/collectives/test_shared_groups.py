@@ -94,6 +94,7 @@ def test_a_rank_that_stands_still_with_slots_does_not_hold_up_the_others_and_all
                 assert node.wait_for("went on", timeout_s=WAIT_S)["pending"] == 20
         finally:
             nodes[2].signal(signal.SIGCONT)
+        ranks.tell(2)
         for node in nodes:
             node.wait_for("done")
             assert node.wait() == 0
