@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 import memory_maps
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from gradbus.experiments.namespaces import Host
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: figures are drawn without a screen
 
+# The same examples each time (new ones are `make fuzz`'s), and a machine that stands still may make them slow.
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 # Hundreds of processes are started here. Each that may not keep what it has compiled takes 2 s longer, for torch alone.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import uvloop
-from hypothesis import HealthCheck, settings
-
-# A machine that stands still makes examples slow; no test here is about that.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
 
 _numbers = itertools.count()
 _LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
