@@ -137,7 +137,7 @@ class Members:
 
     def hello(
         self, client_id: int, incarnation: int, hello: Hello, *, now_s: float, next_round: int, number: int,
-        out_until: int = 0,
+        out_until: int = 0, in_doubt: bool = False,
     ) -> tuple[Answer, str]:  # fmt: skip
         """A client says Hello: what to answer, and why where it is refused.
 
@@ -145,6 +145,7 @@ class Members:
             number: of the message. What a later one has overtaken shows that its client lives, and nothing else: it may
                 say of one that has been welcomed since that it is not ready.
             next_round: the first round that whoever is new takes part in, and ``out_until`` this client.
+            in_doubt: the controller stood still just now: what others have said meanwhile it may have yet to hear.
         """
         if hello.protocol != PROTOCOL:
             return Answer.REFUSE, f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
@@ -156,6 +157,8 @@ class Members:
             return Answer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
         if member is not None and incarnation != member.incarnation:
             # Which of the two is older does not matter, and a clock that was set back would get it wrong.
+            if in_doubt:  # the wait for a word of the older one begins now
+                self._rivals.pop(client_id, None)
             return self._meet_rival(member, incarnation, hello, now_s, next_round, number, out_until)
         if member is None:  # new, or back after it was taken for dead: it has to hear from which round on it counts
             from_round = max(next_round, out_until)

@@ -36,7 +36,8 @@ class Reception:
     ) -> None:  # fmt: skip
         """``next_round``: the first round that a client which comes now takes part in. ``changed``: the table of
         members did. ``failed``: a client's training raised, with its traceback. ``rivals``: other controllers.
-        ``in_doubt``: whether what DDS says of who is gone is to be doubted now, see Presence."""
+        ``in_doubt``: whether what DDS says of who is gone, and who was heard when, is to be doubted now, see
+        Presence."""
         self._rivals = rivals
         self._in_doubt = in_doubt
         self.has_begun = False  # the clients are ours: who comes now stays away
@@ -112,7 +113,7 @@ class Reception:
         else:
             answer, why = self._members.hello(
                 client_id, incarnation, hello, now_s=time.monotonic(), next_round=next_round, number=number,
-                out_until=out_until,
+                out_until=out_until, in_doubt=self._in_doubt(),
             )  # fmt: skip
         if earlier is not None and self._members.get(client_id, earlier) is None:
             self._intake.forget(client_id, earlier)  # an older start of it, which is gone

@@ -23,11 +23,13 @@ def new_members() -> Members:
 
 def greet(
     members: Members, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
-    number: int | None = None, **changes: object,
+    number: int | None = None, in_doubt: bool = False, **changes: object,
 ) -> tuple[Answer, str]:  # fmt: skip
     hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
     number = next(_numbers) if number is None else number
-    return members.hello(client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number)
+    return members.hello(
+        client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, in_doubt=in_doubt
+    )
 
 
 def join(members: Members, client_id: int = 0, incarnation: int = 100, **options: object) -> None:
@@ -215,6 +217,18 @@ def test_of_two_live_processes_with_one_id_the_newcomer_is_refused_and_the_older
     refused = [why for answer, why in answers if answer is Answer.REFUSE]
     assert refused == ["client id 0 is in use by host-a:1: give each its own id"]
     assert members.get(0, 100) is not None
+    assert members.ready(1) == [0]
+
+
+def test_while_the_controller_could_not_hear_no_newcomer_takes_the_place_of_the_older_one() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
+    # It stood still for 3 s. What the newcomer has said meanwhile is handled first, then what the older one has.
+    assert greet(members, incarnation=200, now_s=4.0, in_doubt=True) == (Answer.NOTHING, "")
+    assert members.heard(0, 100, 4.0) is not None
+    members.heard(0, 100, 4.5 + RIVAL_AFTER_S / 2)
+    assert greet(members, incarnation=200, now_s=4.0 + RIVAL_AFTER_S)[0] is Answer.REFUSE
     assert members.ready(1) == [0]
 
 
