@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 
 from gradbus.experiments.bench_children import ChildFailed
-from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, new_group, run_ranks
+from gradbus.experiments.bench_collectives_ranks import (
+    LEASE_S,
+    TRANSPORTS,
+    Place,
+    Transport,
+    failed,
+    new_group,
+    run_ranks,
+)
 from gradbus.experiments.bench_process import memory_bytes, reset_peak
 from gradbus.experiments.bench_rows import Row, at_most, shown
 
@@ -149,8 +157,10 @@ def outlive_a_rank(place: Place) -> dict[str, Any]:
     return {**_settled(before), "text": text, "after_s": after_s}
 
 
-def leftover_rows(transport: Transport = "one-host", *, groups: int = 100) -> tuple[list[Row], dict[str, Any]]:
-    """Segments and threads left after many groups, and after the death of a rank."""
+def leftover_rows(
+    transport: Transport = "one-host", *, groups: int = 100, lease_s: float = 1.0
+) -> tuple[list[Row], dict[str, Any]]:
+    """Segments and threads left after many groups, and after the death of a rank, which is known after ``lease_s``."""
     rows: list[Row] = []
     taken: dict[str, Any] = {}
     for role, world, last_dies, what in (
@@ -158,8 +168,9 @@ def leftover_rows(transport: Transport = "one-host", *, groups: int = 100) -> tu
         (outlive_a_rank, 3, True, "after kill -9 of a rank of three"),
     ):
         before = _named_segments()
+        lease = lease_s if last_dies else LEASE_S
         try:
-            found = run_ranks(role, world, transport, {"groups": groups}, last_dies=last_dies)
+            found = run_ranks(role, world, transport, {"groups": groups}, last_dies=last_dies, lease_s=lease)
         except ChildFailed as error:
             rows.append(failed(f"left {what}", error))
             continue

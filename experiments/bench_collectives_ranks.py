@@ -15,6 +15,7 @@ from gradbus.experiments.bench_children import ChildFailed, Processes
 from gradbus.experiments.bench_rows import Row
 
 DOMAIN = 22
+LEASE_S = 10.0  # a busy machine must not look like a death
 _STORE_S = 60.0
 _SHARED_MEMORY = "GRADBUS_BUS__SHARED_MEMORY"
 
@@ -64,7 +65,7 @@ def new_group() -> dist.ProcessGroup:
 
 def run_ranks(
     role: Role, world: int, transport: Transport, spec: dict[str, Any], *, timeout_s: float = 120.0,
-    last_dies: bool = False,
+    last_dies: bool = False, lease_s: float = LEASE_S,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Start all ranks and return what they found, in order.
 
@@ -72,6 +73,7 @@ def run_ranks(
         role: what each of them does: a function of a module.
         transport: one-host: what the backend picks by itself. dds-only: shared memory is switched off.
         last_dies: the last rank ends itself on the way, and reports nothing.
+        lease_s: after so long a silence a rank is dead.
 
     Raises:
         ChildFailed: one of them failed or died, or some had not ended in time. The others are ended.
@@ -80,12 +82,14 @@ def run_ranks(
     with Processes() as processes:
         for rank in range(world):
             place = Place(rank, world, store.port, transport, spec)
-            processes.start(f"rank {rank}", _play, role, place, dies=last_dies and rank == world - 1)
+            processes.start(f"rank {rank}", _play, role, place, lease_s, dies=last_dies and rank == world - 1)
         return processes.results(timeout_s)
 
 
-def _play(role: Role, place: Place) -> dict[str, Any]:
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN)}
+def _play(role: Role, place: Place, lease_s: float) -> dict[str, Any]:
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN), "GRADBUS_BUS__LEASE_S": f"{lease_s:g}",
+    }  # fmt: skip
     os.environ.pop(_SHARED_MEMORY, None)
     if place.transport == "dds-only":
         os.environ[_SHARED_MEMORY] = "false"

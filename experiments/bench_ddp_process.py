@@ -22,6 +22,7 @@ from gradbus.runtime.network import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]
 DOMAIN = 21
+NETWORK = NetworkConfig(lease_s=10.0)  # a busy machine must not look like a death
 _numbers = itertools.count()
 
 
@@ -121,7 +122,7 @@ def run_ranks(role: Role, *, timeout_s: float = 300.0) -> list[dict[str, Any]]:
 
 
 async def _join_and_run(role: Role, rank: int, job: str) -> dict[str, Any]:
-    network = role.network or gradbus.NetworkConfig()
+    network = role.network or NETWORK
     async with (
         gradbus.connect(job=job, domain=DOMAIN, network=network) as bus,
         gradbus.join_group(bus, rank=rank, world=role.world) as group,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TICK_S = 0.001
+LEASE_S = 10.0  # a busy machine must not look like a death
 WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
 
 
@@ -76,7 +77,7 @@ async def run_controller(spec: dict[str, Any]) -> dict[str, Any]:
     from gradbus.models import NullTask
 
     share = spec.get("shared_memory", True)
-    async with gradbus.connect(job=spec["job"], domain=spec["domain"], shared_memory=share) as bus:
+    async with gradbus.connect(spec["job"], domain=spec["domain"], lease_s=LEASE_S, shared_memory=share) as bus:
         empty = memory_bytes("VmRSS")
         opened_s = time.time()
         config = gradbus.FederatedConfig(**spec["federated"])
@@ -129,7 +130,7 @@ async def run_clients(spec: dict[str, Any]) -> dict[str, Any]:
             return super().train(model, **arguments)
 
     share = spec.get("shared_memory", True)
-    async with gradbus.connect(job=spec["job"], domain=spec["domain"], shared_memory=share) as bus:
+    async with gradbus.connect(spec["job"], domain=spec["domain"], lease_s=LEASE_S, shared_memory=share) as bus:
         empty, opened_s = memory_bytes("VmRSS"), time.time()
         async with loop_gaps(spec.get("gaps", False)) as gaps, asyncio.TaskGroup() as group:
             for client_id in spec["clients"]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gradbus
-from gradbus.experiments.bench.bus_words import DOMAINS, ECHO, LATE, WATCH, Words, network
+from gradbus.experiments.bench.bus_words import ANSWER_S, DOMAINS, ECHO, LATE, WATCH, Words, network
 from gradbus.experiments.bench.results import Effort, Figure, figure
 from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench_collectives_timing import in_turns, size_text
@@ -89,7 +89,7 @@ class _Root:
                 yield cls(ends, peers)
                 for end in ends.values():
                     await end.say(END)
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(ANSWER_S):
                     for process in processes:
                         await process.wait()
         finally:

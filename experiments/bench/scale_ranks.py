@@ -14,7 +14,7 @@ import torch
 import gradbus
 from gradbus.experiments.bench.results import Effort, Figure, figure
 from gradbus.experiments.bench_collectives_timing import KIB, MIB, size_text
-from gradbus.experiments.bench_ddp_process import DOMAIN, run_ranks
+from gradbus.experiments.bench_ddp_process import DOMAIN, NETWORK, run_ranks
 from gradbus.experiments.bench_process import cpu_s
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.network import NetworkConfig
@@ -50,7 +50,7 @@ class Grow:
         """Seconds, and processor seconds, of each formation and of a call of each collective."""
         found: dict[str, Any] = {"form": [], "form_cpu": []}
         for number in range(self.plan.formations):
-            async with gradbus.connect(job=f"{self.job}-{number}", domain=DOMAIN) as bus:
+            async with gradbus.connect(job=f"{self.job}-{number}", domain=DOMAIN, network=NETWORK) as bus:
                 await group.barrier(f"opened/{number}")
                 began_s, used_s = time.perf_counter(), cpu_s()
                 async with gradbus.join_group(bus, rank=group.rank, world=group.world):

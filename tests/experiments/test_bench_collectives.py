@@ -6,6 +6,8 @@ import argparse
 import json
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,12 +92,24 @@ def test_shared_memory_counts_as_held_as_long_as_it_is_open_or_mapped() -> None:
     descriptor = os.memfd_create("held-by-a-test")
     os.truncate(descriptor, mmap.PAGESIZE)
     assert [name.split()[0] for name in Holdings.now().since(before)["segments"]] == ["/memfd:held-by-a-test"]
-    assert Holdings.now().files == before.files + 1
     mapped = mmap.mmap(descriptor, mmap.PAGESIZE)
     os.close(descriptor)  # mmap has a duplicate of its own
     assert len(Holdings.now().since(before)["segments"]) == 1
     mapped.close()
     assert Holdings.now().since(before)["segments"] == []
+
+
+def test_open_files_are_counted() -> None:
+    """In a process of its own: here something of an earlier test may still be going away."""
+    code = """
+import os
+from gradbus.experiments.bench_collectives_leftovers import Holdings
+before = Holdings.now()
+os.memfd_create("held")
+print(Holdings.now().files - before.files)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1\n"
 
 
 def test_a_thread_counts_as_long_as_it_lives() -> None:
@@ -182,7 +196,7 @@ def test_data_parallel_steps_are_timed_with_shared_memory_switched_off() -> None
 
 @pytest.mark.slow
 def test_groups_leave_nothing_behind_nor_does_the_death_of_a_rank() -> None:
-    rows, taken = leftover_rows(groups=4)
+    rows, taken = leftover_rows(groups=4, lease_s=5.0)  # the other one may stand still for seconds
     assert [(row.asked, row.measured) for row in rows if row.asked] == [("none", 0)] * 4, rows
     assert ["lost rank 2" in rank["text"] for rank in taken["after kill -9 of a rank of three"]] == [True, True]
 
