@@ -15,6 +15,7 @@ import pytest
 import structlog
 import torch
 from commands import Forked
+from patience import PATIENT
 from typer.testing import CliRunner
 
 from gradbus.experiments import lifecycle
@@ -89,13 +90,15 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command in a process of its own, in the test's folder; it is ended with the test."""
+    """Start a command in a process of its own, in the test's folder; it is ended with the test. Unless the test's own
+    environment says otherwise, it takes nobody for dead who stands still for seconds."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gradbus", *map(str, arguments)],
             cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=PATIENT | os.environ,
         )  # fmt: skip
         started.append(process)
         return process
@@ -110,7 +113,7 @@ def fork(tmp_path: Path) -> Iterator[Callable[..., Forked]]:
     started: list[Forked] = []
 
     def begin(*arguments: Any) -> Forked:
-        started.append(Forked([str(argument) for argument in arguments], tmp_path))
+        started.append(Forked([str(argument) for argument in arguments], tmp_path, PATIENT | os.environ))
         return started[-1]
 
     yield begin

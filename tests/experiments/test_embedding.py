@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 from federation import DIM, Federation
+from patience import PATIENT_S, soonest
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradbus
+from gradbus.actors import delivery, intake
 from gradbus.experiments.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NullTask
 
@@ -122,7 +124,8 @@ async def clients(job: str, domain: int, tasks: Sequence[Any]) -> AsyncIterator[
 
 
 def rules(rounds: int, num_clients: int, **more: Any) -> gradbus.FederatedConfig:
-    return gradbus.FederatedConfig(rounds=rounds, num_clients=num_clients, eval_every=0, **more)
+    settings = {"eval_every": 0, "dead_after_s": PATIENT_S, **more}
+    return gradbus.FederatedConfig(rounds=rounds, num_clients=num_clients, **settings)
 
 
 def threads_of_gradbus() -> list[str]:
@@ -195,7 +198,7 @@ def test_accuracy_and_drops_are_in_status_and_metrics() -> None:
     ]
 
     async def scenario() -> tuple[dict[str, Any], str]:
-        async with asyncio.timeout(10), serving(service) as web:
+        async with asyncio.timeout(30), serving(service) as web:
             return await web.job("job"), (await web.get("/metrics"))[1]
 
     service.jobs["job"].outcome = "done"  # only what is known of it is looked at
@@ -210,7 +213,10 @@ def test_accuracy_and_drops_are_in_status_and_metrics() -> None:
         assert line in text.splitlines()
 
 
-def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int) -> None:
+def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is offered or asked for again, because an answer is late, may come twice, and one of the two is dropped.
+    monkeypatch.setattr(delivery, "REPEAT_AFTER_S", 60.0)
+    monkeypatch.setattr(intake, "REPAIR_AFTER_S", 60.0)
     sizes = {"left": (1000, 2), "right": (2000, 1)}  # name: dim, clients
 
     async def scenario(*names: str) -> dict[str, list[gradbus.RoundReport]]:
@@ -237,10 +243,10 @@ def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int) -> None:
     assert len({report.weights_crc32 for reports in together.values() for report in reports}) == 6
 
 
-def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(job: str, domain: int) -> None:
+def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(domain: int) -> None:
     switch_interval_s = sys.getswitchinterval()
 
-    async def scenario() -> tuple[float, str, set[str]]:
+    async def scenario(job: str) -> tuple[float, str, set[str]]:
         service = FederatedService()
         service.add_job(job, NullTask(DIM), rules(3, 1), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(30), serving(service) as web, clients(job, domain, [HeldTask(DIM, set())]):
@@ -251,12 +257,15 @@ def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(job: str, domain
         left = {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
         return took_s, service.jobs[job].outcome, left
 
-    took_s, outcome, left = asyncio.run(scenario())
-    assert took_s < 3.0
-    assert outcome == "stopped"
-    assert left == set()
-    assert threads_of_gradbus() == []
-    assert sys.getswitchinterval() == switch_interval_s
+    def takes_s() -> float:
+        took_s, outcome, left = asyncio.run(scenario(new_job()))
+        assert outcome == "stopped"
+        assert left == set()
+        assert threads_of_gradbus() == []
+        assert sys.getswitchinterval() == switch_interval_s
+        return took_s
+
+    assert soonest(3.0, takes_s) < 3.0
 
 
 def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_go_on(job: str, domain: int) -> None:
@@ -295,7 +304,7 @@ def test_a_controller_that_cannot_even_start_is_told_of(job: str, domain: int, t
     service.add_job(name, NullTask(8), rules(1, 1), gradbus.connect(name, domain=domain))
 
     async def scenario() -> tuple[int, Any]:
-        async with asyncio.timeout(10), serving(service) as web:
+        async with asyncio.timeout(30), serving(service) as web:
             for name in service.jobs:
                 await web.until(name, "failed")
             return await web.get("/healthz")
@@ -310,7 +319,7 @@ def test_one_job_has_an_address_of_its_own_and_an_unknown_one_is_not_found(job: 
     service.add_job(job, NullTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
 
     async def scenario() -> None:
-        async with asyncio.timeout(10), serving(service) as web:
+        async with asyncio.timeout(30), serving(service) as web:
             status, answer = await web.get(f"/status/{job}")
             assert (status, answer["rounds"]) == (200, 1)
             assert await web.get("/status/other") == (404, {"error": "no job 'other'", "jobs": [job]})
@@ -337,6 +346,6 @@ def test_clients_in_processes_of_their_own_train_for_an_embedded_controller(job:
         assert [event["rounds"] for event in done] == [4, 4]
         return status
 
-    with Federation(domain=domain, job=job) as federation:
+    with Federation(domain=domain, job=job, network={"lease_s": PATIENT_S}) as federation:
         status = asyncio.run(scenario(federation))
     assert (status["phase"], status["last_report"]["clients"]) == ("done", [0, 1])

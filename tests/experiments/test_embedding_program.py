@@ -56,10 +56,10 @@ def test_the_program_serves_until_it_is_told_to_stop(job: str, domain: int, tmp_
             assert process.stderr is not None
             while f"127.0.0.1:{port}" not in (line := process.stderr.readline()):
                 assert line, "it ended before it served"
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/status/{job}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/status/{job}", timeout=30) as answer:
                 assert answer.status == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(5.0) == 0
+            assert process.wait(20.0) == 0
             assert "Traceback" not in process.stderr.read()
         finally:
             with suppress(ProcessLookupError):

@@ -66,10 +66,13 @@ def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, Finished]])
         assert (row.bytes_up, row.bytes_down, row.accuracy) == (
             report["bytes_up"], report["bytes_down"], report["accuracy"],
         )  # fmt: skip
-        assert row.decode_s + row.aggregate_s == pytest.approx(report["aggregate_s"], rel=0.2, abs=0.002)
-        # But for decoding: the first update is decoded while other clients train.
+        # Noted one after the other, so by a little, or by a standstill, the decoding may be longer than what holds it.
+        assert row.decode_s == pytest.approx(sum(one["counted_s"] - one["adding_s"] for one in report["timeline"]))
+        assert row.aggregate_s == pytest.approx(max(0.0, report["aggregate_s"] - row.decode_s))
+        # But for decoding: the first update is decoded while other clients train. And the slowest to train and the
+        # slowest to encode may be two clients, so that nothing is left for the wire.
         parts = (row.train_s, row.encode_s, row.wire_s, row.aggregate_s, row.checkpoint_s, row.publish_s)
-        assert sum(parts) <= row.seconds * 1.05
+        assert row.wire_s == 0 or sum(parts) <= row.seconds * 1.05
     assert [(row.round_id, row.client_id) for row in found["updates"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert sum(row.num_bytes for row in found["updates"]) == sum(report["bytes_up"] for report in reports)
     assert [(row.rank, row.epoch, row.steps) for row in found["epochs"]] == [(0, 1, 4), (0, 2, 4), (1, 1, 4), (1, 2, 4)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENT_S
 from typer.testing import CliRunner
 
 import gradbus
@@ -335,7 +336,13 @@ def _controller_of(history: Path) -> list[Event]:
 async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
     job, domain = f"history-{os.getpid()}", next(_domains)
     config = gradbus.FederatedConfig(
-        rounds=3, num_clients=2, eval_every=0, history_dir=history, history_payloads=True, **rules
+        rounds=3,
+        num_clients=2,
+        eval_every=0,
+        dead_after_s=PATIENT_S,
+        history_dir=history,
+        history_payloads=True,
+        **rules,
     )
 
     async def client(client_id: int) -> None:

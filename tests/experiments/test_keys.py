@@ -123,6 +123,12 @@ def test_a_key_that_would_not_be_used_is_an_error(invoke, configs) -> None:
     assert "security is 'none' and would not use it" in refused.err
 
 
+@pytest.fixture
+def _a_late_sample_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not about that: on a busy machine a trip may take seconds."""
+    monkeypatch.setattr(doctor_security, "TRIP_S", 60.0)
+
+
 def doctor_says(domain: int, key_file: Path | None = None) -> Finding:
     settings = doctor_security.protected(BusSettings(domain=domain), key_file)
     return asyncio.run(doctor_security.security(settings))
@@ -132,6 +138,7 @@ def id_of(key: JobKey) -> str:
     return key.id.hex()
 
 
+@pytest.mark.usefixtures("_a_late_sample_comes_back")
 def test_the_doctor_tries_the_key_and_says_its_id_and_never_the_key(tmp_path: Path, monkeypatch, domain) -> None:
     assert doctor_says(domain) == Finding("security", "none: for one machine, or a network where you trust everybody")
     key = new_job_key()
@@ -165,6 +172,7 @@ def test_the_doctor_finds_a_key_bad_that_others_can_read_and_a_sample_that_does_
     assert (found.verdict, found.value) == (Verdict.BAD, "psk: no sealed sample came back")
 
 
+@pytest.mark.usefixtures("_a_late_sample_comes_back")
 def test_the_doctor_says_who_a_node_is_and_measures_what_its_bus_costs_without_a_controller(
     tmp_path: Path, monkeypatch, domain
 ) -> None:

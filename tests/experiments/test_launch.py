@@ -20,8 +20,10 @@ import pytest
 # Each rank runs the first argument as a program of its own; -S and -E let Python start in a few milliseconds.
 LAUNCH = """
 import asyncio, json, sys
+from gradbus.experiments import launch as module
 from gradbus.experiments.launch import Launch, Launcher
-world, grace_s, code = json.loads(sys.argv[1])
+world, grace_s, code, settle_s = json.loads(sys.argv[1])
+module._SETTLE_S = settle_s or module._SETTLE_S
 launch = Launch(
     world=world, grace_s=grace_s, command=lambda rank: [sys.executable, "-S", "-E", "-c", code, str(rank)],
     environment=lambda rank: {"RANK": str(rank), "WORLD_SIZE": str(world), "TAKEN": None},
@@ -42,8 +44,13 @@ FOREVER = "say(f'pid {os.getpid()}'); wait()"
 Begin = Callable[..., "subprocess.Popen[str]"]
 
 
-def arguments(code: str, *, world: int = 2, grace_s: float = 20.0) -> list[str]:
-    return [sys.executable, "-P", "-c", LAUNCH, json.dumps([world, grace_s, HEAD + code])]
+def arguments(code: str, *, world: int = 2, grace_s: float = 20.0, settle_s: float = 0.0) -> list[str]:
+    return [sys.executable, "-P", "-c", LAUNCH, json.dumps([world, grace_s, HEAD + code, settle_s])]
+
+
+def as_in_a_terminal() -> None:
+    """Tests that were started with nohup have all that they start ignore its signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -51,9 +58,13 @@ def begin() -> Iterator[Begin]:
     """Start a launcher whose ranks run this code; what is left of it is killed with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(code: str, *, world: int = 2, grace_s: float = 20.0, **options: object) -> subprocess.Popen[str]:
+    def begin(
+        code: str, *, world: int = 2, grace_s: float = 20.0, settle_s: float = 0.0, **options: object
+    ) -> subprocess.Popen[str]:
+        options = {"preexec_fn": as_in_a_terminal, **options}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-        process = subprocess.Popen(arguments(code, world=world, grace_s=grace_s), **pipes)  # type: ignore[call-overload]
+        command = arguments(code, world=world, grace_s=grace_s, settle_s=settle_s)
+        process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
         started.append(process)
         return process
 
@@ -205,8 +216,9 @@ def end_one_after_the_other(process: subprocess.Popen[str]) -> tuple[int, str, s
 
 
 def test_a_rank_that_only_missed_another_is_not_blamed(begin) -> None:
-    """Exit code 9 says that another rank was lost: that one may still be busy with its end."""
-    process = begin(AFTER_RANK_0.replace("FIRST", "9").replace("SECOND", "3"))
+    """Exit code 9 says that another rank was lost: that one may still be busy with its end, for which it has 2 s. Here
+    it begins when this process says so, which may come later."""
+    process = begin(AFTER_RANK_0.replace("FIRST", "9").replace("SECOND", "3"), settle_s=20.0)
     code, out, err = end_one_after_the_other(process)
     assert code == 3
     assert "told to end" not in out
@@ -328,7 +340,7 @@ def test_a_reader_that_goes_away_ends_the_ranks(begin) -> None:
 def test_a_program_that_cannot_be_started_is_named(tmp_path: Path) -> None:
     code = LAUNCH.replace("sys.executable, ", f"{str(tmp_path / 'absent')!r}, ")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, json.dumps([2, 1.0, ""])], capture_output=True, text=True, timeout=30
+        [sys.executable, "-P", "-c", code, json.dumps([2, 1.0, "", 0.0])], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(

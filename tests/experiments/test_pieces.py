@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,7 +184,7 @@ import asyncio
 from gradbus.experiments.lifecycle import before_abort, guard, run_loop
 async def main():
     print("ready", flush=True)
-    for _ in range(300):
+    while True:
         try:
             await asyncio.sleep(0.1)
         except asyncio.CancelledError:
@@ -202,9 +201,10 @@ def test_the_second_ctrl_c_ends_what_does_not_heed_the_first() -> None:
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "asked\n"
     process.send_signal(signal.SIGINT)
-    started_s = time.monotonic()
-    assert process.communicate(timeout=10)[0] == "last words\n"
-    assert time.monotonic() - started_s < 2
+    try:
+        assert process.communicate(timeout=30)[0] == "last words\n"
+    finally:
+        process.kill()
     assert process.returncode == 130
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENT_S
 
 from gradbus.actors import EpochReport, RoundReport
+from gradbus.experiments import scalars as scalars_module
 from gradbus.experiments.federated import run_client, run_controller
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
 from gradbus.experiments.place import Place
@@ -43,12 +45,18 @@ def rounded(values: list[float]) -> list[float]:
     return pytest.approx(values, rel=1e-6)  # type: ignore[no-any-return]  # the files hold float32
 
 
+@pytest.fixture(autouse=True)
+def _a_disk_has_all_the_time_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalars_module, "_CLOSE_S", 60.0)
+
+
 @pytest.mark.slow
 def test_a_federated_run_leaves_the_numbers_of_its_reports(domain, tmp_path: Path) -> None:
     """A controller as ``gradbus controller`` runs it, and a client, over DDS."""
     bus = {"job": "scalars", "domain": domain}
     data = {"data": "glyphs", "data_options": {"train": 100, "test": 40}, "model": "gradbus.models:mnist_mlp"}
-    file = ControllerFile.model_validate({"bus": bus, "task": data, "federated": {"rounds": 2, "num_clients": 1}})
+    rules = {"rounds": 2, "num_clients": 1, "dead_after_s": PATIENT_S}
+    file = ControllerFile.model_validate({"bus": bus, "task": data, "federated": rules})
     client = ClientFile.model_validate({"bus": bus, "task": data})
 
     async def scenario(run: RunDirectory, scalars: Scalars) -> list[RoundReport]:

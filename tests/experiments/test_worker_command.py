@@ -171,7 +171,8 @@ def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
 
 
 def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(start, config, tmp_path: Path) -> None:
-    process = start("run", "-n", 2, config, "--run-dir", "run", "--set", "worker.epochs=1000000")
+    # Who stands still when it is told to end shall not be killed for it.
+    process = start("run", "-n", 2, "--grace", 25, config, "--run-dir", "run", "--set", "worker.epochs=1000000")
     read_until(process, "epoch 3/1000000")
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import soonest
 
 from gradbus.models import DataMissing, Dataset, DataSplit, batches, glyphs, load, mnist, resolve_data_root
 from gradbus.models import mnist_download as download_module
@@ -91,10 +92,14 @@ def test_a_silent_mirror_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(download_module, "PROBE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
         monkeypatch.setattr(download_module, "PROBE_TIMEOUT_S", 0.2)
         monkeypatch.setenv("no_proxy", "*")
-        started = time.monotonic()
-        with pytest.raises(DataMissing, match="mirror does not answer"):
-            mnist(tmp_path)
-    assert time.monotonic() - started < 2
+
+        def takes_s() -> float:
+            started_s = time.monotonic()
+            with pytest.raises(DataMissing, match="mirror does not answer"):
+                mnist(tmp_path)
+            return time.monotonic() - started_s
+
+        assert soonest(2.0, takes_s) < 2
     assert not list(tmp_path.iterdir())
 
 

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
 import warm
+from patience import PATIENT
 
 
 class Commands(AbstractContextManager["Commands"]):
@@ -25,7 +26,7 @@ class Commands(AbstractContextManager["Commands"]):
 
     def __init__(self, folder: Path, domain: int, columns: int = 120) -> None:
         self._folder = folder
-        self._environment = {"GRADBUS_BUS__DOMAIN": str(domain), "COLUMNS": str(columns)}
+        self._environment = {**PATIENT, "GRADBUS_BUS__DOMAIN": str(domain), "COLUMNS": str(columns)}
         self._started: list[tuple[str, Any, Path]] = []
 
     def start(self, arguments: Sequence[str]) -> None:
@@ -54,9 +55,9 @@ class Commands(AbstractContextManager["Commands"]):
 class Forked:
     """One command, with what tests use of ``subprocess.Popen``; its stdout and stderr are pipes, of text."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         (ours_out, theirs_out), (ours_err, theirs_err) = warm.pipe(), warm.pipe()
-        self._process = warm.fork(_run_with_pipes, list(arguments), folder, dict(os.environ), theirs_out, theirs_err)
+        self._process = warm.fork(_run_with_pipes, list(arguments), folder, dict(environment), theirs_out, theirs_err)
         self.pid: int = self._process.pid
         self.stdout, self.stderr = _text_of(ours_out), _text_of(ours_err)
         theirs_out.close()

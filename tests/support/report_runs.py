@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import PATIENT_S
 from torch import Tensor, nn
 
 import gradbus
@@ -96,7 +97,7 @@ def federated_run(path: Path, *, domain: int, rounds: int = 10, clients: int = 3
     settings = {
         "bus": {"job": job, "domain": domain},
         "task": {"task": "report_runs:Learning"},
-        "federated": {"rounds": rounds, "num_clients": clients, **rules},
+        "federated": {"rounds": rounds, "num_clients": clients, "dead_after_s": PATIENT_S, **rules},
     }
 
     async def client(client_id: int) -> None:
