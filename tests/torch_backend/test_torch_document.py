@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 from doc_pages import python_blocks, rows, section
+from ports import kept_ports
 from torch.distributed import ReduceOp
 from torch_node import play
 
@@ -25,21 +25,14 @@ def page(root: Path) -> str:
     return (root / "docs" / "torch.md").read_text(encoding="utf-8")
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @pytest.mark.slow
 def test_the_examples_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     blocks = python_blocks(page)
     paths = [str(tmp_path / f"train{number}.py") for number in range(len(blocks))]
     for path, block in zip(paths, blocks, strict=True):
         Path(path).write_text(block, encoding="utf-8")
-    results = play("document_scenes", "examples", paths=paths, ports=free_ports(len(paths)))
+    with kept_ports(len(paths)) as ports:
+        results = play("document_scenes", "examples", paths=paths, ports=ports)
     told = re.findall(r"^\$ torchrun .*\n((?:rank .*\n)+)```", page, re.MULTILINE)
     trained = [printed for printed in map("".join, zip(*results, strict=True)) if printed.startswith("rank")]
     assert trained == told

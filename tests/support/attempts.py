@@ -1,0 +1,27 @@
+"""Times and waits that suit a machine which stands still now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def soonest(attempt: Callable[[], float], limit_s: float) -> float:
+    """How long something takes at best, of three attempts at most; one that is within the limit is enough.
+
+    A machine that stands still makes single attempts longer, never shorter. What else an attempt checks must hold in
+    each of them.
+    """
+    taken_s = attempt()
+    for _ in range(2):
+        if taken_s >= limit_s:
+            taken_s = min(taken_s, attempt())
+    return taken_s
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """For what no event tells of: a process has written it and not said, or it lies in another thread."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "it did not come to pass"
+        time.sleep(0.02)
