@@ -64,7 +64,8 @@ class RawRank(AbstractContextManager["RawRank"]):
         self.rank = rank
         self.incarnation = new_incarnation()
         self.arbiter = 0
-        self.heard: queue.Queue[Message] = queue.Queue()
+        self._heard: queue.Queue[Message] = queue.Queue()
+        self._told: type[Message] | None = None  # what it was told when it asked to be let in
         self.thread = _acquire(Address(*job, rank, 2))
         self.port = self.thread.start(_port_of(self.thread)).result(10.0)
         self.port.open_reader(store_topic(self.incarnation), self._take)
@@ -73,7 +74,7 @@ class RawRank(AbstractContextManager["RawRank"]):
 
     def _take(self, frame: Frame) -> None:
         self.arbiter = frame.key.incarnation
-        self.heard.put(decode(frame.data))
+        self._heard.put(decode(frame.data))
 
     def say(self, message: Message) -> None:
         """A well-formed message."""
@@ -100,11 +101,20 @@ class RawRank(AbstractContextManager["RawRank"]):
         while True:
             self.say(Join(version, world, host))
             with contextlib.suppress(queue.Empty):
-                return self.heard.get(timeout=0.1)
+                message = self._heard.get(timeout=0.1)
+                self._told = type(message)
+                return message
+
+    def next(self, timeout_s: float = 10.0) -> Message:
+        """What it hears next. Asked more than once to be let in, the arbiter answers as often: that counts as one."""
+        while True:
+            message = self._heard.get(timeout=timeout_s)
+            if type(message) is not self._told:
+                return message
 
     def answer(self) -> Answer:
         """The next one."""
-        message = self.heard.get(timeout=10.0)
+        message = self.next()
         assert isinstance(message, Answer), message
         return message
 
