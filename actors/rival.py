@@ -19,6 +19,7 @@ from gradbus.runtime.messages import Control, Identity, Message, TrainCmd
 
 LISTEN_S = 0.25  # with nobody there: discovery takes some tens of milliseconds
 HEARTBEATS = 3.5  # of ours, with somebody there who says nothing: a process that hangs is no controller
+_TICK_S = 0.05  # of listening at a time: however long one takes where this process stands still, it counts as no more
 _TIMES = 2  # heard once may be the last word of one that is gone
 
 
@@ -65,16 +66,19 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float) -> None:
     """
     rivals = Rivals(bus.job, identity)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
-    started_s = time.monotonic()
-    until_s, longest_s = started_s + LISTEN_S, started_s + max(LISTEN_S, HEARTBEATS * heartbeat_s)
+    looked_s = time.monotonic()
+    heard_s = 0.0  # for how long this process has listened
+    until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s)
     with bus.subscribe(Control, TrainCmd) as inbox:
         while True:
             bus.standing.check_controller()
-            if (now_s := time.monotonic()) >= until_s:  # also where clients talk without a pause
-                if now_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
+            now_s = time.monotonic()
+            heard_s, looked_s = heard_s + min(now_s - looked_s, _TICK_S), now_s
+            if heard_s >= until_s:  # also where clients talk without a pause
+                if heard_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
                     return
-                until_s = min(longest_s, now_s + LISTEN_S)  # for one that has died it is over when DDS knows
+                until_s = min(longest_s, heard_s + LISTEN_S)  # for one that has died it is over when DDS knows
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_s - now_s):
+                async with asyncio.timeout(min(until_s - heard_s, _TICK_S)):
                     if (taken := rivals.hear(await inbox.get())) is not None:
                         raise taken

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attempts import until
 from federation import Federation
 
 import gradbus
+from gradbus.actors import rival
 from gradbus.actors.rival import Rivals, claim_job
 from gradbus.experiments.history import read_history
 from gradbus.runtime.control import Bye, Leave, Status
@@ -105,9 +109,42 @@ def test_the_claim_of_a_job_does_not_wait_for_a_controller_that_has_gone() -> No
     assert (error, seconds < 9.0) == ("", True)  # 31.5 s is as long as it waits for one that is there and silent
 
 
+class Silence:
+    """A bus, and its inbox, on which a controller is heard only when this process, which has stood still, goes on."""
+
+    def __init__(self) -> None:
+        self.job, self.standing = "mnist", SimpleNamespace(check_controller=lambda: None)
+        self.now_s, self.turns = 100.0, 0
+
+    def writes(self, message: type) -> bool:
+        return False
+
+    def matched_writers(self, message: type) -> int:
+        return int(self.turns > 1)
+
+    @contextlib.contextmanager
+    def subscribe(self, *messages: type) -> Iterator[Silence]:
+        yield self
+
+    async def get(self) -> Control:
+        self.turns += 1
+        if self.turns == 1:
+            self.now_s += 3.0
+            raise TimeoutError
+        self.now_s += 0.05
+        return said(7, STATUS)
+
+
+def test_a_process_that_stood_still_while_it_should_listen_listens_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence = Silence()
+    monkeypatch.setattr(rival, "time", SimpleNamespace(monotonic=lambda: silence.now_s))
+    with pytest.raises(JobTaken):
+        asyncio.run(claim_job(silence, Identity(CONTROLLER, 9), 0.5))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains)) as federation:
+    with Federation(domain=next(_domains), network={"lease_s": 20.0}) as federation:
         yield federation
 
 
@@ -117,13 +154,15 @@ def test_a_second_controller_is_refused_while_the_first_one_trains_or_waits_and_
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    first = federation.controller(rounds=2, num_clients=1, state_dir=str(tmp_path / "one"))
-    first.wait_for("started")
-    waiting = federation.controller(rounds=2, num_clients=1, state_dir=str(tmp_path / "two"))
+    # Who wants the job waits for 3.5 heartbeats for one who is there and says nothing: as a busy machine may make it.
+    rules: dict[str, Any] = {"rounds": 2, "num_clients": 1, "heartbeat_s": 0.5, "dead_after_s": 20.0}
+    first = federation.controller(**rules, state_dir=str(tmp_path / "one"))
+    until(lambda: any(federation.history.glob("controller.jsonl")))  # it has the job, as it begins to note what happens
+    waiting = federation.controller(**rules, state_dir=str(tmp_path / "two"))
     assert waiting.wait() == 3
     client = federation.client(0, hold={"1": str(gate)})
     client.wait_for("training", round=1)
-    second = federation.controller(rounds=2, num_clients=1, state_dir=str(tmp_path / "three"))
+    second = federation.controller(**rules, state_dir=str(tmp_path / "three"))
     assert second.wait() == 3
     for refused, where in ((waiting, "waiting"), (second, "training, round 1")):
         (error,) = refused.all("error")
@@ -148,7 +187,7 @@ def test_the_successor_of_a_controller_that_was_killed_is_not_kept_waiting(
         "dead_after_s": 9.0,
     }
     client = federation.client(0)
-    first = federation.controller(**rules, fail_at="after_command:2")
+    first = federation.controller(**rules, fail_at="after_command:2", network={"lease_s": 1.0})
     assert first.wait() == -signal.SIGKILL
     killed_s = time.monotonic()
     second = federation.controller(**rules)
