@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from federation import DIM, Federation, Node
+from federation import DIM, NOBODY_DIES_S, Federation, Node
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,14 +22,15 @@ UP, DOWN = "train/client_update", "train/model_blob"
 MODEL = 4 * DIM  # bytes
 UPDATE = MODEL + 16
 LATE_S = 0.05
-OFF = {"lease_s": 1.0, "shared_memory": False}
+OFF = {"shared_memory": False}
+MORTAL = {"lease_s": 1.0}
 
 _domains = itertools.cycle(range(178, 190))
 
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains)) as federation:
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
         yield federation
 
 
@@ -42,6 +44,13 @@ def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
     return done
 
 
+def until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
 def weights(done: dict[str, Any]) -> list[int]:
     return [report["weights_crc32"] for report in done["reports"]]
 
@@ -49,7 +58,7 @@ def weights(done: dict[str, Any]) -> list[int]:
 @pytest.fixture(scope="module")
 def over_dds() -> list[int]:
     """CRC-32 of the weights after each round of a run of three that shares no memory."""
-    with Federation(domain=next(_domains), network=OFF) as federation:
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=OFF) as federation:
         done = finish(federation.controller(rounds=3, num_clients=2), federation.client(0), federation.client(1))
     assert [one["shared"] for one in done] == [{}] * 3
     assert done[0]["received"][UP] > 6 * UPDATE
@@ -112,23 +121,24 @@ def test_memory_that_cannot_be_opened_costs_one_line_in_the_log_for_each_and_the
 
 
 def test_a_client_killed_with_an_update_in_memory_leaves_nothing_and_the_round_goes_on(federation: Federation) -> None:
-    before = sorted(os.listdir("/dev/shm"))
-    controller = federation.controller(rounds=2, num_clients=2)
-    client, victim = federation.client(0), federation.client(1, die_after_offer=True)
+    before = set(os.listdir("/dev/shm"))
+    controller = federation.controller(rounds=2, num_clients=2, dead_after_s=5.0)
+    client, victim = federation.client(0), federation.client(1, die_after_offer=True, network=MORTAL)
     assert victim.wait(60.0) == -signal.SIGKILL
     done, _ = finish(controller, client)
     assert [set(report["clients"]) >= {0} for report in done["reports"]] == [True, True]
     assert done["reports"][1]["clients"] == [0]
-    assert sorted(os.listdir("/dev/shm")) == before
+    until(lambda: set(os.listdir("/dev/shm")) <= before)  # what others of this machine have there comes and goes
 
 
 def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model_in_memory_again(
     federation: Federation, over_dds: list[int], tmp_path: Path
 ) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]
-    rules = {"rounds": 3, "num_clients": 2, "state_dir": str(tmp_path / "state")}
-    first = federation.controller(**rules, fail_at="after_collect_before_aggregate:2")  # both have worked from model 1
+    rules = {"rounds": 3, "num_clients": 2, "min_clients": 2, "state_dir": str(tmp_path / "state")}
+    # Both have worked from model 1.
+    first = federation.controller(**rules, fail_at="after_collect_before_aggregate:2", network=MORTAL)
     assert first.wait(60.0) == -signal.SIGKILL
     done, *others = finish(federation.controller(**rules), *clients)
     assert weights(done) == over_dds
@@ -136,7 +146,7 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model
     for other in others:
         assert other["shared"] == {DOWN: 5 * MODEL}  # 0, 1, and from the next one 1, 2, 3
     assert [client.all("warning") for client in clients] == [[], []]
-    assert sorted(os.listdir("/dev/shm")) == before
+    until(lambda: set(os.listdir("/dev/shm")) <= before)  # what others of this machine have there comes and goes
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from federation import Federation
+from federation import NOBODY_DIES_S, Federation
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 _domains = itertools.cycle(range(160, 170))
-_RULES = {"rounds": 4, "num_clients": 2, "codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm",
-          "history_payloads": True}  # fmt: skip
+# No round without both clients: one that is not seen for a moment, because it stands still, changes no weights.
+_RULES = {"rounds": 4, "num_clients": 2, "min_clients": 2, "codec": "sq8", "downlink_codec": "s4",
+          "strategy": "fedavgm", "history_payloads": True}  # fmt: skip
+_MORTAL = {"lease_s": 1.0}
 _STEPS = [
     "before_command",
     "after_command",
@@ -29,14 +31,14 @@ _STEPS = [
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains)) as federation:
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
         yield federation
 
 
 @pytest.fixture(scope="module")
 def unbroken() -> list[int]:
     """CRC-32 of the weights after each round of a run in which nobody dies."""
-    with Federation(domain=next(_domains)) as federation:
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(**_RULES)
         clients = [federation.client(0), federation.client(1)]
         done = controller.wait_for("done", timeout_s=60.0)
@@ -50,7 +52,7 @@ def test_killed_at_any_step_the_run_ends_with_the_weights_of_an_unbroken_one(
 ) -> None:
     state = str(tmp_path / "controller")
     clients = [federation.client(i, client={"state_dir": str(tmp_path / "clients")}) for i in (0, 1)]
-    first = federation.controller(**_RULES, state_dir=state, fail_at=f"{step}:2")
+    first = federation.controller(**_RULES, state_dir=state, fail_at=f"{step}:2", network=_MORTAL)
     assert first.wait(60.0) == -signal.SIGKILL
     second = federation.controller(**_RULES, state_dir=state)
     done = second.wait_for("done", timeout_s=60.0)
@@ -69,7 +71,8 @@ def test_everybody_dies_and_all_go_on_from_what_is_on_the_disk(
 ) -> None:
     state, client = str(tmp_path / "controller"), {"state_dir": str(tmp_path / "clients")}
     clients = [federation.client(i, client=client) for i in (0, 1)]
-    assert federation.controller(**_RULES, state_dir=state, fail_at="mid_collect:3").wait(60.0) == -signal.SIGKILL
+    first = federation.controller(**_RULES, state_dir=state, fail_at="mid_collect:3", network=_MORTAL)
+    assert first.wait(60.0) == -signal.SIGKILL
     for node in clients:
         node.signal(signal.SIGKILL)
         node.wait()
@@ -85,7 +88,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     state, client = tmp_path / "controller", {"state_dir": str(tmp_path / "clients")}
     federation.may_break.add("I4")  # what was written to the disk was lost there
     clients = [federation.client(i, client=client) for i in (0, 1)]
-    assert federation.controller(**_RULES, state_dir=str(state), fail_at="after_publish:3").wait(60.0) != 0
+    first = federation.controller(**_RULES, state_dir=str(state), fail_at="after_publish:3", network=_MORTAL)
+    assert first.wait(60.0) == -signal.SIGKILL
     newest = state / "round-000003.safetensors"
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
@@ -104,7 +108,7 @@ def test_a_finished_run_started_again_has_nothing_to_do(federation: Federation, 
     controller.wait_for("done")
     assert client.wait() == 0
     again = federation.controller(rounds=1, num_clients=1, state_dir=state)
-    done = again.wait_for("done", timeout_s=20.0)
+    done = again.wait_for("done")
     assert [report["round_id"] for report in done["reports"]] == [1]
 
 
@@ -135,10 +139,11 @@ def test_killed_after_the_last_commit_the_controller_comes_back_to_say_that_all_
 ) -> None:
     state = str(tmp_path / "state")
     client = federation.client(0)
-    first = federation.controller(rounds=1, num_clients=1, state_dir=state, fail_at="after_commit_before_publish:1")
+    rules = {"rounds": 1, "num_clients": 1, "state_dir": state}
+    first = federation.controller(**rules, fail_at="after_commit_before_publish:1", network=_MORTAL)
     assert first.wait() == -signal.SIGKILL
-    second = federation.controller(rounds=1, num_clients=1, state_dir=state)
-    second.wait_for("done", timeout_s=20.0)
+    second = federation.controller(**rules)
+    second.wait_for("done")
     assert client.wait() == 0
 
 
@@ -147,10 +152,11 @@ def test_a_controller_whose_clock_was_set_back_is_still_the_one_that_counts(
 ) -> None:
     state = str(tmp_path / "state")
     client = federation.client(0)
-    first = federation.controller(rounds=3, num_clients=1, state_dir=state, fail_at="after_command:2")
+    rules = {"rounds": 3, "num_clients": 1, "state_dir": state}
+    first = federation.controller(**rules, fail_at="after_command:2", network=_MORTAL)
     assert first.wait() == -signal.SIGKILL
-    second = federation.controller(rounds=3, num_clients=1, state_dir=state, clock_offset_s=-3600)
-    done = second.wait_for("done", timeout_s=20.0)
+    second = federation.controller(**rules, clock_offset_s=-3600)
+    done = second.wait_for("done")
     assert client.wait() == 0
     assert [report["clients"] for report in done["reports"]] == [[0], [0], [0]]
 
@@ -162,14 +168,14 @@ def test_what_was_being_trained_for_a_dead_controller_is_no_answer_to_the_next_o
     rules = {"rounds": 1, "num_clients": 1, **({"state_dir": str(tmp_path / "state")} if durable else {})}
     gate = tmp_path / "gate"
     client = federation.client(0, hold={"1": str(gate)})
-    first = federation.controller(**rules)
+    first = federation.controller(**rules, network=_MORTAL)
     client.wait_for("training", round=1)
     first.signal(signal.SIGKILL)
     first.wait()
     second = federation.controller(**rules)  # gives the same command again
     client.wait_for("training", round=1)
     gate.touch()
-    done = second.wait_for("done", timeout_s=20.0)
+    done = second.wait_for("done")
     assert client.wait() == 0
     assert [report["clients"] for report in done["reports"]] == [[0]]
     assert done["reports"][0]["attempt"] == 1

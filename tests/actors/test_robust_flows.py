@@ -38,7 +38,7 @@ class Hostile(NullTask):
 async def run(strategy: str, hostile: set[int]) -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
     job, domain = f"robust-{os.getpid()}", next(_domains)
     config = gradbus.FederatedConfig(
-        rounds=2, num_clients=5, min_clients=5, strategy=strategy, eval_every=0,  # type: ignore[arg-type]
+        rounds=2, num_clients=5, min_clients=5, strategy=strategy, eval_every=0, dead_after_s=30.0,  # type: ignore[arg-type]
     )  # fmt: skip
 
     async def client(client_id: int) -> None:
@@ -104,10 +104,11 @@ def without_a_network() -> list[int]:
 
 @pytest.mark.slow
 def test_killed_in_mid_round_the_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
-    with federation.Federation(domain=next(_domains)) as nodes:
+    with federation.Federation(domain=next(_domains), silence_s=federation.NOBODY_DIES_S) as nodes:
         clients = [nodes.client(client_id) for client_id in range(3)]
         state = str(tmp_path / "state")
-        assert nodes.controller(**RULES, state_dir=state, fail_at="mid_collect:2").wait(60.0) == -signal.SIGKILL
+        first = nodes.controller(**RULES, state_dir=state, fail_at="mid_collect:2", network={"lease_s": 1.0})
+        assert first.wait(60.0) == -signal.SIGKILL
         done = nodes.controller(**RULES, state_dir=state).wait_for("done", timeout_s=60.0)
         assert [client.wait() for client in clients] == [0, 0, 0]
     assert [report["weights_crc32"] for report in done["reports"]] == without_a_network()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from federation import Federation
+from federation import NOBODY_DIES_S, Federation
 from outsider import Outsider
 
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -15,7 +16,7 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 pytestmark = pytest.mark.slow
 
 _domains = itertools.cycle(range(170, 178))
-_NETWORK = {"lease_s": 1.0, "shared_memory": False}  # so that all of it is on the bus
+_NETWORK = {"shared_memory": False}  # so that all of it is on the bus
 _RULES: dict[str, Any] = {"rounds": 3, "num_clients": 2, "codec": "s4"}
 
 
@@ -43,11 +44,12 @@ def test_an_outsider_neither_reads_nor_disturbs_a_sealed_run_nor_does_what_it_re
     key: str, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    with Federation(domain=next(_domains), network=_NETWORK) as federation:
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_NETWORK) as federation:
         quiet, _ = run(federation)
-    domain, job = next(_domains), "sealed-run"
-    with Outsider(job, domain, echoes=True) as outsider:
-        with Federation(domain=domain, job=job, network=_NETWORK, security=sealed(key)) as federation:
+    domain, job = next(_domains), f"sealed-run-{os.getpid()}"
+    place: dict[str, Any] = {"domain": domain, "job": job, "silence_s": NOBODY_DIES_S}
+    with Outsider(job, domain, echoes=True, lease_s=NOBODY_DIES_S) as outsider:
+        with Federation(**place, network=_NETWORK, security=sealed(key)) as federation:
             weights, rejected = run(federation)
         assert weights == quiet
         assert outsider.in_clear == []
@@ -56,8 +58,8 @@ def test_an_outsider_neither_reads_nor_disturbs_a_sealed_run_nor_does_what_it_re
         assert rejected["replay"] > 0
         assert rejected["tag"] > 0
         recorded = list(outsider.heard)
-    with Outsider(job, domain) as outsider:  # the same job again, with the same key
-        with Federation(domain=domain, job=job, network=_NETWORK, security=sealed(key)) as federation:
+    with Outsider(job, domain, lease_s=NOBODY_DIES_S) as outsider:  # the same job again, with the same key
+        with Federation(**place, network=_NETWORK, security=sealed(key)) as federation:
             controller = federation.controller(**_RULES)
             outsider.wait_for_readers(1)
             outsider.say_all(recorded)
@@ -74,9 +76,10 @@ def test_an_outsider_neither_reads_nor_disturbs_a_sealed_run_nor_does_what_it_re
 
 def test_with_another_key_both_sides_say_what_to_compare(key: str, tmp_path: Path) -> None:
     write_secret_file(tmp_path / "other", new_job_key().text)
-    with Federation(domain=next(_domains)) as federation:
-        controller = federation.controller(rounds=1, start_timeout_s=2.0, security=sealed(key))
-        client = federation.client(0, security=sealed(str(tmp_path / "other")), client={"controller_timeout_s": 2.0})
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+        # Neither hears the other before both are there, and one may be there for seconds before the other is.
+        controller = federation.controller(rounds=1, start_timeout_s=5.0, security=sealed(key))
+        client = federation.client(0, security=sealed(str(tmp_path / "other")), client={"controller_timeout_s": 5.0})
         for node in (controller, client):
             error = node.wait_for("error")
             assert error["kind"] == "BarrierTimeout"
@@ -86,7 +89,7 @@ def test_with_another_key_both_sides_say_what_to_compare(key: str, tmp_path: Pat
 
 def test_a_key_file_that_others_can_read_is_refused(key: str) -> None:
     Path(key).chmod(0o644)
-    with Federation(domain=next(_domains)) as federation:
+    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
         error = federation.client(0, security=sealed(key)).wait_for("error")
     assert error["kind"] == "ConfigError"
     assert "has mode 0644" in error["text"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from federation import Federation
+from federation import NOBODY_DIES_S, Federation
 
 from gradbus.experiments.namespaces import Host, set_link
 
@@ -17,7 +17,6 @@ def network(here: Host, other: Host) -> dict[str, Any]:
         "profile": "network",
         "interface": here.interface,
         "peers": [here.address, other.address],
-        "lease_s": 1.0,
         "shared_memory": False,  # the two are one machine, as far as memory is concerned
     }
 
@@ -25,7 +24,7 @@ def network(here: Host, other: Host) -> dict[str, Any]:
 def test_a_run_between_two_hosts_gives_the_weights_of_a_run_on_one(hosts: tuple[Host, Host]) -> None:
     left, right = hosts
     rules = {"rounds": 3, "num_clients": 2, "codec": "sq8"}
-    with Federation(domain=7, dim=1_199_882) as federation:
+    with Federation(domain=7, dim=1_199_882, silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(**rules, prefix=left.prefix, network=network(left, right))
         clients = [
             federation.client(0, prefix=left.prefix, network=network(left, right)),
@@ -33,7 +32,7 @@ def test_a_run_between_two_hosts_gives_the_weights_of_a_run_on_one(hosts: tuple[
         ]
         across = controller.wait_for("done", timeout_s=60.0)["reports"]
         assert [client.wait() for client in clients] == [0, 0]
-    with Federation(domain=7, dim=1_199_882) as federation:
+    with Federation(domain=7, dim=1_199_882, silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(**rules)
         clients = [federation.client(0), federation.client(1)]
         alone = controller.wait_for("done", timeout_s=60.0)["reports"]
@@ -47,7 +46,7 @@ def test_a_client_behind_a_cut_link_is_left_out_and_is_back_after_the_link_is_me
 ) -> None:
     left, right = hosts
     gates = {str(round_id): str(tmp_path / str(round_id)) for round_id in (2, 3)}
-    with Federation(domain=7) as federation:
+    with Federation(domain=7, silence_s=3.0) as federation:
         controller = federation.controller(rounds=4, num_clients=2, prefix=left.prefix, network=network(left, right))
         near = federation.client(0, prefix=left.prefix, network=network(left, right), hold=gates)
         far = federation.client(1, prefix=right.prefix, network=network(right, left), hold={"2": "/nonexistent/gate"})

@@ -29,7 +29,8 @@ if __name__ == "__main__":  # this folder is for the import of helpers only
 import torch
 
 import gradbus
-from gradbus.actors import Client, Controller, intake, model_memory
+from gradbus.actors import Client, Controller, intake, model_memory, presence
+from gradbus.actors import controller as controller_module
 from gradbus.actors.members import Answer, Members
 from gradbus.models import NullTask
 from gradbus.runtime import failpoints, logs, sealed_memory
@@ -46,9 +47,11 @@ Say = Callable[[dict[str, Any]], None]
 
 async def _controller(spec: dict[str, Any], say: Say) -> None:
     config = gradbus.FederatedConfig(**spec["federated"])
+    if "rival_after_s" in spec:
+        _wait_for_rivals(spec["rival_after_s"])
     if "clock_offset_s" in spec:
         _jump(spec["clock_offset_s"])
-    network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
+    network = gradbus.NetworkConfig(**spec["network"])
     place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
     async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         controller = Controller(bus, NullTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
@@ -106,11 +109,11 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             return super().train(model, **arguments)
 
     config = gradbus.ClientConfig(**spec.get("client", {}))
-    network = gradbus.NetworkConfig(**spec.get("network", {"lease_s": 1.0}))
+    network = gradbus.NetworkConfig(**spec["network"])
     place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
     async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
         if "die_after_bytes" in spec:
-            threading.Thread(target=_die_in_mid_upload, args=(bus, spec["die_after_bytes"]), daemon=True).start()
+            bus._sender.sent_bytes = _Deadly(spec["die_after_bytes"])
         client = Client(bus, Task(spec["dim"], delta="seeded"), client_id=spec["client_id"], config=config)
         say({"event": "started"})
         summary = await client.run()
@@ -161,6 +164,19 @@ def _tell_warnings(say: Say) -> None:
 
     for module in (intake, model_memory, sealed_memory, porter):
         module.log = Log(module.log)  # type: ignore[attr-defined]
+
+
+def _wait_for_rivals(rival_after_s: float) -> None:
+    def members(**options: Any) -> Members:
+        return Members(**{**options, "rival_after_s": rival_after_s})
+
+    controller_module.Members = members  # type: ignore[assignment, misc]
+
+
+def _be_patient() -> None:
+    """A machine that stands still for seconds changes nothing of what is sent and read: that is counted exactly."""
+    intake.REPAIR_AFTER_S = 5.0
+    presence.BYE_S = model_memory.LAST_READ_S = 4.0
 
 
 def _refuse_memory() -> None:
@@ -217,10 +233,18 @@ def _tell_who_takes_part(say: Say) -> None:
     Members.hello = watched  # type: ignore[method-assign]
 
 
-def _die_in_mid_upload(bus: gradbus.Bus, sent_bytes: int) -> None:
-    while bus.sent_bytes["train/client_update"] < sent_bytes:
-        time.sleep(0.0005)
-    os.kill(os.getpid(), signal.SIGKILL)
+class _Deadly(Counter[str]):
+    """Counts what the write thread sends. The same thread ends the process in the midst of an update, before it goes
+    on: another one might find that all of it is sent."""
+
+    def __init__(self, sent_bytes: int) -> None:
+        super().__init__()
+        self._most = sent_bytes
+
+    def __setitem__(self, topic: str, count: int) -> None:
+        super().__setitem__(topic, count)
+        if topic == "train/client_update" and count >= self._most:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(spec: dict[str, Any], say: Say) -> int:
@@ -233,6 +257,8 @@ def run(spec: dict[str, Any], say: Say) -> int:
     _tell_what_is_said(say, dies=spec.get("die_after_offer", False))
     _tell_who_takes_part(say)
     _tell_warnings(say)
+    if spec["patient"]:
+        _be_patient()
     if spec.get("refuse_memory"):
         _refuse_memory()
     if "read_delay_s" in spec:

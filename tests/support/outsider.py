@@ -27,11 +27,14 @@ class Outsider:
     """Listens on a thread of its own. ``echoes``: it says every sample again, as it came and damaged."""
 
     def __init__(
-        self, job: str, domain: int, *, topics: Iterable[Topic] = JOB_TOPICS, echoes: bool = False, lease_s: float = 1.0
-    ) -> None:
+        self, job: str, domain: int, *, topics: Iterable[Topic] = JOB_TOPICS, echoes: bool = False,
+        lease_s: float = 1.0, patience_s: float = 0.2,
+    ) -> None:  # fmt: skip
+        """``patience_s``: what no reader takes for so long is left unsaid."""
         self.heard: list[Heard] = []
         self.said = 0
         self._echoes = echoes
+        self._patience_s = patience_s
         self._random = random.Random(0)
         network = NetworkConfig(lease_s=lease_s)  # those of one process share it
         self._node = Node(domain_id=domain, partition=job, network=network, fast=True)
@@ -73,7 +76,7 @@ class Outsider:
     def say(self, name: str, sample: bytes) -> None:
         """Write any bytes as a sample of a topic."""
         writer = self.writers[name]
-        until_s = time.monotonic() + 0.2
+        until_s = time.monotonic() + self._patience_s
         while ddsc.write(writer.entity._ref, ddsc.sertype_of(writer.entity), (sample,)) == ddsc.RETCODE_TIMEOUT:
             if time.monotonic() > until_s:
                 return
