@@ -11,7 +11,6 @@ import torch
 from intake_hall import DIM, MAX_SAMPLES, Hall, Sender, deliver, run_with
 
 from gradbus import codecs
-from gradbus.actors import intake as intake_module
 from gradbus.actors.tally import Tally
 from gradbus.runtime.control import Grant, NeedUpdate, Receipt
 from gradbus.runtime.errors import WriteTimeout
@@ -163,9 +162,7 @@ def test_with_no_round_open_every_offer_is_stale() -> None:
     run_with(test)
 
 
-def test_frames_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "REPAIR_AFTER_S", 0.02)
-
+def test_frames_that_do_not_come_are_asked_for() -> None:
     async def test(hall: Hall) -> None:
         sender = Sender()
         await sender.offer_to(hall)
@@ -180,24 +177,19 @@ def test_frames_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) 
         await hall.until(lambda: hall.bus.receipts)
         assert hall.round.accepted == {0}
 
-    run_with(test)
+    run_with(test, repair_after_s=0.02)
 
 
-def test_a_grant_without_an_echo_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "REPAIR_AFTER_S", 0.02)
-
+def test_a_grant_without_an_echo_is_said_again() -> None:
     async def test(hall: Hall) -> None:
         await Sender().offer_to(hall)
         await hall.until(lambda: len(hall.bus.granted) >= 3)
         assert hall.bus.all(NeedUpdate) == []
 
-    run_with(test)
+    run_with(test, repair_after_s=0.02)
 
 
-def test_a_transfer_that_stalls_gives_its_place_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "REPAIR_AFTER_S", 0.02)
-    monkeypatch.setattr(intake_module, "STALL_AFTER_S", 0.06)
-
+def test_a_transfer_that_stalls_gives_its_place_to_the_next() -> None:
     async def test(hall: Hall) -> None:
         for client_id in (0, 1):
             await Sender(client_id).offer_to(hall)
@@ -209,7 +201,7 @@ def test_a_transfer_that_stalls_gives_its_place_to_the_next(monkeypatch: pytest.
         await deliver(hall, Sender(0))  # it is back, and may still count
         assert hall.round.accepted == {0, 1}
 
-    run_with(test, budget_bytes=1)
+    run_with(test, budget_bytes=1, repair_after_s=0.02, stall_after_s=0.06)
 
 
 def test_an_answer_that_cannot_be_sent_is_given_when_it_is_asked_for_again() -> None:

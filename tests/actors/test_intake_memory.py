@@ -322,9 +322,6 @@ def test_another_attempt_at_a_round_reads_no_second_time() -> None:
 
 
 def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "REPAIR_AFTER_S", 0.02)
-    monkeypatch.setattr(intake, "STALL_AFTER_S", 0.04)
-
     async def test(hall: Hall) -> None:
         add = hall.strategy.add
 
@@ -344,7 +341,7 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatc
         assert len(hall.bus.receipts) < len(near)
         assert hall.intake.dropped["stalled"] == 0
 
-    run_with(test, clients=6)
+    run_with(test, clients=6, repair_after_s=0.02, stall_after_s=0.04)
 
 
 def test_an_offer_without_a_loss_is_the_same_when_it_is_repeated() -> None:

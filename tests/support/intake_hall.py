@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors import intake as intake_module
 from gradbus.actors.conduct import Conduct, Strike
 from gradbus.actors.intake import Intake
 from gradbus.actors.rounds import Round
@@ -114,8 +116,11 @@ class Hall:
 
 @contextlib.asynccontextmanager
 async def hall_of(
-    *, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False, history: History | None = None
-) -> AsyncIterator[Hall]:
+    *, clients: int = 3, budget_bytes: int = 1 << 20, held: bool = False, history: History | None = None,
+    repair_after_s: float = 60.0, stall_after_s: float = 60.0,
+) -> AsyncIterator[Hall]:  # fmt: skip
+    """``repair_after_s``, ``stall_after_s``: of the intake; long, as a machine may stand still between any two steps of
+    a test that counts what is said."""
     bus, strategy, base = FakeBus(), HeldFedAvg(DIM), torch.zeros(DIM)
     if not held:
         strategy.go_on.set()
@@ -125,7 +130,8 @@ async def hall_of(
     async def note(strike: Strike) -> None:
         strikes.append(strike)
 
-    with ComputeThread("intake-test") as compute:
+    delays = {"REPAIR_AFTER_S": repair_after_s, "STALL_AFTER_S": stall_after_s}
+    with ComputeThread("intake-test") as compute, mock.patch.multiple(intake_module, **delays):
         intake = Intake(
             bus, Identity(CONTROLLER, 1), strategy, compute, dim=DIM, run_id=RUN,  # type: ignore[arg-type]
             max_bytes=codecs.get("fp32").max_bytes(DIM), budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
