@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 from ddp_processes import Ranks
+from federation import NOBODY_DIES_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
+STEADY: dict[str, Any] = {"lease_s": NOBODY_DIES_S}
 LONG: dict[str, Any] = {"epochs": 10_000, "eval_every_epochs": 0, "collective_timeout_s": 30.0}
-# A lease of 1 s, and the rest for a machine whose cores are busy. Nothing else would end their wait before 30 s.
-TOLD_WITHIN_S = 2.0 + 2.0
+MORTAL = {"lease_s": 3.0}
+# After the lease; the rest is for a machine that stands still. Nothing else would end their wait before 30 s.
+TOLD_WITHIN_S = 3.0 + 10.0
 
 
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
 def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str) -> None:
-    with Ranks(3, exchange=exchange, **LONG) as ranks:
-        nodes = ranks.start()
+    with Ranks(3, exchange=exchange, **LONG, **STEADY) as ranks:
+        nodes = ranks.start(rank_1=MORTAL)
         for node in nodes:
             node.wait_for("batch", number=20)
         killed_s = time.monotonic()  # the clock of all processes of a machine
@@ -35,11 +38,11 @@ def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str
 
 
 def test_after_a_kill_all_ranks_go_on_from_the_last_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "checkpoint_every_steps": 3}
+    settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "checkpoint_every_steps": 3, **STEADY}
     with Ranks(2, **settings) as ranks:
         whole = [node.wait_for("done") for node in ranks.start()]
     with Ranks(2, **settings, state_dir=str(tmp_path)) as ranks:
-        first, second = ranks.start(rank_1={"die_at": 10})
+        first, second = ranks.start(rank_1={"die_at": 10, **MORTAL})
         assert first.wait_for("failed")["kind"] == "PeerLost"
         assert second.wait() == -signal.SIGKILL
         assert first.wait() == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from ddp_scene import Outcome, make_task, succeeded, train
 from torch import nn
 
+from gradbus.actors import Worker
 from gradbus.actors.worker_state import WorkerState, newest_common
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.collectives import Group
 from gradbus.runtime.errors import BarrierTimeout, CheckpointError, ConfigError, PeerLost
 
 
@@ -241,15 +243,22 @@ def test_one_that_was_complete_is_not_given_up_for_a_rank_that_has_lost_it(tmp_p
 def test_ranks_wait_for_each_others_saving_by_a_deadline_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = WorkerState.save
+    save, given_up = WorkerState.save, threading.Event()
 
     def slow(self: WorkerState, *arguments: Any, **options: Any) -> int:
         if self._rank == 1:
-            time.sleep(2.5)
+            given_up.wait(5.5)
         return save(self, *arguments, **options)
 
+    async def play(group: Group, worker: Worker) -> None:
+        try:
+            await worker.run()
+        finally:
+            given_up.set()
+
     monkeypatch.setattr(WorkerState, "save", slow)
-    settings: dict[str, Any] = {"epochs": 1, "max_steps": 1, "eval_every_epochs": 0, "collective_timeout_s": 1.5}
-    succeeded(train(make_task(), state_dir=tmp_path / "a", **settings))
-    outcomes = train(make_task(), state_dir=tmp_path / "b", checkpoint_timeout_s=0.5, **settings)
+    settings: dict[str, Any] = {"epochs": 1, "max_steps": 1, "eval_every_epochs": 0}
+    # No exchange takes so long, not even on a machine that stands still for a while; the saving does.
+    succeeded(train(make_task(), state_dir=tmp_path / "a", collective_timeout_s=4.0, **settings))
+    outcomes = train(make_task(), state_dir=tmp_path / "b", checkpoint_timeout_s=0.5, play=play, **settings)
     assert isinstance(outcomes[0].error, BarrierTimeout)

@@ -45,7 +45,7 @@ class Task(ClassificationTask):
 
 async def _work(spec: dict[str, Any], say: Say) -> None:
     config = DataParallelConfig(**spec["config"])
-    network = gradbus.NetworkConfig(lease_s=spec.get("lease_s", 1.0))
+    network = gradbus.NetworkConfig(lease_s=spec["lease_s"])
     async with (
         gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus,
         join_group(bus, rank=spec["rank"], world=spec["world"], timeout_s=30.0, collective_timeout_s=30.0) as group,

@@ -18,10 +18,13 @@ _numbers = itertools.count()
 class Ranks(AbstractContextManager["Ranks"]):
     """Starts the ranks of one run, and ends those that are left."""
 
-    def __init__(self, world: int, *, samples: int = 256, batch_size: int = 16, **config: Any) -> None:
+    def __init__(
+        self, world: int, *, samples: int = 256, batch_size: int = 16, lease_s: float = 1.0, **config: Any
+    ) -> None:  # fmt: skip
+        """``lease_s``: who is silent for so long is taken for dead."""
         self._common = {
             "job": f"ddp-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "world": world,
-            "samples": samples, "batch_size": batch_size, "config": config,
+            "samples": samples, "batch_size": batch_size, "lease_s": lease_s, "config": config,
         }  # fmt: skip
         self._world = world
         self._nodes: list[Node] = []
