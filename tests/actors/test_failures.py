@@ -92,7 +92,7 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
 
     async def main() -> list[gradbus.RoundReport]:
         job, domain = f"failing-{os.getpid()}", next(_domains)
-        config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0)
+        config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0, dead_after_s=30.0)
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(job, domain, client_id))

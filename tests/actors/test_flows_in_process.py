@@ -58,6 +58,7 @@ def run(
 ) -> list[gradbus.RoundReport]:
     """A whole run; each client has its task. ``at_end``: called when the controller is done, and clients may not be."""
     job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
+    config = config.model_copy(update={"dead_after_s": 30.0})  # nobody dies here, if a thread stands still, say
 
     async def one(client_id: int, task: Any) -> None:
         async with gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
@@ -280,12 +281,8 @@ def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:
 
 def test_closing_the_report_iterator_ends_the_run_in_order() -> None:
     async def main() -> str:
-        domain = next(_domains)
-        async with (
-            asyncio.timeout(30),
-            gradbus.connect(job="stop", domain=domain) as bus,
-            gradbus.connect(job="stop", domain=domain) as other,
-        ):
+        place = {"job": f"stop-{os.getpid()}", "domain": next(_domains)}
+        async with asyncio.timeout(30), gradbus.connect(**place) as bus, gradbus.connect(**place) as other:
             controller = gradbus.Controller(bus, NullTask(DIM), gradbus.FederatedConfig(rounds=1000, eval_every=0))
             client = asyncio.create_task(gradbus.Client(other, NullTask(DIM), client_id=0).run())
             async for report in controller.rounds():

@@ -13,6 +13,7 @@ import torch
 
 import gradbus
 from gradbus import codecs
+from gradbus.actors import delivery, orders
 from gradbus.actors.local_training import LocalTraining
 from gradbus.models import NullTask
 from gradbus.runtime import control, frames
@@ -81,7 +82,11 @@ class Attacker:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_under_a_spray_of_garbage_ends_with_the_weights_of_a_quiet_one(seed: int) -> None:
+def test_a_run_under_a_spray_of_garbage_ends_with_the_weights_of_a_quiet_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders, "OLD_SESSION_S", 60.0)  # who is not heard while all stand still is not replaced
+
     def weights(attacked: bool) -> list[int]:
         return asyncio.run(_run(seed if attacked else None))
 
@@ -90,7 +95,7 @@ def test_a_run_under_a_spray_of_garbage_ends_with_the_weights_of_a_quiet_one(see
 
 async def _run(attack_seed: int | None) -> list[int]:
     job, domain = f"hostile-{os.getpid()}", next(_domains)
-    config = gradbus.FederatedConfig(rounds=3, num_clients=2, codec="s4", eval_every=0)
+    config = gradbus.FederatedConfig(rounds=3, num_clients=2, codec="s4", eval_every=0, dead_after_s=30.0)
 
     async def client(client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
@@ -127,6 +132,8 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
         return (next(payloads), None) if self._identity.sender == 1 else honest(self, *arguments)
 
     monkeypatch.setattr(LocalTraining, "_encode", encode)
+    # An offer that is repeated when its update was refused just now is counted as well.
+    monkeypatch.setattr(delivery, "REPEAT_AFTER_S", 60.0)
 
     async def client(job: str, domain: int, client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
@@ -134,7 +141,7 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
 
     async def main() -> list[gradbus.RoundReport]:
         job, domain = f"bad-{os.getpid()}", next(_domains)
-        config = gradbus.FederatedConfig(rounds=2, num_clients=2, eval_every=0)
+        config = gradbus.FederatedConfig(rounds=2, num_clients=2, eval_every=0, dead_after_s=30.0)
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(job, domain, client_id))

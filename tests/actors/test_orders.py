@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from gradbus.actors.orders import OVERTAKEN_S, Orders
+import pytest
+
+from gradbus.actors import orders as orders_module
+from gradbus.actors.orders import Orders
 from gradbus.runtime.control import Bye, Welcome
 from gradbus.runtime.messages import TrainCmd
 
@@ -13,6 +16,13 @@ WELCOME = Welcome(
     num_clients=2, heartbeat_s=0.5, memory="",
 )  # fmt: skip
 SESSION = 100
+OVERTAKEN_S = 1000.0  # not so soon that a machine which stands still brings it about
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders_module, "OVERTAKEN_S", OVERTAKEN_S)
+    monkeypatch.setattr(orders_module, "OLD_SESSION_S", OVERTAKEN_S)
 
 
 def command(round_id: int) -> TrainCmd:

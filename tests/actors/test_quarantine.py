@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import gradbus
+from gradbus.actors import attendance
 from gradbus.actors.conduct import FOR_GOOD
+from gradbus.actors.gathering import Gathering
 from gradbus.actors.local_training import LocalTraining
 from gradbus.models import NullTask
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -66,7 +68,7 @@ async def run(config: gradbus.FederatedConfig, *, clients: int = 3) -> tuple[lis
 
 def config_of(**changes: Any) -> gradbus.FederatedConfig:
     return gradbus.FederatedConfig(
-        **{"num_clients": 3, "min_clients": 2, "eval_every": 0, "heartbeat_s": 0.1, "dead_after_s": 1.0, **changes}
+        **{"num_clients": 3, "min_clients": 2, "eval_every": 0, "heartbeat_s": 0.1, "dead_after_s": 30.0, **changes}
     )
 
 
@@ -92,9 +94,17 @@ def test_out_for_good_is_told_to_the_client_and_those_that_are_left_go_on(liars:
     assert "out for good after strike 1 in round 1: non-finite" in ends[2]
 
 
-def test_a_run_that_lacks_clients_says_who_is_kept_out(liars: dict[int, set[int]]) -> None:
+def test_a_run_that_lacks_clients_says_who_is_kept_out(
+    liars: dict[int, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts_s = iter([30.0])  # until all are there for the first time
+
+    def gathering(**options: Any) -> Gathering:
+        return Gathering(**{**options, "timeout_s": next(timeouts_s, 0.1)})
+
+    monkeypatch.setattr(attendance, "Gathering", gathering)
     liars[2] = set(range(10))
-    config = config_of(rounds=3, min_clients=3, max_strikes=1, max_attempts=2, start_timeout_s=0.5)
+    config = config_of(rounds=3, min_clients=3, max_strikes=1, max_attempts=2)
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run(config))
     error = single_error(caught.value)

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus.actors.report import TIMELINES_IN_MEMORY, Progress, RoundReport
@@ -159,6 +159,7 @@ def test_steps_of_a_client_that_never_offered_are_not_noted() -> None:
 moments = st.floats(0, 1e6)
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.lists(moments, min_size=5, max_size=5), st.lists(st.floats(-1, 1e9), min_size=3, max_size=3), st.booleans())
 def test_whatever_a_client_says_the_parts_stay_in_order_between_command_and_sum(times, own, granted) -> None:
     commanded_s, offered_s, granted_s, received_s, counted_s = sorted(times)
