@@ -65,11 +65,13 @@ def test_a_replica_that_went_astray_is_found_at_the_next_check_and_named(exchang
 
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
 def test_a_training_function_that_fails_ends_all_ranks_and_is_raised_where_it_failed(exchange: str) -> None:
+    failed_s: list[float] = []
+
     def fail(model: nn.Module, batch: Any, number: int) -> None:
         if number == 4:
+            failed_s.append(time.monotonic())
             raise ZeroDivisionError("the user's own mistake")
 
-    started_s = time.monotonic()
     outcomes = train(make_task(), Watched(fail), make_task(), exchange=exchange, epochs=50)
     assert isinstance(outcomes[1].error, ZeroDivisionError)
     for rank in (0, 2):
@@ -77,7 +79,7 @@ def test_a_training_function_that_fails_ends_all_ranks_and_is_raised_where_it_fa
         assert isinstance(error, PeerLost)
         assert 1 in error.ranks  # and perhaps the third one, which has left for the same reason
         assert "ZeroDivisionError" in str(error)
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - failed_s[0] < 10  # what ends an exchange in any case is 60 s
 
 
 class FailsBackward(torch.autograd.Function):
