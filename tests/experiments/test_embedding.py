@@ -265,7 +265,7 @@ def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(domain: int) -> 
         assert sys.getswitchinterval() == switch_interval_s
         return took_s
 
-    assert soonest(3.0, takes_s) < 3.0
+    assert soonest(takes_s, 3.0) < 3.0
 
 
 def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_go_on(job: str, domain: int) -> None:

@@ -89,7 +89,7 @@ def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(fork, domain, tmp_pat
         assert json.loads((tmp_path / run / "summary.json").read_text())["outcome"] == "stopped"
         return taken_s
 
-    assert soonest(4.0, takes_s) < 4
+    assert soonest(takes_s, 4.0) < 4
 
 
 def test_a_demo_goes_on_when_a_client_is_killed(fork, domain, monkeypatch) -> None:
@@ -225,7 +225,7 @@ def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_pat
         assert err == f"gradbus controller: stopped by SIGTERM. To continue: {how}\n"
         return taken_s
 
-    assert soonest(3.0, takes_s) < 3
+    assert soonest(takes_s, 3.0) < 3
 
 
 def test_the_doctor_finds_this_machine_well_and_measures_it(fork, domain, invoke, tmp_path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import until
 from ddp_processes import Ranks
 from federation import Federation
+from patience import until
 
 from gradbus.experiments.history import Event, read_history
 from gradbus.experiments.history_check import check

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import soonest
 from federation import Federation
+from patience import soonest
 
 import gradbus
 from gradbus.models import NullTask

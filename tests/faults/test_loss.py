@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
-from attempts import soonest
 from federation import Federation
+from patience import soonest
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attempts import until
 from federation import Federation
+from patience import until
 
 import gradbus
 from gradbus.actors import rival

@@ -99,7 +99,7 @@ def test_a_silent_mirror_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest
                 mnist(tmp_path)
             return time.monotonic() - started_s
 
-        assert soonest(2.0, takes_s) < 2
+        assert soonest(takes_s, 2.0) < 2
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import soonest
+from patience import soonest
 from ports import kept_ports
 from torch_node import LEASE_S, SOON_S, Ranks, play
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from attempts import soonest
+from patience import soonest
 from stores import finished, new_job
 from torch_node import SOON_S, Ranks, play
 

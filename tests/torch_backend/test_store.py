@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from attempts import soonest
+from patience import soonest
 from stores import begin, finished, new_job, open_rank, opened, until
 
 from gradbus.torch import store_link

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import until
+from patience import until
 from ports import kept_ports
 from torch_node import DYING_LEASE_S
 

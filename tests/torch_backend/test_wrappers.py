@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attempts import soonest
+from patience import soonest
 from torch_node import SOON_S, Ranks, play
 
 from gradbus.torch.functions import OPS
