@@ -157,9 +157,7 @@ class Members:
             return Answer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
         if member is not None and incarnation != member.incarnation:
             # Which of the two is older does not matter, and a clock that was set back would get it wrong.
-            if in_doubt:  # the wait for a word of the older one begins now
-                self._rivals.pop(client_id, None)
-            return self._meet_rival(member, incarnation, hello, now_s, next_round, number, out_until)
+            return self._meet_rival(member, incarnation, hello, now_s, next_round, number, out_until, in_doubt)
         if member is None:  # new, or back after it was taken for dead: it has to hear from which round on it counts
             from_round = max(next_round, out_until)
             self._members[client_id] = Member(
@@ -175,15 +173,20 @@ class Members:
         return (Answer.NOTHING if knows else Answer.WELCOME), ""
 
     def _meet_rival(
-        self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int, number: int, out_until: int
-    ) -> tuple[Answer, str]:
+        self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int, number: int,
+        out_until: int, in_doubt: bool,
+    ) -> tuple[Answer, str]:  # fmt: skip
         rival = self._rivals.get(member.client_id)
         if rival is None or rival.incarnation != incarnation:
             rival = self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
         if now_s - rival.since_s < self._rival_after_s:
             return Answer.NOTHING, ""  # wait and see whether the older one is still there
         del self._rivals[member.client_id]
-        if member.heard_s > rival.since_s + self._rival_after_s / 2:
+        still_talks = member.heard_s > rival.since_s + self._rival_after_s / 2
+        if in_doubt and not still_talks:  # it may have: the wait for its word begins anew
+            self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
+            return Answer.NOTHING, ""
+        if still_talks:
             return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
         del self._members[member.client_id]
         return self.hello(

@@ -220,6 +220,8 @@ async def _rank(spec: dict[str, Any]) -> list[Block]:
                 bus._node.leaves_machine = True  # for its frames, that is what decides
             joining = gradbus.join_group(bus, rank=spec["number"], world=2)
             groups.append(await opened.enter_async_context(joining))
+            (port,) = bus._ports
+            assert port.needs_crc == (level == "none" and (spec["checksums"] or spec["host"] is not None))
         for number in range(len(LEVELS) * spec["blocks"]):
             group, times = groups[number % len(LEVELS)], []
             await group.barrier()

@@ -232,6 +232,19 @@ def test_while_the_controller_could_not_hear_no_newcomer_takes_the_place_of_the_
     assert members.ready(1) == [0]
 
 
+def test_a_newcomer_with_a_taken_id_is_refused_also_where_the_controller_stands_still_again_and_again() -> None:
+    members = new_members()
+    join(members, incarnation=100)
+    answers, now_s = [], 1.0
+    while now_s < 4 * RIVAL_AFTER_S and Answer.REFUSE not in answers:
+        members.heard(0, 100, now_s)
+        answers.append(greet(members, incarnation=200, now_s=now_s, in_doubt=True)[0])
+        now_s += RIVAL_AFTER_S / 4
+    assert answers[-1] is Answer.REFUSE
+    assert set(answers[:-1]) == {Answer.NOTHING}
+    assert members.ready(1) == [0]
+
+
 def test_every_further_newcomer_gets_a_wait_of_its_own() -> None:
     members = new_members()
     join(members, incarnation=100)
