@@ -94,6 +94,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 while (event := node.incoming.get(timeout=1.0)) is not None:
                     node.events.append(event)
             pipe.close()
+            stillness.wrong += [f"process {number}: {event['what']}" for event in node.all("found wrong")]
             if number not in self.stopped:
                 stillness.noted += [
                     f"process {number}, for {event['for_s']:.1f} s" for event in node.all("stood still")
@@ -135,7 +136,11 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
     torch.set_num_threads(1)
     rank = Rank(spec, pipe)
     stillness.Watch(lambda late_s: rank.say("stood still", for_s=late_s))
-    made = spec["script"](rank)
-    if asyncio.iscoroutine(made):
-        asyncio.run(made)
+    try:
+        made = spec["script"](rank)
+        if asyncio.iscoroutine(made):
+            asyncio.run(made)
+    except AssertionError as error:  # what scripts assert are values, not times
+        rank.say("found wrong", what=str(error))
+        raise
     sys.exit(0)
