@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_a_network_that_loses_one_packet_in_a_hundred_loses_nothing_else(hosts: 
     reports = done["reports"]
     assert [report["clients"] for report in reports] == [[0]] * 4
     rates = [(report["bytes_up"] + report["bytes_down"]) / report["seconds"] for report in reports[1:]]
-    assert max(rates) > 5e6  # bytes a second; a busy machine makes single rounds slower, never faster
+    assert statistics.median(rates) > 5e6, rates  # bytes a second; a busy machine makes single rounds slower
 
 
 @pytest.fixture

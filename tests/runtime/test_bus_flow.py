@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -50,8 +51,7 @@ def test_a_model_of_32_mib_arrives_whole(run: Run, fast: bool, place: dict[str, 
 
 @both_loops
 def test_the_loop_goes_on_while_a_large_model_is_sent_and_received(run: Run, place: dict[str, Any]) -> None:
-    """Sender and receiver share this loop. Of some transfers one: a busy machine makes single ones worse, never
-    better."""
+    """Sender and receiver share this loop. Most transfers: a busy machine makes single ones worse, never better."""
     payload = bytes(32 * MIB)
 
     async def one_transfer(one: Bus, inbox: Subscription, transfer: int) -> float:
@@ -69,10 +69,8 @@ def test_the_loop_goes_on_while_a_large_model_is_sent_and_received(run: Run, pla
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
             inbox = other.subscribe(ModelBlob)
             await reads(one, ModelBlob)
-            late_s: list[float] = []
-            while not late_s or (len(late_s) < 20 and min(late_s) >= 0.05):
-                late_s.append(await one_transfer(one, inbox, len(late_s)))
-            assert min(late_s) < 0.05
+            late_s = [await one_transfer(one, inbox, transfer) for transfer in range(5)]
+            assert statistics.median(late_s) < 0.05, late_s
 
     run(main)
 

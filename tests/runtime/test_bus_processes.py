@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import statistics
 import sys
 import time
 import zlib
@@ -96,7 +97,7 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(run: Run
 
 
 def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run, place: dict[str, Any]) -> None:
-    """Of some transfers one: a busy machine makes single ones worse, never better."""
+    """Meanwhile: in most of the transfers, for a busy machine makes single ones worse, never better."""
     payload = random.Random(4).randbytes(32 * MIB)
 
     async def main() -> None:
@@ -104,7 +105,7 @@ def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run
             assert await other.says() == "listening"
             await reads(bus, ModelBlob)
             here, there = [], []
-            while not here or (len(here) < 20 and max(min(here), min(there)) >= 0.05):
+            for _ in range(5):
                 other.tell(str(len(payload)))
                 stop = asyncio.Event()
                 delays = asyncio.create_task(delays_of_the_loop(stop))
@@ -116,8 +117,8 @@ def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run
                 here.append(late[int(len(late) * 0.99)])
                 there.append(late_s)
             other.tell("end")
-            assert min(here) < 0.05
-            assert min(there) < 0.05
+            assert statistics.median(here) < 0.05, here
+            assert statistics.median(there) < 0.05, there
 
     run(main)
 
