@@ -66,6 +66,7 @@ class RawRank(AbstractContextManager["RawRank"]):
         self.arbiter = 0
         self._heard: queue.Queue[Message] = queue.Queue()
         self._told: type[Message] | None = None  # what it was told when it asked to be let in
+        self._asked_in = 0  # how often it asked and has heard no answer yet
         self.thread = _acquire(Address(*job, rank, 2))
         self.port = self.thread.start(_port_of(self.thread)).result(10.0)
         self.port.open_reader(store_topic(self.incarnation), self._take)
@@ -100,17 +101,22 @@ class RawRank(AbstractContextManager["RawRank"]):
         """Ask to be let in until there is an answer."""
         while True:
             self.say(Join(version, world, host))
+            self._asked_in += 1
             with contextlib.suppress(queue.Empty):
                 message = self._heard.get(timeout=0.1)
                 self._told = type(message)
+                self._asked_in -= 1
                 return message
 
     def next(self, timeout_s: float = 10.0) -> Message:
-        """What it hears next. Asked more than once to be let in, the arbiter answers as often: that counts as one."""
+        """What it hears next. Asked more than once to be let in, the arbiter answers as often: that counts as one, and
+        an answer more does not."""
+        until_s = time.monotonic() + timeout_s
         while True:
-            message = self._heard.get(timeout=timeout_s)
-            if type(message) is not self._told:
+            message = self._heard.get(timeout=max(0.0, until_s - time.monotonic()))
+            if type(message) is not self._told or not self._asked_in:
                 return message
+            self._asked_in -= 1
 
     def answer(self) -> Answer:
         """The next one."""
