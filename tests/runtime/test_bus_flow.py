@@ -59,11 +59,11 @@ def test_the_loop_goes_on_while_a_large_model_is_sent_and_received(run: Run, pla
         stop = asyncio.Event()
         delays = asyncio.create_task(delays_of_the_loop(stop))
         receiving = asyncio.create_task(payload_from(inbox, key, 32 * MIB))
+        await asyncio.sleep(0)  # they have begun
         await one.send_model(key, payload)
         await receiving
         stop.set()
-        late = await delays
-        return late[int(len(late) * 0.99)]
+        return (await delays)[-1]
 
     async def main() -> None:
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:

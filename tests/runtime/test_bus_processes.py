@@ -97,7 +97,8 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(run: Run
 
 
 def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run, place: dict[str, Any]) -> None:
-    """Meanwhile: in most of the transfers, for a busy machine makes single ones worse, never better."""
+    """Meanwhile: in most of the transfers, for a busy machine makes single ones worse, never better. The first two
+    warm both up, and do not count."""
     payload = random.Random(4).randbytes(32 * MIB)
 
     async def main() -> None:
@@ -105,20 +106,21 @@ def test_a_model_of_32_mib_arrives_whole_and_both_loops_go_on_meanwhile(run: Run
             assert await other.says() == "listening"
             await reads(bus, ModelBlob)
             here, there = [], []
-            for _ in range(5):
+            for _ in range(7):
                 other.tell(str(len(payload)))
                 stop = asyncio.Event()
                 delays = asyncio.create_task(delays_of_the_loop(stop))
+                await asyncio.sleep(0)  # it has begun
                 await bus.send_model(MODEL, payload)
                 crc, late_s = await other.says()
                 stop.set()
                 late = await delays
                 assert crc == zlib.crc32(payload)
-                here.append(late[int(len(late) * 0.99)])
+                here.append(late[-1])
                 there.append(late_s)
             other.tell("end")
-            assert statistics.median(here) < 0.05, here
-            assert statistics.median(there) < 0.05, there
+            assert statistics.median(here[2:]) < 0.05, here
+            assert statistics.median(there[2:]) < 0.05, there
 
     run(main)
 
