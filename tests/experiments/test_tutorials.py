@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Commands
 from doc_pages import fenced_blocks, rows, section
-from patience import PATIENT_S
+from ports import kept_ports
 from torch_node import play
 
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
@@ -146,12 +145,8 @@ def as_bytes(text: str) -> float:
 def test_the_script_for_torch_runs_on_two_ranks(root: Path, tmp_path: Path) -> None:
     page = page_of(root, "tutorial-data-parallel.md")
     *_, script = save_files(page, tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    patient = {"GRADBUS_BUS__LEASE_S": f"{PATIENT_S:g}"}
-    first, second = play(
-        "document_scenes", "examples", paths=[str(script)], ports=[port], environments=[patient, patient]
-    )
+    with kept_ports(1) as ports:
+        first, second = play("document_scenes", "examples", paths=[str(script)], ports=ports)
     (told,) = re.findall(r"^accuracy ([\d.]+) %$", page, re.M)
     (shown,) = re.findall(r"^accuracy ([\d.]+) %$", first[0], re.M)
     assert float(shown) == pytest.approx(float(told), abs=1.0)
