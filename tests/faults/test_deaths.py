@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ddp_processes import Ranks
 from federation import Federation
-from patience import until
+from patience import PATIENT_S, until
 
 from gradbus.experiments.history import Event, read_history
 from gradbus.experiments.history_check import check
@@ -20,11 +20,10 @@ from gradbus.runtime.failpoints import fail_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-CALM: dict[str, Any] = {"lease_s": 20.0}  # of those that do not die, on a machine that stands still now and then
+CALM: dict[str, Any] = {"lease_s": PATIENT_S}  # of those that do not die, on a machine that stands still now and then
 DYING: dict[str, Any] = {"lease_s": 4.0}  # of those that do: a lease runs from when they were heard of last
-DEAD_AFTER_S = 20.0
 # A lease, a second, and a busy machine; docs/reliability.md has what an idle one needs. Nothing else would end the
-# wait before 20 s.
+# wait before PATIENT_S.
 GAP_S = 4.0 + 1.0 + 4.0
 BACK_S = 5.0
 _domains = itertools.cycle(range(115, 123))
@@ -54,7 +53,7 @@ def test_a_client_that_dies_anywhere_in_a_round_is_back_in_training_soon_and_the
     gate = tmp_path / "gate"
     state = {"state_dir": str(tmp_path / "state")}
     controller = federation.controller(
-        rounds=5, num_clients=3, codec="sq8", history_payloads=True, dead_after_s=DEAD_AFTER_S
+        rounds=5, num_clients=3, codec="sq8", history_payloads=True, dead_after_s=PATIENT_S
     )
     clients = [federation.client(0), federation.client(1, hold={"4": str(gate)})]
     victim = federation.client(2, fail_at=f"{place}:2", client=state, network=DYING)
@@ -80,7 +79,7 @@ def test_a_client_that_dies_anywhere_in_a_round_is_back_in_training_soon_and_the
 def test_a_client_that_dies_with_half_its_update_sent_leaves_nothing_behind(tmp_path: Path) -> None:
     network = {**CALM, "shared_memory": False}
     with Federation(domain=next(_domains), dim=1_500_000, network=network) as federation:  # 6 frames
-        controller = federation.controller(rounds=3, num_clients=3, dead_after_s=DEAD_AFTER_S)
+        controller = federation.controller(rounds=3, num_clients=3, dead_after_s=PATIENT_S)
         clients = [federation.client(0), federation.client(1)]
         victim = federation.client(2, faults="crash update round=2 nth=4", network={**network, **DYING})
         assert victim.wait() == -signal.SIGKILL
@@ -96,7 +95,7 @@ def test_a_client_that_stood_still_brings_a_late_update_which_is_refused_and_goe
     federation: Federation, tmp_path: Path
 ) -> None:
     gate, late = tmp_path / "gate", tmp_path / "late"
-    controller = federation.controller(rounds=4, num_clients=2, dead_after_s=DEAD_AFTER_S)
+    controller = federation.controller(rounds=4, num_clients=2, dead_after_s=PATIENT_S)
     client = federation.client(0, hold={"3": str(gate)})
     faults = "delay offer round=2 seconds=6"  # more than this machine may need to stop it
     sleeper = federation.client(1, hold={"2": str(late)}, faults=faults, network=DYING)

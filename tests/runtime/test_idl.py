@@ -22,6 +22,7 @@ from cyclonedds.__idlc__ import idlpy_path
 from cyclonedds.__library__ import library_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENT_S
 
 import gradbus
 from gradbus.runtime import control, frames, idl_types
@@ -250,7 +251,6 @@ def frame(kind: Kind, sender: int, payload: bytes) -> bytes:
     return head + bytes(data)
 
 
-LEASE_S = 20.0  # of a process that gets no turn for seconds nobody is to think that it is dead
 THEIRS: dict[str, list[Any]] = {
     "TrainCmd": [1, 2, 3, 0.25, 5],
     "ClientUpdate": [8, 1, 600, frame(Kind.UPDATE, 8, b"them").hex()],
@@ -278,10 +278,10 @@ async def talk_with_foreign_program(generated_folder: Path) -> tuple[list[Messag
     """What our bus received, our own words included, and what the program says it did."""
     job, domain = f"idl-{os.getpid()}", random.randrange(40, 100)
     request = {
-        "job": job, "domain": domain, "xml": build_xml(NetworkConfig(lease_s=LEASE_S)), "samples": THEIRS,
+        "job": job, "domain": domain, "xml": build_xml(NetworkConfig(lease_s=PATIENT_S)), "samples": THEIRS,
         "topics": {topic.idl_type: (topic.name, topic.retained) for topic in TOPICS.values()},
     }  # fmt: skip
-    async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain, lease_s=LEASE_S) as bus:
+    async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain, lease_s=PATIENT_S) as bus:
         with bus.subscribe(*TOPICS) as inbox:
             for kind in TOPICS:
                 bus.open_writer(kind)

@@ -23,13 +23,14 @@ from types import TracebackType
 from typing import Any
 
 import warm
+from patience import PATIENT_S
 
 from gradbus.experiments.history import read_history
 from gradbus.experiments.history_check import Finding, check
 
 DIM = 200_000
 # Where no death is tested: on a busy machine processes stand still for seconds, and are not taken for dead then.
-NOBODY_DIES_S = 20.0
+NOBODY_DIES_S = PATIENT_S
 
 
 @dataclass

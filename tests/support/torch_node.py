@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import warm
 from federation import Node
+from patience import PATIENT_S
 
 SCENES = Path(__file__).resolve().parents[1] / "torch_backend"
-LEASE_S = 20.0  # of a rank that does not die: a machine that stands still for seconds is no death
+LEASE_S = PATIENT_S  # of a rank that does not die: a machine that stands still for seconds is no death
 DYING_LEASE_S = 4.0  # of one that does, and may well stand still before that
 # From a death until all others know: the lease, a second, and a machine that does other things, too.
 SOON_S = DYING_LEASE_S + 1.0 + 1.5
