@@ -50,8 +50,8 @@ def finish(nodes: list[Node]) -> list[int]:
     done = nodes[0].wait_for("done", timeout_s=60.0)
     assert [node.wait() for node in nodes] == [0] * len(nodes)
     for report in done["reports"]:
-        assert (report["clients"], report["attempt"]) == ([0, 1], 1), report
-        assert CLIENT_LOST not in report["dropped"], report
+        assert (report["clients"], report["attempt"]) == ([0, 1], 1), str(report)
+        assert CLIENT_LOST not in report["dropped"], str(report)
     return [report["weights_crc32"] for report in done["reports"]]
 
 

@@ -37,8 +37,8 @@ def weights_of(reports: list[dict[str, Any]], killed_in: int = 0) -> list[int]:
     attempt at a round comes to the same weights, so they alone would not tell."""
     for report in reports:
         if report["round_id"] != killed_in:
-            assert (report["clients"], report["attempt"]) == ([0, 1], 1), report
-            assert CLIENT_LOST not in report["dropped"], report
+            assert (report["clients"], report["attempt"]) == ([0, 1], 1), str(report)
+            assert CLIENT_LOST not in report["dropped"], str(report)
     return [report["weights_crc32"] for report in reports]
 
 

@@ -235,7 +235,7 @@ async def observe_until(
     found: dict[str, Any] = {}
     until_s = time.monotonic() + PATIENT_S
     while not right(found):
-        assert time.monotonic() < until_s, found
+        assert time.monotonic() < until_s, json.dumps(found)
         found = await observe(settings, timeout_s=10.0, listen_s=listen_s)
     return found
 
