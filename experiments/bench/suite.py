@@ -34,7 +34,7 @@ PARTS: dict[str, Part] = {
     "bus": Part(part_bus.measure, "Bus", {"quick": 20, "full": 30}),
     "codecs": Part(part_codecs.measure, "Codecs", {"quick": 5, "full": 30}),
     "collectives": Part(part_collectives.measure, "Collectives", {"quick": 60, "full": 1200}),
-    "federated": Part(part_federated.measure, "Federated rounds", {"quick": 30, "full": 190}),
+    "federated": Part(part_federated.measure, "Federated rounds", {"quick": 30, "full": 300}),
     "parallel": Part(part_parallel.measure, "Data-parallel steps", {"quick": 30, "full": 120}),
 }
 
@@ -42,7 +42,7 @@ PARTS: dict[str, Part] = {
 SCALE: dict[str, Part] = {
     "clients": Part(scale_clients.measure, "Growth with the clients", {"quick": 40, "full": 90}),
     "ranks": Part(scale_ranks.measure, "Growth with the ranks", {"quick": 20, "full": 60}),
-    "payload": Part(scale_payload.measure, "Growth with the payload", {"quick": 20, "full": 120}),
+    "payload": Part(scale_payload.measure, "Growth with the payload", {"quick": 20, "full": 140}),
 }
 ALL = PARTS | SCALE
 
