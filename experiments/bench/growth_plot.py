@@ -34,7 +34,7 @@ def draw(path: Path, results: Results) -> bool:
     with style.drawing():
         columns = 2 if len(panels) > 1 else 1
         rows = -(-len(panels) // columns)
-        figure, all_axes = style.new_figure(rows, columns, width_in=12.0, height_in=4.4 * rows)
+        figure, all_axes = style.new_figure(rows, columns, width_in=14.0, height_in=4.4 * rows)
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
         for axes, (part, unit, found) in zip(all_axes, panels, strict=False):
