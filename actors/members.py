@@ -182,12 +182,11 @@ class Members:
         if now_s - rival.since_s < self._rival_after_s:
             return Answer.NOTHING, ""  # wait and see whether the older one is still there
         del self._rivals[member.client_id]
-        still_talks = member.heard_s > rival.since_s + self._rival_after_s / 2
-        if in_doubt and not still_talks:  # it may have: the wait for its word begins anew
+        if member.heard_s > rival.since_s + self._rival_after_s / 2:
+            return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
+        if in_doubt:  # the older one may have talked: the wait for its word begins anew
             self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
             return Answer.NOTHING, ""
-        if still_talks:
-            return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
         del self._members[member.client_id]
         return self.hello(
             member.client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, out_until=out_until

@@ -17,16 +17,8 @@ import torch
 import torch.distributed as dist
 
 from gradbus.experiments.bench_children import ChildFailed
-from gradbus.experiments.bench_collectives_ranks import (
-    LEASE_S,
-    TRANSPORTS,
-    Place,
-    Transport,
-    failed,
-    new_group,
-    run_ranks,
-)
-from gradbus.experiments.bench_process import memory_bytes, reset_peak
+from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, new_group, run_ranks
+from gradbus.experiments.bench_process import LEASE_S, memory_bytes, reset_peak
 from gradbus.experiments.bench_rows import Row, at_most, shown
 
 GB = 10**9

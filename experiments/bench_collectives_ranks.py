@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gradbus.experiments.bench_children import ChildFailed, Processes
+from gradbus.experiments.bench_process import LEASE_S
 from gradbus.experiments.bench_rows import Row
 
 DOMAIN = 22
-LEASE_S = 10.0  # a busy machine must not look like a death
 _STORE_S = 60.0
 _SHARED_MEMORY = "GRADBUS_BUS__SHARED_MEMORY"
 

@@ -17,12 +17,13 @@ import gradbus
 from gradbus import models
 from gradbus.actors.replicas import fingerprint
 from gradbus.experiments.bench_children import Processes
+from gradbus.experiments.bench_process import LEASE_S
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.network import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]
 DOMAIN = 21
-NETWORK = NetworkConfig(lease_s=10.0)  # a busy machine must not look like a death
+NETWORK = NetworkConfig(lease_s=LEASE_S)
 _numbers = itertools.count()
 
 

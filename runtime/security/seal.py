@@ -288,7 +288,7 @@ class Opener:
         self._peers.note(peer)
         if key is not self._keys.current:
             self._keys.heard(key, header.session)
-        return tuple.__new__(Opened, (peer, header, plain))
+        return Opened(peer, header, plain)
 
     def _keep(self, peer: Peer, key: Key, stream: Incoming) -> None:
         """The first envelope of this topic with this key. Of keys with which nothing is opened any more, none stays."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from federation import DIM, NOBODY_DIES_S, Federation, Node
+from federation import DIM, NOBODY_DIES_S, Federation, Node, named_by
+from patience import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,20 +42,6 @@ def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
         assert (left["mapped"], left["open_files"]) == (0, 0)
         assert node.wait() == 0
     return done
-
-
-def until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-
-
-def left_by(*nodes: Node) -> list[str]:
-    """What they have in ``/dev/shm`` that gradbus or torch could have made: other programs of this machine come and
-    go."""
-    ours = tuple(f"torch_{node.process.pid}_" for node in nodes)
-    return [name for name in os.listdir("/dev/shm") if "gradbus" in name or name.startswith(ours)]
 
 
 def weights(done: dict[str, Any]) -> list[int]:
@@ -134,7 +120,9 @@ def test_a_client_killed_with_an_update_in_memory_leaves_nothing_and_the_round_g
     done, _ = finish(controller, client)
     assert [set(report["clients"]) >= {0} for report in done["reports"]] == [True, True]
     assert done["reports"][1]["clients"] == [0]
-    until(lambda: not left_by(controller, client, victim))  # torch's own manager takes away what a killed one had
+    until(
+        lambda: not named_by(node.process.pid for node in (controller, client, victim))
+    )  # torch's own manager takes away what a killed one had
 
 
 def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model_in_memory_again(
@@ -152,7 +140,7 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model
     for other in others:
         assert other["shared"] == {DOWN: 5 * MODEL}  # 0, 1, and from the next one 1, 2, 3
     assert [client.all("warning") for client in clients] == [[], []]
-    until(lambda: not left_by(first, second, *clients))
+    until(lambda: not named_by(node.process.pid for node in (first, second, *clients)))
 
 
 @pytest.mark.parametrize("shares", [True, False])

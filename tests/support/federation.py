@@ -100,6 +100,13 @@ class Node:
             self.process.close()
 
 
+def named_by(pids: Iterable[int]) -> list[str]:
+    """What processes have in ``/dev/shm`` that gradbus or torch could have made: other programs of this machine come
+    and go."""
+    ours = tuple(f"torch_{pid}_" for pid in pids)
+    return [name for name in os.listdir("/dev/shm") if "gradbus" in name or name.startswith(ours)]
+
+
 class Federation(AbstractContextManager["Federation"]):
     """Starts controllers and clients of one job, and ends those that are left. What they have noted must then hold.
 

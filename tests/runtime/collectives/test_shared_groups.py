@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bus_helpers import Run, until
+from federation import named_by
 from group_node import LEASE_S, Ranks, as_ranks
 from memory_maps import mapped, open_files
 from shared_scripts import (
@@ -40,12 +41,6 @@ WAIT_S = 10.0
 
 
 # Processes
-
-
-def left_by(pids: set[int]) -> list[str]:
-    """What processes have there that a group or torch could have made: other programs of this machine come and go."""
-    ours = tuple(f"torch_{pid}_" for pid in pids)
-    return [name for name in os.listdir("/dev/shm") if "gradbus" in name or name.startswith(ours)]
 
 
 @pytest.mark.slow
@@ -85,7 +80,7 @@ def test_a_killed_rank_leaves_nothing_behind_and_nothing_of_it_stays_with_the_ot
                 assert survived["after"] == (0, 0)
                 assert not survived["tracked"]
     with whoever_stands_still():
-        assert left_by(pids) == []
+        assert named_by(pids) == []
 
 
 @pytest.mark.slow
