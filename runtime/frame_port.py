@@ -20,7 +20,7 @@ from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.messages import Message
 from gradbus.runtime.receiver import Receiver
-from gradbus.runtime.sender import Job, Sender
+from gradbus.runtime.sender import Job, Pause, Sender
 from gradbus.runtime.topics import Topic
 
 _REMOVAL_S = 5.0
@@ -104,13 +104,16 @@ class FramePort:
         if closed is not None:
             closed(self)
 
-    def submit(self, writer: Writer, frames: Iterator[Parts], finished: Callable[[int | Exception], None]) -> Job:
+    def submit(
+        self, writer: Writer, frames: Iterator[Parts | Pause], finished: Callable[[int | Exception], None]
+    ) -> Job:
         """Have frames written by the writer thread; ``finished`` is called there, with the bytes or the error.
 
         Raises:
             BusClosed.
         """
-        job = Job(writer, (((), frame) for frame in frames), finished, self._stall_timeout_s)
+        samples = (frame if isinstance(frame, Pause) else ((), frame) for frame in frames)
+        job = Job(writer, samples, finished, self._stall_timeout_s)
         self._sender.submit(job)
         return job
 

@@ -1,6 +1,7 @@
 """The writer thread of a bus: everything large leaves through it, so that no DDS write ever blocks the event loop.
 
-Jobs take turns frame by frame. A job whose reader does not take its data waits without holding up the others.
+Jobs take turns frame by frame. A job whose reader does not take its data, or that has to wait for something, waits
+without holding up the others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gradbus.runtime.dds import Writer
 from gradbus.runtime.errors import BusClosed, WriteTimeout
 
 Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, parts of the payload
+Pause = float  # seconds: there is nothing to write just now, ask again when they have passed, or earlier
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +28,7 @@ class Job:
     """
 
     writer: Writer
-    samples: Iterator[Sample]
+    samples: Iterator[Sample | Pause]
     finished: Callable[[int | Exception], None]
     stall_timeout_s: float
     pending: Sample | None = None
@@ -75,8 +77,12 @@ class Sender(threading.Thread):
         return not self._jobs
 
     def run(self) -> None:
+        pauses: list[Pause] = []  # of the jobs asked one after the other that had nothing to write
         while True:
             with self._wakeup:
+                if pauses and len(pauses) >= len(self._jobs) and not self._stop_flag:
+                    self._wakeup.wait(min(pauses))
+                    pauses.clear()
                 while not self._jobs and not self._stop_flag:
                     self._wakeup.wait()
                 if self._stop_flag:
@@ -85,7 +91,9 @@ class Sender(threading.Thread):
             finished = True
             try:
                 with job.writing:
-                    finished = job.cancelled or self._step(job)
+                    pause_s = None if job.cancelled else self._step(job)
+                finished = pause_s is None
+                pauses = [*pauses, pause_s] if pause_s else []
                 outcome: int | Exception = job.written_bytes
             except Exception as error:
                 finished, outcome = True, error
@@ -100,11 +108,11 @@ class Sender(threading.Thread):
             job.finished(BusClosed("the bus was closed before all was sent"))
         self._jobs.clear()
 
-    def _step(self, job: Job) -> bool:
-        """Write one sample of the job. True if it was the last."""
+    def _step(self, job: Job) -> Pause | None:
+        """Write one sample of the job. Returns how long it need not be asked again, None if that was the last."""
         sample = job.pending if job.pending is not None else next(job.samples, None)
-        if sample is None:
-            return True
+        if sample is None or isinstance(sample, Pause):
+            return sample
         fields, parts = sample
         if job.writer.write(fields, parts):
             size = sum(len(part) for part in parts)
@@ -112,8 +120,8 @@ class Sender(threading.Thread):
             job.written_bytes += size
             job.progressed_s = time.monotonic()
             self.sent_bytes[job.writer.topic.name] += size
-            return False
+            return 0.0
         job.pending = sample
         if time.monotonic() - job.progressed_s > job.stall_timeout_s:
             raise WriteTimeout(job.writer.topic.name, job.stall_timeout_s)
-        return False
+        return 0.0

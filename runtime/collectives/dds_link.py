@@ -159,8 +159,8 @@ class DdsLink:
         Payloads take turns, chunk by chunk, on all ranks. Else the first one would take all slots, and its reader would
         hold them until the others' chunks for the same place are there, which wait for slots just the same.
         """
-        progress = False
-        while self._pushing:
+        progress, in_vain = False, 0  # so many payloads, one after the other
+        while in_vain < len(self._pushing):
             try:
                 outgoing, write = self._pushing.popleft()
             except IndexError:
@@ -171,10 +171,9 @@ class DdsLink:
             except Exception as error:  # of DDS
                 outgoing.outcome(error)
             progress |= sent
+            in_vain = 0 if sent or outgoing.done else in_vain + 1
             if not outgoing.done:
                 self._pushing.append((outgoing, write))
-                if not sent:
-                    break
         return progress
 
     def _forget_done(self) -> None:

@@ -12,9 +12,11 @@ from gradbus.runtime.collectives.slots import Slots
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes
 from gradbus.runtime.frame_port import Parts
 from gradbus.runtime.frames import CHUNK_BYTES, FrameKey
-from gradbus.runtime.sender import Job
+from gradbus.runtime.sender import Job, Pause
 
-SLOT_WAIT_S = 0.02  # how long the writer thread waits for a free slot, before it sends over DDS
+SLOT_WAIT_S = 0.02  # how long the writer thread waits while no slot comes back, before it sends a chunk over DDS
+NEXT_WAIT_S = 0.002  # and before each one after that
+STARVED = 10  # times as long where slots come back, but only others get them
 LOOK_S = 50e-6  # how often it looks whether there is one
 _SHARED = int(frames.Flags.SHARED)
 
@@ -43,7 +45,7 @@ class Outgoing:
         self._flags = flags
         self._world = world
         self._slots = slots
-        self._over_dds = slots is None
+        self._waits = slots is not None  # for slots; else its next chunk goes over DDS where there is none
         self._readers = readers
         self._on_written = written
         self._finished: Finished | None = finished
@@ -77,25 +79,22 @@ class Outgoing:
         self._note(number)
         return True
 
-    def samples(self, wait: Callable[[], bool]) -> Iterator[Parts]:
+    def samples(self, wait: Callable[[], bool]) -> Iterator[Parts | Pause]:
         """What is left, for the writer thread, which asks for a frame when it has written the one before.
 
         Args:
             wait: whether somebody else is at it just now.
         """
-        written, until_s = -1, 0.0
+        patience = _Patience(self._slots)
         while self._is_left():
-            if self._written != written:
-                written, until_s = self._written, time.monotonic() + SLOT_WAIT_S
-            elif time.monotonic() > until_s:
-                self._over_dds = True  # somebody holds on to the slots: the rest travels in the frames
-            if wait() and not self._over_dds:
-                time.sleep(10 * LOOK_S)
+            self._waits = not patience.is_over(self._written)
+            if wait() and self._waits:
+                yield 10 * LOOK_S
                 continue
             with self._lock:
                 taken = self._take()
             if taken is None:  # no slot is free
-                time.sleep(LOOK_S)
+                yield LOOK_S
                 continue
             number, frame = taken
             yield frame
@@ -141,13 +140,13 @@ class Outgoing:
         number = self._numbers[self._next]
         data = self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
         total = len(self._payload)
-        if self._slots is None or self._over_dds:
+        descriptor = None if self._slots is None else self._slots.put(self._readers, data)
+        if descriptor is None:
+            if self._waits:
+                return None
             head = frames.head(self._key, data.data, number, total, flags=self._flags, world=self._world)
             frame: Parts = (head, data.data)
         else:
-            descriptor = self._slots.put(self._readers, data)
-            if descriptor is None:
-                return None
             head = frames.head(
                 self._key, data.data, number, total, flags=_SHARED, world=self._world, descriptor=descriptor
             )
@@ -172,6 +171,31 @@ class Outgoing:
         finished, self._finished = self._finished, None
         self._payload, self._on_written, self._put_off, self._slots = NOTHING, None, None, None
         return finished
+
+
+class _Patience:
+    """How long a payload waits for slots: as long as they come back, if not always to others. Readers may hold all of
+    them because they wait for something else, perhaps for this very payload; then it goes on over DDS."""
+
+    def __init__(self, slots: Slots | None) -> None:
+        self._slots = slots
+        self._wait_s = SLOT_WAIT_S
+        self._written = self._sent_bytes = -1
+        self._until_s = self._at_last_s = 0.0
+
+    def is_over(self, written: int) -> bool:
+        """``written``: chunks of the payload so far."""
+        now_s = time.monotonic()
+        sent_bytes = 0 if self._slots is None else self._slots.sent_bytes
+        if written != self._written:
+            self._at_last_s = now_s + STARVED * self._wait_s
+        if (written, sent_bytes) != (self._written, self._sent_bytes):
+            self._written, self._sent_bytes = written, sent_bytes
+            self._until_s = now_s + self._wait_s
+        over = now_s > min(self._until_s, self._at_last_s)
+        if over:
+            self._wait_s = NEXT_WAIT_S
+        return over
 
 
 def _take_back(slots: Slots | None, frame: Parts) -> None:

@@ -114,7 +114,7 @@ class Slots:
             What the readers need to find it, or None: no slot is free.
         """
         with self._lock:
-            number = self._free()
+            number = self._free(readers)
             if number is None:
                 return None
             slot = self._slots[number]
@@ -138,14 +138,19 @@ class Slots:
             if slot.generation == generation:
                 slot.readers = ()
 
-    def _free(self) -> int | None:
+    def _free(self, readers: Sequence[int]) -> int | None:
         """A slot that all its readers are through with. Always the first: as few as possible are in use, so that they
-        stay in the processors' caches."""
+        stay in the processors' caches. None as well if one reader has its share of them."""
+        left = max(1, SLOTS // len(self._readers)) if len(readers) == 1 else SLOTS
+        free = None
         for number, slot in enumerate(self._slots):
             at = self._rank * SLOTS + number
             if all(self._their_notes[reader][at] == slot.generation for reader in slot.readers):
-                return number
-        return None
+                if free is None:
+                    free = number
+            elif slot.readers == readers:
+                left -= 1
+        return free if left > 0 else None
 
     # In
 

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import PATIENT_S
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_node import Place
+
+from gradbus.runtime.collectives import outgoing
+from gradbus.runtime.frames import CHUNK_BYTES
 
 Case = Callable[[int, int], list[Tensor]]
 
@@ -328,3 +332,17 @@ NOT_ON_GLOO = {
     "all_reduce_average", "all_reduce_with_a_factor", "all_to_all_uneven", "all_gather_uneven",
     "all_to_all", "coalesced_on_a_device",
 }  # fmt: skip
+
+
+def sums_of_many_chunks(place: Place) -> list[float]:
+    """Each shard has more chunks than a rank has slots, and each rank hears from its readers one after the other."""
+    outgoing.SLOT_WAIT_S = PATIENT_S  # no way out over DDS
+    place.start(timeout_s=PATIENT_S / 2)
+    found = []
+    for _ in range(4):
+        tensor = torch.ones(place.world * 20 * CHUNK_BYTES // 4)
+        dist.all_reduce(tensor)
+        found += [tensor.min().item(), tensor.max().item()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch_node import play
 
+from gradbus.runtime.collectives import letters
+
 pytestmark = pytest.mark.slow
 
 
@@ -60,3 +62,10 @@ def drawn(rank: int, numel: int, *, ints: bool = False) -> torch.Tensor:
     """As ``collective_scenes.values``."""
     random = torch.Generator().manual_seed(1000 + rank)
     return torch.randint(0, 100, (numel,), generator=random) if ints else torch.randn(numel, generator=random)
+
+
+@pytest.mark.skipif(not letters.AVAILABLE, reason="ranks that wait do not send here")
+def test_ranks_that_wait_do_not_wait_for_the_slots_of_each_other_in_a_circle() -> None:
+    """One took all slots for the reader that it had heard from first, whose reader did the same, and so on."""
+    world = 4
+    assert play("collective_scenes", "sums_of_many_chunks", world) == [[float(world)] * 8] * world

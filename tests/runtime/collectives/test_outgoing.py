@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,34 +14,47 @@ import pytest
 from shared_pair import Ranks, key
 
 from gradbus.runtime import frames
+from gradbus.runtime.collectives import outgoing
 from gradbus.runtime.collectives.dds_link import DdsLink
 from gradbus.runtime.collectives.layout import SLOTS
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.outgoing import Outgoing
+from gradbus.runtime.collectives.outgoing import NEXT_WAIT_S, SLOT_WAIT_S, STARVED, Outgoing
 from gradbus.runtime.collectives.slots import Slots
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.frame_port import Parts
 from gradbus.runtime.frames import CHUNK_BYTES, Flags
-from gradbus.runtime.sender import Job
+from gradbus.runtime.sender import Job, Pause
 
 WAIT_S = 20.0
 
 
 class Payload:
-    """One that is being sent from rank 0 to rank 1: what was written, and what came of it."""
+    """One that is being sent from rank 0 to rank ``to``: what was written, and what came of it."""
 
-    def __init__(self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1
+    ) -> None:
         self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
         self.sent: list[Parts] = []
         self.outcomes: list[int | Exception] = []
         self.outgoing = Outgoing(
             key(), self.data, range(chunks), int(Flags.HEAD_CRC), 2,
-            slots=slots, readers=(1,), written=written, finished=self.outcomes.append,
+            slots=slots, readers=(to,), written=written, finished=self.outcomes.append,
         )  # fmt: skip
 
     def write(self, frame: Parts) -> bool:
         self.sent.append(frame)
         return True
+
+    def write_rest(self, wait: Callable[[], bool] = lambda: False) -> int:
+        """What the writer thread does. Returns how many chunks there were for it."""
+        count = 0
+        for sample in self.outgoing.samples(wait):
+            if isinstance(sample, Pause):
+                time.sleep(sample)
+            else:
+                count += self.write(sample)
+        return count
 
     def numbers(self) -> list[int]:
         return sorted(frames.parse(b"".join(parts)).seq for parts in self.sent)
@@ -53,7 +68,7 @@ def ranks() -> Ranks:
 def free_slots(slots: Slots) -> int:
     """How many are free; they are not afterwards."""
     count = 0
-    while slots.put([1], np.zeros(1, np.uint8)) is not None:
+    while slots.put((1,), np.zeros(1, np.uint8)) is not None:
         count += 1
     return count
 
@@ -66,8 +81,7 @@ def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> No
     written: list[int] = []
     payload = Payload(ranks.shared[0].slots, written=written.append)
     assert payload.outgoing.advance(payload.write)
-    for frame in payload.outgoing.samples(lambda: False):
-        payload.write(frame)
+    payload.write_rest()
     assert not payload.outgoing.advance(payload.write)
     assert payload.numbers() == written == [0, 1, 2]
     assert payload.outcomes == [3 * CHUNK_BYTES]
@@ -81,8 +95,7 @@ def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ra
         payload.outgoing.advance(payload.write)
         return True
 
-    by_writer_thread = list(payload.outgoing.samples(visitor_sends_one_more))
-    assert by_writer_thread == []
+    assert payload.write_rest(visitor_sends_one_more) == 0
     assert payload.numbers() == [0, 1, 2, 3]
     assert payload.outcomes == [4 * CHUNK_BYTES]
 
@@ -122,12 +135,74 @@ def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterw
 def test_slots_that_are_not_given_back_are_not_waited_for_long(ranks: Ranks) -> None:
     free_slots(ranks.shared[0].slots)
     payload = Payload(ranks.shared[0].slots)
-    for frame in payload.outgoing.samples(lambda: False):
-        payload.write(frame)
+    payload.write_rest()
     assert payload.numbers() == [0, 1, 2]
     sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
     assert not any(frame.flags & Flags.SHARED for frame in sent)
     assert b"".join(bytes(frame.data) for frame in sent) == payload.data.tobytes()
+
+
+class Waiting:
+    """A payload that waits for slots, all of which are held. Time is what the test says."""
+
+    def __init__(self, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(outgoing.time, "monotonic", lambda: self.now_s)
+        self._slots = slots
+        free_slots(slots)
+        self._samples = Payload(slots, chunks=100).outgoing.samples(lambda: False)
+
+    def goes_on_after(self, seconds: float) -> str | None:
+        """How the next chunk goes, so long after the last look, if it does."""
+        self.now_s += seconds
+        sample = next(self._samples)
+        if isinstance(sample, Pause):
+            return None
+        return "memory" if frames.parse(b"".join(sample)).flags & Flags.SHARED else "DDS"
+
+    def give_back(self) -> None:
+        """One slot is free."""
+        self._slots.take_back(struct.pack("<II", 0, self._slots._slots[0].generation))
+
+    def lose_to_another(self) -> None:
+        """One slot comes back, and another payload gets it."""
+        self.give_back()
+        free_slots(self._slots)
+
+
+def test_when_no_slot_comes_back_a_payload_goes_on_over_dds_chunk_by_chunk(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Waiting(ranks.shared[0].slots, monkeypatch)
+    assert waiting.goes_on_after(0) is None
+    assert waiting.goes_on_after(0.9 * SLOT_WAIT_S) is None
+    assert waiting.goes_on_after(0.2 * SLOT_WAIT_S) == "DDS"
+    for _ in range(3):
+        assert waiting.goes_on_after(0) is None
+        assert waiting.goes_on_after(0.9 * NEXT_WAIT_S) is None
+        assert waiting.goes_on_after(0.2 * NEXT_WAIT_S) == "DDS"
+
+
+def test_a_payload_that_went_over_dds_uses_slots_again_when_there_are_some(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Waiting(ranks.shared[0].slots, monkeypatch)
+    assert [waiting.goes_on_after(seconds) for seconds in (0, 2 * SLOT_WAIT_S)] == [None, "DDS"]
+    waiting.give_back()
+    assert waiting.goes_on_after(2 * SLOT_WAIT_S) == "memory"
+
+
+def test_while_slots_come_back_a_payload_waits_for_its_turn_but_not_for_ever(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Waiting(ranks.shared[0].slots, monkeypatch)
+    assert waiting.goes_on_after(0) is None
+    looks = 2 * STARVED - 1
+    for _ in range(looks):
+        waiting.lose_to_another()
+        assert waiting.goes_on_after(0.5 * SLOT_WAIT_S) is None
+    waiting.lose_to_another()
+    assert waiting.goes_on_after(SLOT_WAIT_S) == "DDS"
 
 
 def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks) -> None:
@@ -154,14 +229,10 @@ def test_the_writer_thread_takes_over_what_another_thread_could_not_write(ranks:
         writing.set()
         return not go_on.wait(WAIT_S)
 
-    def write_the_rest() -> None:
-        for frame in payload.outgoing.samples(lambda: False):
-            payload.write(frame)
-
     threads = [threading.Thread(target=payload.outgoing.advance, args=(slow_and_full,))]
     threads[0].start()
     assert writing.wait(WAIT_S)
-    threads.append(threading.Thread(target=write_the_rest))
+    threads.append(threading.Thread(target=payload.write_rest))
     threads[1].start()
     threads[1].join(0.1)
     go_on.set()
@@ -190,8 +261,7 @@ def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks)
     def write_some() -> None:
         with job.writing:  # as the writer thread does
             at_work.set()
-            for frame in payload.outgoing.samples(lambda: False):
-                payload.write(frame)
+            payload.write_rest()
         job_ended.set()
 
     visitor.start()
@@ -238,6 +308,16 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
     assert link.push()
     assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
     assert not link.push()
+
+
+def test_a_payload_whose_reader_has_its_share_of_the_slots_does_not_hold_up_the_next_one() -> None:
+    slots = Ranks(3).shared[0].slots
+    payloads = [Payload(slots, chunks=SLOTS, to=to) for to in (1, 2)]
+    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    while payloads[0].outgoing.advance(payloads[0].write):
+        pass
+    assert link.push()
+    assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
 
 
 def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:

@@ -69,6 +69,23 @@ def test_there_is_no_slot_while_readers_hold_all_of_them() -> None:
     assert number_of(put(ranks, 99)) == 5
 
 
+def test_one_reader_gets_its_share_of_the_slots_and_leaves_the_rest_to_the_others() -> None:
+    """Readers hold a chunk until it has come from all ranks: else two ranks that serve each other's readers last would
+    wait in a circle."""
+    ranks = Ranks(4)
+    slots, share = ranks.shared[0].slots, SLOTS // 3
+    frames = [get(ranks, put(ranks, value, readers=(1,))) for value in range(share)]
+    assert slots.put((1,), chunk(99)) is None
+    for _ in range(share):
+        put(ranks, 7, readers=(2,))
+        put(ranks, 8, readers=(3,))
+    assert slots.put((2,), chunk(99)) is None
+    put(ranks, 9, readers=(1, 2, 3))
+    assert slots.put((1, 2, 3), chunk(99)) is None
+    frames.pop()
+    put(ranks, 10, readers=(1,))
+
+
 def test_a_slot_for_two_readers_is_free_when_both_are_through_with_it() -> None:
     ranks = Ranks(3)
     descriptor = put(ranks, 1, readers=(1, 2))
