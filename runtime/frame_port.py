@@ -117,6 +117,10 @@ class FramePort:
         self._sender.submit(job)
         return job
 
+    def rouse(self) -> None:
+        """What frames that are submitted wait for may have come."""
+        self._sender.rouse()
+
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         """See :meth:`.receiver.Receiver.pump`."""
         self._receiver.pump(done, until_s)

@@ -23,6 +23,7 @@ MAX_CHUNK_BYTES = 8 << 20
 MAX_FRAMES = 1 << 20  # of one payload: 1 TiB at the default chunk size
 MAX_NAME_BYTES = 255
 DESCRIPTOR_BYTES = 8
+MAX_DESCRIPTORS = 16  # of one frame
 CONTROLLER = 0xFFFF_FFFF  # sender id of the controller; clients and ranks count from 0
 
 # magic, version, kind, flags | job | round, sender | incarnation | transfer, part, name length | world, seq, seq_cnt |
@@ -51,7 +52,9 @@ class Flags(IntFlag):
     NON_FINITE = 4
     SEALED = 8
     HEAD_CRC = 16  # the CRC-32 covers header and name alone: for data that does not leave the machine, or is sealed
-    SHARED = 32  # the slice lies in memory of the sender's; the frame has a descriptor in its place
+    SHARED = (
+        32  # the slice, and those after it, lie in memory of the sender's; the frame has descriptors in their place
+    )
 
 
 # As plain numbers: to look at a bit of an IntFlag takes 2 us.
@@ -85,7 +88,7 @@ class FrameKey(NamedTuple):
 class Frame(NamedTuple):
     """One checked frame. ``data`` is a view on the bytes it was parsed from, offset and sizes are in bytes.
 
-    With the flag SHARED, ``data`` is the descriptor of the slice, which has ``size`` bytes.
+    With the flag SHARED, ``data`` are the descriptors of the slice, which has ``size`` bytes, and of those after it.
     """
 
     key: FrameKey
@@ -120,7 +123,7 @@ def head(
 
     Args:
         data: the slice. total_bytes: of the whole payload.
-        descriptor: what follows instead of the slice, with the flag SHARED.
+        descriptor: what follows instead of the slice, with the flag SHARED; perhaps more than one.
     """
     name = key.name.encode()
     start = seq * chunk_bytes
@@ -190,6 +193,12 @@ def _fits(seq: int, seq_cnt: int, total_bytes: int, offset: int, size: int) -> b
     )
 
 
+def _size_with_descriptors(size: int, head_bytes: int, slices: int) -> int:
+    """The size of a frame with descriptors nearest to ``size``, at most one for each of the slices that are left."""
+    count = (size - head_bytes) // DESCRIPTOR_BYTES
+    return head_bytes + DESCRIPTOR_BYTES * max(1, min(count, slices, MAX_DESCRIPTORS))
+
+
 def sender_of(data: Any) -> int:
     """The sender that the bytes of a frame say. Nothing is checked but that they have one.
 
@@ -230,8 +239,10 @@ def parse(data: Any) -> Frame:
         )
     shared = flags & _SHARED
     if shared and kind != Kind.COLLECTIVE:
-        raise FrameError("kind", f"frame of kind {kind} with a descriptor; only those of collectives have one")
-    said = HEADER_BYTES + name_bytes + (DESCRIPTOR_BYTES if shared else size)
+        raise FrameError("kind", f"frame of kind {kind} with descriptors; only those of collectives have some")
+    said = HEADER_BYTES + name_bytes + size
+    if shared:
+        said = _size_with_descriptors(len(view), HEADER_BYTES + name_bytes, seq_cnt - seq)
     if len(view) != said:
         raise FrameError("short", f"frame of {len(view)} bytes, its header says {said}")
     if not _fits(seq, seq_cnt, total_bytes, offset, size):

@@ -22,7 +22,7 @@ Pause = float  # seconds: there is nothing to write just now, ask again when the
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Samples to write, in order, made one at a time.
+    """Samples to write, in order, made one at a time, and pauses where there is none yet.
 
     ``finished`` is called once, on the writer thread, with the bytes written or the error.
     """
@@ -56,6 +56,7 @@ class Sender(threading.Thread):
         self._jobs: deque[Job] = deque()
         self._wakeup = threading.Condition()
         self._stop_flag = False
+        self._roused = False
         self.sent_bytes: Counter[str] = Counter()
 
     def submit(self, job: Job) -> None:
@@ -64,6 +65,12 @@ class Sender(threading.Thread):
             if self._stop_flag:
                 raise BusClosed("the bus is closed: nothing more can be sent")
             self._jobs.append(job)
+            self._wakeup.notify()
+
+    def rouse(self) -> None:
+        """Ask the jobs that pause now: what they wait for may have come."""
+        with self._wakeup:
+            self._roused = True
             self._wakeup.notify()
 
     def stop(self) -> None:
@@ -77,11 +84,13 @@ class Sender(threading.Thread):
         return not self._jobs
 
     def run(self) -> None:
-        pauses: list[Pause] = []  # of the jobs asked one after the other that had nothing to write
+        pauses: dict[Job, Pause] = {}  # of those that had nothing to write, since something was written
         while True:
             with self._wakeup:
                 if pauses and len(pauses) >= len(self._jobs) and not self._stop_flag:
-                    self._wakeup.wait(min(pauses))
+                    if not self._roused:
+                        self._wakeup.wait(sum(pauses.values()))  # many take no more time to ask than one
+                    self._roused = False
                     pauses.clear()
                 while not self._jobs and not self._stop_flag:
                     self._wakeup.wait()
@@ -93,7 +102,10 @@ class Sender(threading.Thread):
                 with job.writing:
                     pause_s = None if job.cancelled else self._step(job)
                 finished = pause_s is None
-                pauses = [*pauses, pause_s] if pause_s else []
+                if pause_s:
+                    pauses[job] = pause_s
+                else:
+                    pauses.clear()
                 outcome: int | Exception = job.written_bytes
             except Exception as error:
                 finished, outcome = True, error
@@ -109,9 +121,13 @@ class Sender(threading.Thread):
         self._jobs.clear()
 
     def _step(self, job: Job) -> Pause | None:
-        """Write one sample of the job. Returns how long it need not be asked again, None if that was the last."""
+        """Write one sample of the job. Returns how long it need not be asked again: 0, it has more to write; None, it
+        has nothing more at all."""
         sample = job.pending if job.pending is not None else next(job.samples, None)
-        if sample is None or isinstance(sample, Pause):
+        if sample is None:
+            return None
+        if isinstance(sample, Pause):
+            job.progressed_s = time.monotonic()  # it is not DDS that it waits for
             return sample
         fields, parts = sample
         if job.writer.write(fields, parts):

@@ -49,7 +49,11 @@ def _read_frame(data: bytes) -> None:
             continue
         must(0 <= frame.seq < frame.seq_cnt <= frames.MAX_FRAMES, "the number of the frame is beyond their count")
         must(frame.offset + frame.size <= frame.total_bytes, "the slice ends behind the payload")
-        must(len(frame.data) == (frames.DESCRIPTOR_BYTES if frame.flags & frames.Flags.SHARED else frame.size), "size")
+        if frame.flags & frames.Flags.SHARED:
+            count, rest = divmod(len(frame.data), frames.DESCRIPTOR_BYTES)
+            must(not rest and 0 < count <= min(frames.MAX_DESCRIPTORS, frame.seq_cnt - frame.seq), "descriptors")
+        else:
+            must(len(frame.data) == frame.size, "size")
         sample = SimpleNamespace(
             data=candidate, client_id=frame.key.sender, round_id=frame.key.round_id, num_samples=1, subset_size=0,
             epochs=1, lr=0.1, seed=0,

@@ -29,6 +29,7 @@ from gradbus.runtime.topics import collective_topic
 INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
 INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
+_IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
 BELL = 2  # part of the frame that says: there is a letter for you
 
@@ -123,7 +124,7 @@ class DdsLink:
             return self._write(writer, readers, frame)
 
         if outgoing.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
-            # All slots for one reader would be none for the others, see :meth:`push`.
+            # What has many readers, one by one, is sent to all of them alike, see :meth:`push`.
             at_once = len(numbers) if slots is None else max(1, SLOTS // len(self._others))
             while at_once and outgoing.advance(write):
                 at_once -= 1
@@ -156,11 +157,10 @@ class DdsLink:
     def push(self) -> bool:
         """By who waits for something: send what is to go through shared memory, as far as slots are free.
 
-        Payloads take turns, chunk by chunk, on all ranks. Else the first one would take all slots, and its reader would
-        hold them until the others' chunks for the same place are there, which wait for slots just the same.
+        Payloads take turns, chunk by chunk: each has readers that wait for it.
         """
         progress, in_vain = False, 0  # so many payloads, one after the other
-        while in_vain < len(self._pushing):
+        while in_vain < min(len(self._pushing), _IN_VAIN):
             try:
                 outgoing, write = self._pushing.popleft()
             except IndexError:

@@ -109,8 +109,8 @@ class Engine:
         self.bytes_in = 0
         self.bytes_out = 0
         self.progress: Progress = _NoProgress()
-        # Finds the data of a frame that only says where it lies.
-        self.look_up: Callable[[Frame], Frame | None] = no_shared_memory
+        # Finds the data of a frame that only says where it lies: a frame for each piece that is there.
+        self.look_up: Callable[[Frame], Sequence[Frame]] = no_shared_memory
         # Called, on any thread and with no lock held, when something came that nobody has called for, a rank is gone,
         # or the engine is closed.
         self.on_news: Callable[[], None] | None = None
@@ -260,21 +260,23 @@ class Engine:
             if frame.world != self.world or self._incarnations.get(key.sender) != key.incarnation:
                 self.dropped["foreign sender"] += 1
                 return
+            pieces: Sequence[Frame] = (frame,)
             if frame.flags & _SHARED:
-                found = self.look_up(frame)
-                if found is None:
+                pieces = self.look_up(frame)
+                if not pieces:
                     self.dropped["shared memory"] += 1
                     return
-                frame = found
             name, signature, meta, lane = _parts_of(key.name)
             wanted = OperationKey(key.round_id, key.transfer, name, lane)
             operation = self._pending.get(wanted)
             if operation is None:
-                self._put_aside(wanted, Envelope(frame, signature, meta))
+                for piece in pieces:
+                    self._put_aside(wanted, Envelope(piece, signature, meta))
         if operation is None:
             self._tell()
-        else:
-            operation.feed(frame, key.part, signature, meta)
+            return
+        for piece in pieces:
+            operation.feed(piece, key.part, signature, meta)
 
     def _tell(self) -> None:
         if self.on_news is not None:
@@ -324,9 +326,9 @@ class Engine:
         self._tell()
 
 
-def no_shared_memory(frame: Frame) -> Frame | None:
+def no_shared_memory(frame: Frame) -> Sequence[Frame]:
     """Nothing is where the frame says."""
-    return None
+    return ()
 
 
 def _no_room(name: str) -> CollectiveError:

@@ -17,7 +17,12 @@ from gradbus.runtime.sender import Job, Pause
 SLOT_WAIT_S = 0.02  # how long the writer thread waits while no slot comes back, before it sends a chunk over DDS
 NEXT_WAIT_S = 0.002  # and before each one after that
 STARVED = 10  # times as long where slots come back, but only others get them
-LOOK_S = 50e-6  # how often it looks whether there is one
+TOLD_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
+LOOK_S = 50e-6  # when it looks first whether there is one
+VISITED_S = (
+    2e-3  # how often it looks whether somebody else, who tells when he leaves, gets on: with 0.5 ms a tenth slower
+)
+LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
 _SHARED = int(frames.Flags.SHARED)
 
 
@@ -30,7 +35,7 @@ class Outgoing:
 
     def __init__(
         self, key: FrameKey, payload: Bytes, numbers: Sequence[int], flags: int, world: int, *,
-        slots: Slots | None, readers: Sequence[int], written: Callable[[int], None] | None, finished: Finished,
+        slots: Slots | None, readers: tuple[int, ...], written: Callable[[int], None] | None, finished: Finished,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -45,13 +50,12 @@ class Outgoing:
         self._flags = flags
         self._world = world
         self._slots = slots
-        self._waits = slots is not None  # for slots; else its next chunk goes over DDS where there is none
         self._readers = readers
         self._on_written = written
         self._finished: Finished | None = finished
         self._next = 0
         self._written = 0
-        self._put_off: tuple[int, Parts] | None = None
+        self._put_off: tuple[Sequence[int], Parts] | None = None
         self._may_be_known = False  # to the readers, that which is put off
         self._lock = threading.RLock()
         self.job: Job | None = None
@@ -64,10 +68,10 @@ class Outgoing:
     def advance(self, write: Callable[[Parts], bool]) -> bool:
         """Write the next chunk here. False: nothing is left, or it cannot be done now."""
         with self._lock:
-            taken = self._take()
+            taken = self._take(waits=self._slots is not None)
             if taken is None:
                 return False
-            number, frame = taken
+            numbers, frame = taken
             try:
                 written = write(frame)
             except BaseException:  # a signal, for one. To write it once more does no harm
@@ -76,7 +80,7 @@ class Outgoing:
             if not written:
                 self._put_off = taken
                 return False
-        self._note(number)
+        self._note(numbers)
         return True
 
     def samples(self, wait: Callable[[], bool]) -> Iterator[Parts | Pause]:
@@ -85,20 +89,24 @@ class Outgoing:
         Args:
             wait: whether somebody else is at it just now.
         """
-        patience = _Patience(self._slots)
+        patience, look_s = None if self._slots is None else _Patience(self._slots), LOOK_S
         while self._is_left():
-            self._waits = not patience.is_over(self._written)
-            if wait() and self._waits:
-                yield 10 * LOOK_S
+            waits = patience is not None and not patience.is_over(self._written)
+            if wait() and waits:
+                yield VISITED_S
                 continue
             with self._lock:
-                taken = self._take()
+                taken = self._take(waits=waits, most=TOLD_AT_ONCE if self._next else 1)  # the readers can begin soon
             if taken is None:  # no slot is free
-                yield LOOK_S
+                yield look_s
+                look_s = min(2 * look_s, LONG_LOOK_S)
                 continue
-            number, frame = taken
+            look_s = LOOK_S
+            numbers, frame = taken
+            if patience is not None and _is_shared(frame):
+                patience.renew()
             yield frame
-            self._note(number)
+            self._note(numbers)
 
     def outcome(self, outcome: int | Exception) -> None:
         """The writer thread has done what it could; or somebody else could not go on."""
@@ -130,38 +138,59 @@ class Outgoing:
         with self._lock:
             return not self.done and (self._put_off is not None or self._next < len(self._numbers))
 
-    def _take(self) -> tuple[int, Parts] | None:
-        """The next chunk as a frame. With the lock held."""
+    def _take(self, *, waits: bool, most: int = 1) -> tuple[Sequence[int], Parts] | None:
+        """The next chunk as a frame, or some that follow one another, as far as there are slots. With the lock held.
+
+        Args:
+            waits: it does not go over DDS if there is no slot.
+        """
         if self._put_off is not None:
             taken, self._put_off, self._may_be_known = self._put_off, None, False
             return taken
         if self._next >= len(self._numbers) or self.done:
             return None
-        number = self._numbers[self._next]
-        data = self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-        total = len(self._payload)
-        descriptor = None if self._slots is None else self._slots.put(self._readers, data)
-        if descriptor is None:
-            if self._waits:
-                return None
-            head = frames.head(self._key, data.data, number, total, flags=self._flags, world=self._world)
-            frame: Parts = (head, data.data)
-        else:
+        number, total = self._numbers[self._next], len(self._payload)
+        data = self._chunk(number)
+        descriptors = self._put(most)
+        if descriptors:
             head = frames.head(
-                self._key, data.data, number, total, flags=_SHARED, world=self._world, descriptor=descriptor
+                self._key, data.data, number, total, flags=_SHARED, world=self._world, descriptor=descriptors
             )
-            frame = (head, descriptor)
-        self._next += 1
-        return number, frame
+            frame: Parts = (head, descriptors)
+        elif waits:
+            return None
+        else:
+            head = frames.head(self._key, data.data, number, total, flags=self._flags, world=self._world)
+            frame = (head, data.data)
+        first, self._next = self._next, self._next + max(1, len(descriptors) // frames.DESCRIPTOR_BYTES)
+        return self._numbers[first : self._next], frame
 
-    def _note(self, number: int) -> None:
-        """DDS or shared memory has the chunk. Without the lock: whoever is told may call the rest off, and wait for
+    def _put(self, most: int) -> bytes:
+        """Put the next chunks into slots. Returns where they are."""
+        descriptors: list[bytes] = []
+        if self._slots is not None:
+            first = self._numbers[self._next]
+            for number in self._numbers[self._next : self._next + most]:
+                if number != first + len(descriptors):
+                    break
+                descriptor = self._slots.put(self._readers, self._chunk(number))
+                if descriptor is None:
+                    break
+                descriptors.append(descriptor)
+        return b"".join(descriptors)
+
+    def _chunk(self, number: int) -> Bytes:
+        return self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    def _note(self, numbers: Sequence[int]) -> None:
+        """DDS or shared memory has the chunks. Without the lock: whoever is told may call the rest off, and wait for
         other threads to let go of it."""
         on_written = self._on_written
         if on_written is not None:
-            on_written(number)
+            for number in numbers:
+                on_written(number)
         with self._lock:
-            self._written += 1
+            self._written += len(numbers)
             finished = self._let_go() if self._written == len(self._numbers) else None
         if finished is not None:
             finished(self.bytes)
@@ -174,10 +203,10 @@ class Outgoing:
 
 
 class _Patience:
-    """How long a payload waits for slots: as long as they come back, if not always to others. Readers may hold all of
-    them because they wait for something else, perhaps for this very payload; then it goes on over DDS."""
+    """How long a payload waits for slots. Readers may hold all of them because they wait for something else, perhaps
+    for this very payload. So it goes on over DDS when no slot comes back, or when only others get those that do."""
 
-    def __init__(self, slots: Slots | None) -> None:
+    def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._wait_s = SLOT_WAIT_S
         self._written = self._sent_bytes = -1
@@ -186,7 +215,7 @@ class _Patience:
     def is_over(self, written: int) -> bool:
         """``written``: chunks of the payload so far."""
         now_s = time.monotonic()
-        sent_bytes = 0 if self._slots is None else self._slots.sent_bytes
+        sent_bytes = self._slots.sent_bytes
         if written != self._written:
             self._at_last_s = now_s + STARVED * self._wait_s
         if (written, sent_bytes) != (self._written, self._sent_bytes):
@@ -197,8 +226,17 @@ class _Patience:
             self._wait_s = NEXT_WAIT_S
         return over
 
+    def renew(self) -> None:
+        """There was a slot."""
+        self._wait_s = SLOT_WAIT_S
+
 
 def _take_back(slots: Slots | None, frame: Parts) -> None:
-    """Nobody has got the frame: if it has a descriptor, its slot is free."""
-    if slots is not None and isinstance(frame[1], bytes):
-        slots.take_back(frame[1])
+    """Nobody has got the frame: if it has descriptors, their slots are free."""
+    if slots is not None and _is_shared(frame):
+        slots.take_back(bytes(frame[1]))
+
+
+def _is_shared(frame: Parts) -> bool:
+    """Whether it has descriptors: data comes as a view on the payload."""
+    return isinstance(frame[1], bytes)

@@ -45,7 +45,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.generation = 0
-        self.readers: Sequence[int] = ()  # ranks
+        self.readers: tuple[int, ...] = ()  # ranks
 
 
 class _Loan:
@@ -65,7 +65,11 @@ class _Loan:
 
 
 class Slots:
-    """The shared memory of one rank of a group, and its views on that of the others. From any thread."""
+    """The shared memory of one rank of a group, and its views on that of the others. From any thread.
+
+    A slot is left for each reader that has none yet. Who adds up holds a chunk until it has come from all ranks: were
+    all slots given to the reader that asks first, ranks that serve each other's readers last would wait in a circle.
+    """
 
     def __init__(self, rank: int, mine: Bytes, layout: Layout) -> None:
         """``mine``: the own segment."""
@@ -104,14 +108,14 @@ class Slots:
 
     # Out
 
-    def put(self, readers: Sequence[int], data: Bytes) -> bytes | None:
+    def put(self, readers: tuple[int, ...], data: Bytes) -> bytes | None:
         """Copy a chunk into a free slot.
 
         Args:
             readers: ranks that it is for. data: at most CHUNK_BYTES.
 
         Returns:
-            What the readers need to find it, or None: no slot is free.
+            What the readers need to find it, or None: no slot is free, or not for them.
         """
         with self._lock:
             number = self._free(readers)
@@ -130,38 +134,52 @@ class Slots:
             raise
         return descriptor
 
-    def take_back(self, descriptor: bytes) -> None:
-        """Free a slot that :meth:`put` has filled, but that no reader was told of."""
-        number, generation = _DESCRIPTOR.unpack(descriptor)
+    def take_back(self, descriptors: bytes) -> None:
+        """Free slots that :meth:`put` has filled, but that no reader was told of."""
         with self._lock:
-            slot = self._slots[number]
-            if slot.generation == generation:
-                slot.readers = ()
+            for number, generation in _DESCRIPTOR.iter_unpack(descriptors):
+                slot = self._slots[number]
+                if slot.generation == generation:
+                    slot.readers = ()
 
-    def _free(self, readers: Sequence[int]) -> int | None:
+    def _free(self, readers: tuple[int, ...]) -> int | None:
         """A slot that all its readers are through with. Always the first: as few as possible are in use, so that they
-        stay in the processors' caches. None as well if one reader has its share of them."""
-        left = max(1, SLOTS // len(self._readers)) if len(readers) == 1 else SLOTS
-        free = None
+        stay in the processors' caches."""
+        only_these = len(readers) >= len(self._readers)
+        found, free, has_some, others = None, 0, False, set()
         for number, slot in enumerate(self._slots):
             at = self._rank * SLOTS + number
             if all(self._their_notes[reader][at] == slot.generation for reader in slot.readers):
-                if free is None:
-                    free = number
+                found = number if found is None else found
+                free += 1
+                if only_these:
+                    return found
             elif slot.readers == readers:
-                left -= 1
-        return free if left > 0 else None
+                has_some = True
+            elif len(slot.readers) == 1:
+                others.add(slot.readers)
+        with_none = len(self._readers) - 1 - len(others)
+        return found if not has_some or free > with_none else None
 
     # In
 
-    def get(self, frame: Frame) -> Frame | None:
-        """The frame with its data, where the sender has put it. None: there is none, or it was here already. What is in
-        the slot now is newer than what was there when this rank gave it back last; DDS may repeat older frames.
+    def get(self, frame: Frame) -> list[Frame]:
+        """A frame for each descriptor in this one, with its data where the sender has put it. None for those of which
+        there is none, or it was here already. What is in the slot now is newer than what was there when this rank gave
+        it back last; DDS may repeat older frames.
 
-        The slot is given back when the data, and all that was made of it, is gone.
+        A slot is given back when the data, and all that was made of it, is gone.
         """
-        number, generation = _DESCRIPTOR.unpack(frame.data)
-        sender, size = frame.key.sender, frame.size
+        found, chunk_bytes = [], frame.chunk_bytes
+        for seq, (number, generation) in enumerate(_DESCRIPTOR.iter_unpack(frame.data), start=frame.seq):
+            offset = seq * chunk_bytes
+            size = min(chunk_bytes, frame.total_bytes - offset)
+            data = self._get(frame.key.sender, number, generation, size)
+            if data is not None:
+                found.append(frame._replace(seq=seq, offset=offset, size=size, data=data))
+        return found
+
+    def _get(self, sender: int, number: int, generation: int, size: int) -> memoryview | None:
         if number >= SLOTS or not 0 < size <= CHUNK_BYTES:
             return None
         with self._lock:
@@ -174,10 +192,7 @@ class Slots:
         start = self._layout.slots_at + number * CHUNK_BYTES
         array: Any = (ct.c_uint8 * size).from_address(memory.ctypes.data + start)
         array._loan = _Loan(self, memory, sender, number, generation)
-        data = memoryview(array).cast("B").toreadonly()
-        return Frame(
-            frame.key, frame.flags, frame.world, frame.seq, frame.seq_cnt, frame.total_bytes, frame.offset, size, data
-        )
+        return memoryview(array).cast("B").toreadonly()
 
     def give_back(self, sender: int, slot: int, generation: int) -> None:
         """Note that a slot of a sender's is no longer needed."""

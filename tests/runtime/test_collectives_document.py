@@ -210,7 +210,10 @@ def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
     assert f"at most {shared.MAX_WORLD} ranks" in text
     assert f"has {layout.SLOTS} chunks of {CHUNK_BYTES // MIB} MiB for what it sends" in text
     assert f"and {layout.LETTER_RING_BYTES // 1024} KiB for the letters" in text
-    assert f"when none has come back for {outgoing.SLOT_WAIT_S * 1000:g} ms, chunks go over DDS" in text
+    wait_ms = outgoing.SLOT_WAIT_S * 1000
+    assert f"when none has come back for {wait_ms:g} ms" in text
+    assert f"none for this payload for {outgoing.STARVED * wait_ms:g} ms, chunks go over DDS" in text
+    assert f"More than {layout.SLOTS + 1} ranks on one machine" in text
     assert "`no shared memory`" in text
     assert '"no shared memory"' in inspect.getsource(membership)
 

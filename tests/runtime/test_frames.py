@@ -206,10 +206,39 @@ def test_a_changed_descriptor_does_not_pass_the_crc() -> None:
     assert info.value.reason == "crc"
 
 
-@pytest.mark.parametrize(("kind", "descriptor"), [(Kind.UPDATE, b"12345678"), (Kind.COLLECTIVE, b"1234567")])
+@pytest.mark.parametrize(
+    ("kind", "descriptor"),
+    [(Kind.UPDATE, b"12345678"), (Kind.COLLECTIVE, b"1234567"), (Kind.COLLECTIVE, b""), (Kind.COLLECTIVE, bytes(12))],
+)
 def test_a_descriptor_has_8_bytes_and_stands_in_frames_of_collectives_only(kind: Kind, descriptor: bytes) -> None:
     with pytest.raises(FrameError):
         frames.parse(shared_frame(kind, descriptor))
+
+
+@pytest.mark.parametrize(("seq", "count", "fits"), [(0, 3, True), (0, 4, False), (2, 1, True), (2, 2, False)])
+def test_a_frame_has_no_more_descriptors_than_there_are_slices_left(seq: int, count: int, fits: bool) -> None:
+    key = FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, name="w")
+    descriptors = bytes(range(8 * count))
+    data = memoryview(bytes(1000))
+    head = frames.head(key, data, seq, 3000, chunk_bytes=1000, flags=Flags.SHARED, descriptor=descriptors)
+    if fits:
+        assert bytes(frames.parse(head + descriptors).data) == descriptors
+    else:
+        with pytest.raises(FrameError) as info:
+            frames.parse(head + descriptors)
+        assert info.value.reason == "short"
+
+
+def test_a_frame_has_16_descriptors_at_most() -> None:
+    key = FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, name="w")
+    for count in (frames.MAX_DESCRIPTORS, frames.MAX_DESCRIPTORS + 1):
+        data, descriptors = memoryview(bytes(10)), bytes(8 * count)
+        head = frames.head(key, data, 0, 1000, chunk_bytes=10, flags=Flags.SHARED, descriptor=descriptors)
+        if count == frames.MAX_DESCRIPTORS:
+            assert len(frames.parse(head + descriptors).data) == 8 * count
+        else:
+            with pytest.raises(FrameError):
+                frames.parse(head + descriptors)
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)

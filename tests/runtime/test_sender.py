@@ -78,6 +78,21 @@ def test_a_job_that_has_nothing_to_write_yet_does_not_hold_up_the_others(sender:
     assert sorted(writer.names[3:]) == ["late", "more"]
 
 
+def test_a_job_that_comes_while_the_others_are_asked_is_not_slept_over(sender: Sender) -> None:
+    writer, new = Recording(), threading.Event()
+
+    def waiting(*, submits: bool) -> Iterator[Sample | Pause]:
+        if submits:
+            sender.submit(Job(writer, samples("new", 1), lambda _: new.set(), WAIT_S))  # type: ignore[arg-type]
+        while not new.is_set():
+            yield WAIT_S
+
+    ends = [start(sender, writer, waiting(submits=submits))[1] for submits in (False, True)]
+    sender.start()
+    assert all(ended.wait(WAIT_S / 2) for ended in ends)
+    assert writer.names == ["new"]
+
+
 def test_a_job_that_pauses_is_asked_again(sender: Sender) -> None:
     writer = Recording()
 
@@ -90,6 +105,21 @@ def test_a_job_that_pauses_is_asked_again(sender: Sender) -> None:
     sender.start()
     assert ended.wait(WAIT_S)
     assert writer.names == ["a"]
+
+
+def test_who_rouses_the_thread_ends_all_pauses_also_one_that_begins_just_then(sender: Sender) -> None:
+    writer = Recording()
+
+    def waiting(*, rouses: bool) -> Iterator[Sample | Pause]:
+        if rouses:
+            sender.rouse()
+        yield WAIT_S
+        yield from samples("a", 1)
+
+    ends = [start(sender, writer, waiting(rouses=rouses))[1] for rouses in (False, True)]
+    sender.start()
+    assert all(ended.wait(WAIT_S / 2) for ended in ends)
+    assert writer.names == ["a", "a"]
 
 
 def test_a_job_that_is_cancelled_while_it_pauses_ends(sender: Sender) -> None:

@@ -44,12 +44,12 @@ def letter(transfer: int = 0, data: bytes = b"", *, sender: int = 0) -> tuple[by
     return parts
 
 
-def told(descriptor: bytes, size: int, *, sender: int = 0, total: int | None = None) -> Frame:
-    """The frame that says where a slice of ``size`` bytes lies."""
+def told(descriptor: bytes, size: int, *, sender: int = 0, total: int | None = None, seq: int = 0) -> Frame:
+    """The frame that says where slice ``seq``, of ``size`` bytes, lies, and perhaps those after it."""
     total = size if total is None else total
     head = frames.head(
-        key(sender), memoryview(bytes(size)), 0, total, flags=Flags.SHARED, world=2, descriptor=descriptor,
-        chunk_bytes=frames.MAX_CHUNK_BYTES,
+        key(sender), memoryview(bytes(size)), seq, total, flags=Flags.SHARED, world=2, descriptor=descriptor,
+        chunk_bytes=frames.MAX_CHUNK_BYTES if total == size else size,
     )  # fmt: skip
     return frames.parse(head + descriptor)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,14 @@ class Payload:
     """One that is being sent from rank 0 to rank ``to``: what was written, and what came of it."""
 
     def __init__(
-        self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1
-    ) -> None:
+        self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
+        only: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
         self.sent: list[Parts] = []
         self.outcomes: list[int | Exception] = []
         self.outgoing = Outgoing(
-            key(), self.data, range(chunks), int(Flags.HEAD_CRC), 2,
+            key(), self.data, only or range(chunks), int(Flags.HEAD_CRC), 2,
             slots=slots, readers=(to,), written=written, finished=self.outcomes.append,
         )  # fmt: skip
 
@@ -57,7 +59,13 @@ class Payload:
         return count
 
     def numbers(self) -> list[int]:
-        return sorted(frames.parse(b"".join(parts)).seq for parts in self.sent)
+        """Of all chunks that were sent."""
+        found = []
+        for parts in self.sent:
+            frame = frames.parse(b"".join(parts))
+            count = len(frame.data) // frames.DESCRIPTOR_BYTES if frame.flags & Flags.SHARED else 1
+            found += range(frame.seq, frame.seq + count)
+        return sorted(found)
 
 
 @pytest.fixture
@@ -86,6 +94,55 @@ def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> No
     assert payload.numbers() == written == [0, 1, 2]
     assert payload.outcomes == [3 * CHUNK_BYTES]
     assert payload.outgoing.done
+
+
+def test_the_writer_thread_tells_of_the_first_chunk_at_once_and_then_of_some_at_a_time(ranks: Ranks) -> None:
+    written: list[int] = []
+    payload = Payload(ranks.shared[0].slots, chunks=9, written=written.append)
+    payload.write_rest()
+    frames_sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
+    assert [(frame.seq, len(frame.data) // 8) for frame in frames_sent] == [(0, 1), (1, 3), (4, 3), (7, 2)]
+    assert payload.numbers() == written == list(range(9))
+    assert payload.outcomes == [9 * CHUNK_BYTES]
+
+
+def test_without_shared_memory_nothing_is_waited_for() -> None:
+    payload = Payload(None, chunks=9)
+    samples = list(payload.outgoing.samples(lambda: False))
+    assert len(samples) == 9
+    assert not any(isinstance(sample, Pause) for sample in samples)
+
+
+def test_chunks_that_do_not_follow_one_another_have_frames_of_their_own(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots, chunks=9, only=(0, 2, 3, 5, 6, 8))
+    payload.write_rest()
+    frames_sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
+    assert [(frame.seq, len(frame.data) // 8) for frame in frames_sent] == [(0, 1), (2, 2), (5, 2), (8, 1)]
+
+
+def test_the_writer_thread_tells_of_as_many_chunks_as_there_are_slots(ranks: Ranks) -> None:
+    slots = ranks.shared[0].slots
+    for _ in range(SLOTS - 3):
+        slots.put((1,), np.zeros(1, np.uint8))
+    payload = Payload(slots, chunks=9)
+    samples = payload.outgoing.samples(lambda: False)
+    found = [next(samples) for _ in range(3)]
+    assert [None if isinstance(sample, Pause) else len(sample[1]) // 8 for sample in found] == [1, 2, None]
+    payload.outgoing.cancel()
+    assert free_slots(slots) == 0  # the reader was told
+
+
+def test_who_advances_a_payload_waits_for_slots_while_the_writer_thread_does_not_any_more(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all of it would go over DDS, on a thread that has better things to do, while that writes one chunk."""
+    monkeypatch.setattr(outgoing, "SLOT_WAIT_S", 0.0)
+    free_slots(ranks.shared[0].slots)
+    payload = Payload(ranks.shared[0].slots)
+    for sample in payload.outgoing.samples(lambda: False):
+        if not isinstance(sample, Pause):
+            break
+    assert not payload.outgoing.advance(payload.write)
 
 
 def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ranks) -> None:
@@ -147,7 +204,7 @@ class Waiting:
 
     def __init__(self, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(outgoing.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(outgoing, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self._slots = slots
         free_slots(slots)
         self._samples = Payload(slots, chunks=100).outgoing.samples(lambda: False)
@@ -310,14 +367,14 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
     assert not link.push()
 
 
-def test_a_payload_whose_reader_has_its_share_of_the_slots_does_not_hold_up_the_next_one() -> None:
+def test_a_payload_whose_reader_gets_no_more_slots_does_not_hold_up_the_next_one() -> None:
     slots = Ranks(3).shared[0].slots
     payloads = [Payload(slots, chunks=SLOTS, to=to) for to in (1, 2)]
     link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
     while payloads[0].outgoing.advance(payloads[0].write):
         pass
     assert link.push()
-    assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
+    assert [len(payload.sent) for payload in payloads] == [SLOTS - 1, 1]
 
 
 def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:

@@ -29,7 +29,8 @@ def put(ranks: Ranks, value: int, readers: tuple[int, ...] = (1,), size: int = 1
 
 
 def get(ranks: Ranks, descriptor: bytes, rank: int = 1, size: int = 100) -> Frame | None:
-    return ranks.shared[rank].slots.get(told(descriptor, size))
+    frames = ranks.shared[rank].slots.get(told(descriptor, size))
+    return frames[0] if frames else None
 
 
 def data_of(frame: Frame | None) -> bytes:
@@ -63,27 +64,65 @@ def test_a_slot_is_free_again_when_the_last_view_on_it_is_gone() -> None:
 def test_there_is_no_slot_while_readers_hold_all_of_them() -> None:
     ranks = Ranks()
     held = [get(ranks, put(ranks, value)) for value in range(SLOTS)]
-    assert ranks.shared[0].slots.put([1], chunk(99)) is None
+    assert ranks.shared[0].slots.put((1,), chunk(99)) is None
     assert [data_of(frame)[0] for frame in held] == list(range(SLOTS))
     del held[5]
     assert number_of(put(ranks, 99)) == 5
 
 
-def test_one_reader_gets_its_share_of_the_slots_and_leaves_the_rest_to_the_others() -> None:
-    """Readers hold a chunk until it has come from all ranks: else two ranks that serve each other's readers last would
-    wait in a circle."""
-    ranks = Ranks(4)
-    slots, share = ranks.shared[0].slots, SLOTS // 3
-    frames = [get(ranks, put(ranks, value, readers=(1,))) for value in range(share)]
-    assert slots.put((1,), chunk(99)) is None
-    for _ in range(share):
-        put(ranks, 7, readers=(2,))
-        put(ranks, 8, readers=(3,))
-    assert slots.put((2,), chunk(99)) is None
-    put(ranks, 9, readers=(1, 2, 3))
-    assert slots.put((1, 2, 3), chunk(99)) is None
-    frames.pop()
-    put(ranks, 10, readers=(1,))
+def test_one_frame_tells_of_some_chunks_that_follow_one_another() -> None:
+    ranks = Ranks()
+    size, last = 1000, 10
+    descriptors = b"".join(put(ranks, value, size=size) for value in (5, 6)) + put(ranks, 7, size=last)
+    frames = ranks.shared[1].slots.get(told(descriptors, size, total=4 * size + last, seq=2))
+    assert [(frame.seq, frame.offset, frame.size) for frame in frames] == [
+        (2, 2 * size, size), (3, 3 * size, size), (4, 4 * size, last),
+    ]  # fmt: skip
+    assert [data_of(frame) for frame in frames] == [bytes([5]) * size, bytes([6]) * size, bytes([7]) * last]
+    assert ranks.shared[1].slots.get(told(descriptors, size, total=4 * size + last, seq=2)) == []
+    del frames[1]
+    assert number_of(put(ranks, 8)) == 1
+
+
+def test_of_a_frame_that_was_partly_here_already_the_rest_is_used() -> None:
+    ranks = Ranks()
+    first, second = put(ranks, 1), put(ranks, 2)
+    held = get(ranks, first)
+    (rest,) = ranks.shared[1].slots.get(told(first + second, 100, total=200))
+    assert (rest.seq, data_of(rest)) == (1, bytes([2]) * 100)
+    assert data_of(held) == bytes([1]) * 100
+
+
+def test_slots_that_nobody_was_told_of_are_free_again() -> None:
+    ranks = Ranks()
+    ranks.shared[0].slots.take_back(put(ranks, 1) + put(ranks, 2))
+    assert [number_of(put(ranks, value)) for value in (3, 4)] == [0, 1]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 9, 17])
+def test_there_is_a_slot_for_every_reader_also_when_one_takes_all_that_it_can_get(world: int) -> None:
+    """Readers hold a chunk until it has come from all ranks: else those who serve each other's readers last would wait
+    in a circle."""
+    ranks = Ranks(world)
+    slots, held = ranks.shared[0].slots, []
+    while (descriptor := slots.put((1,), chunk(1))) is not None:
+        held.append(get(ranks, descriptor))
+    assert len(held) == SLOTS - (world - 2)
+    for reader in range(2, world):
+        put(ranks, reader, readers=(reader,))
+    assert slots.put(tuple(range(1, world)), chunk(1)) is None
+    held.pop()
+    put(ranks, 1, readers=tuple(range(1, world)))
+
+
+def test_when_the_last_reader_is_gone_what_was_for_it_still_gets_an_answer() -> None:
+    """Its payloads end a moment later."""
+    ranks = Ranks()
+    slots = ranks.shared[0].slots
+    slots.lose(1)
+    for _ in range(SLOTS):
+        put(ranks, 1)
+    assert slots.put((1,), chunk(1)) is None
 
 
 def test_a_slot_for_two_readers_is_free_when_both_are_through_with_it() -> None:
@@ -142,7 +181,7 @@ def test_what_no_sender_of_ours_says_is_refused(number: int, size: int, sender: 
     """A slot that is none, more than a slot holds, nothing at all, this rank itself, a rank that is none."""
     ranks = Ranks()
     slots = ranks.shared[1].slots
-    assert slots.get(told(struct.pack("<II", number, 1), size, sender=sender)) is None
+    assert slots.get(told(struct.pack("<II", number, 1), size, sender=sender)) == []
     assert slots._lent == {}
 
 
@@ -184,7 +223,7 @@ def test_a_copy_that_is_interrupted_leaves_the_slot_free() -> None:
 
     ranks = Ranks()
     with pytest.raises(KeyboardInterrupt):
-        ranks.shared[0].slots.put([1], Interrupted())  # type: ignore[arg-type]
+        ranks.shared[0].slots.put((1,), Interrupted())  # type: ignore[arg-type]
     assert number_of(put(ranks, 1)) == 0
 
 
