@@ -52,9 +52,8 @@ class Flags(IntFlag):
     NON_FINITE = 4
     SEALED = 8
     HEAD_CRC = 16  # the CRC-32 covers header and name alone: for data that does not leave the machine, or is sealed
-    SHARED = (
-        32  # the slice, and those after it, lie in memory of the sender's; the frame has descriptors in their place
-    )
+    # The slice, and perhaps some after it, lie in memory of the sender's; the frame has descriptors in their place.
+    SHARED = 32
 
 
 # As plain numbers: to look at a bit of an IntFlag takes 2 us.

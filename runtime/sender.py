@@ -18,6 +18,7 @@ from gradbus.runtime.errors import BusClosed, WriteTimeout
 
 Sample = tuple[tuple[Any, ...], tuple[Any, ...]]  # fields before the payload, parts of the payload
 Pause = float  # seconds: there is nothing to write just now, ask again when they have passed, or earlier
+_LAP_S = 0.01  # between two questions to a job that pauses, if it has not asked for more
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +42,7 @@ class Job:
 
     def cancel(self) -> None:
         """Write no further sample. When this returns none is being written or made, so the payload may change. It waits
-        for the write in progress, ``block_s`` of the topic at most, and for a sample that is being made: who makes them
-        may wait for something as well, and has to be told first that it is called off."""
+        for the write in progress, ``block_s`` of the topic at most, and for a sample that is being made."""
         with self.writing:
             self.cancelled = True
 
@@ -89,7 +89,8 @@ class Sender(threading.Thread):
             with self._wakeup:
                 if pauses and len(pauses) >= len(self._jobs) and not self._stop_flag:
                     if not self._roused:
-                        self._wakeup.wait(sum(pauses.values()))  # many take no more time to ask than one
+                        longest_s = max(pauses.values())  # many must not take more time to ask than one
+                        self._wakeup.wait(max(longest_s, min(sum(pauses.values()), _LAP_S)))
                     self._roused = False
                     pauses.clear()
                 while not self._jobs and not self._stop_flag:
@@ -109,6 +110,7 @@ class Sender(threading.Thread):
                 outcome: int | Exception = job.written_bytes
             except Exception as error:
                 finished, outcome = True, error
+                pauses.clear()
             with self._wakeup:
                 self._jobs.popleft()
                 if not finished:

@@ -110,7 +110,7 @@ class Engine:
         self.bytes_out = 0
         self.progress: Progress = _NoProgress()
         # Finds the data of a frame that only says where it lies: a frame for each piece that is there.
-        self.look_up: Callable[[Frame], Sequence[Frame]] = no_shared_memory
+        self.look_up: Callable[[Frame], list[Frame]] = no_shared_memory
         # Called, on any thread and with no lock held, when something came that nobody has called for, a rank is gone,
         # or the engine is closed.
         self.on_news: Callable[[], None] | None = None
@@ -260,7 +260,7 @@ class Engine:
             if frame.world != self.world or self._incarnations.get(key.sender) != key.incarnation:
                 self.dropped["foreign sender"] += 1
                 return
-            pieces: Sequence[Frame] = (frame,)
+            pieces = [frame]
             if frame.flags & _SHARED:
                 pieces = self.look_up(frame)
                 if not pieces:
@@ -275,8 +275,8 @@ class Engine:
         if operation is None:
             self._tell()
             return
-        for piece in pieces:
-            operation.feed(piece, key.part, signature, meta)
+        while pieces:  # each is let go of, and its place in memory free, before the next one
+            operation.feed(pieces.pop(0), key.part, signature, meta)
 
     def _tell(self) -> None:
         if self.on_news is not None:
@@ -326,9 +326,9 @@ class Engine:
         self._tell()
 
 
-def no_shared_memory(frame: Frame) -> Sequence[Frame]:
+def no_shared_memory(frame: Frame) -> list[Frame]:
     """Nothing is where the frame says."""
-    return ()
+    return []
 
 
 def _no_room(name: str) -> CollectiveError:

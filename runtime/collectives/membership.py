@@ -20,7 +20,7 @@ from gradbus.runtime.collectives.pulse import Pulses
 from gradbus.runtime.collectives.shared import LetterProgress, Shared
 from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
-from gradbus.runtime.frames import CHUNK_BYTES, VERSION, Frame
+from gradbus.runtime.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
 from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
@@ -56,7 +56,7 @@ class Membership:
             self._loop = asyncio.get_running_loop()
             self.identity = Identity(rank, new_incarnation())
             me = Member(rank, self.identity.incarnation, f"{socket.gethostname()} (process {os.getpid()})")
-            options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8).digest()
+            options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES} {MAX_DESCRIPTORS}".encode(), digest_size=8).digest()
             self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
             bus.incarnations.append(self.identity.incarnation)
             self._introductions = Introductions(world)

@@ -19,9 +19,8 @@ NEXT_WAIT_S = 0.002  # and before each one after that
 STARVED = 10  # times as long where slots come back, but only others get them
 TOLD_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
 LOOK_S = 50e-6  # when it looks first whether there is one
-VISITED_S = (
-    2e-3  # how often it looks whether somebody else, who tells when he leaves, gets on: with 0.5 ms a tenth slower
-)
+# How often it looks whether somebody else gets on, who tells when he leaves. With 0.5 ms a call takes a tenth longer.
+VISITED_S = 2e-3
 LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
 _SHARED = int(frames.Flags.SHARED)
 
@@ -55,8 +54,9 @@ class Outgoing:
         self._finished: Finished | None = finished
         self._next = 0
         self._written = 0
+        self._in_slots = 0  # chunks that got one
         self._put_off: tuple[Sequence[int], Parts] | None = None
-        self._may_be_known = False  # to the readers, that which is put off
+        self._may_be_known = False  # to the readers, what is put off or was
         self._lock = threading.RLock()
         self.job: Job | None = None
 
@@ -91,7 +91,7 @@ class Outgoing:
         """
         patience, look_s = None if self._slots is None else _Patience(self._slots), LOOK_S
         while self._is_left():
-            waits = patience is not None and not patience.is_over(self._written)
+            waits = patience is not None and not patience.is_over(self._written, self._in_slots)
             if wait() and waits:
                 yield VISITED_S
                 continue
@@ -103,8 +103,6 @@ class Outgoing:
                 continue
             look_s = LOOK_S
             numbers, frame = taken
-            if patience is not None and _is_shared(frame):
-                patience.renew()
             yield frame
             self._note(numbers)
 
@@ -122,7 +120,7 @@ class Outgoing:
 
     def _call_off(self) -> Finished | None:
         with self._lock:
-            slots, put_off = self._slots, None if self._may_be_known else self._put_off
+            slots, put_off = None if self._may_be_known else self._slots, self._put_off
             finished = self._let_go()
         if put_off is not None:
             _take_back(slots, put_off[1])
@@ -145,7 +143,7 @@ class Outgoing:
             waits: it does not go over DDS if there is no slot.
         """
         if self._put_off is not None:
-            taken, self._put_off, self._may_be_known = self._put_off, None, False
+            taken, self._put_off = self._put_off, None
             return taken
         if self._next >= len(self._numbers) or self.done:
             return None
@@ -173,10 +171,15 @@ class Outgoing:
             for number in self._numbers[self._next : self._next + most]:
                 if number != first + len(descriptors):
                     break
-                descriptor = self._slots.put(self._readers, self._chunk(number))
+                try:
+                    descriptor = self._slots.put(self._readers, self._chunk(number))
+                except BaseException:
+                    self._slots.take_back(b"".join(descriptors))
+                    raise
                 if descriptor is None:
                     break
                 descriptors.append(descriptor)
+            self._in_slots += len(descriptors)
         return b"".join(descriptors)
 
     def _chunk(self, number: int) -> Bytes:
@@ -209,12 +212,14 @@ class _Patience:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._wait_s = SLOT_WAIT_S
-        self._written = self._sent_bytes = -1
+        self._written = self._sent_bytes = self._in_slots = -1
         self._until_s = self._at_last_s = 0.0
 
-    def is_over(self, written: int) -> bool:
-        """``written``: chunks of the payload so far."""
+    def is_over(self, written: int, in_slots: int) -> bool:
+        """``written``: chunks of the payload so far. ``in_slots``: those that got one."""
         now_s = time.monotonic()
+        if in_slots != self._in_slots:
+            self._in_slots, self._wait_s = in_slots, SLOT_WAIT_S
         sent_bytes = self._slots.sent_bytes
         if written != self._written:
             self._at_last_s = now_s + STARVED * self._wait_s
@@ -225,10 +230,6 @@ class _Patience:
         if over:
             self._wait_s = NEXT_WAIT_S
         return over
-
-    def renew(self) -> None:
-        """There was a slot."""
-        self._wait_s = SLOT_WAIT_S
 
 
 def _take_back(slots: Slots | None, frame: Parts) -> None:

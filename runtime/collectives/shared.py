@@ -90,9 +90,11 @@ class LetterProgress:
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         """See :class:`.engine.Progress`."""
-        self._letters.visit(done, until_s, self._work, self._on_return)
-        if not self._work.idle:  # the writer thread has left it to this one
-            self._port.rouse()
+        try:
+            self._letters.visit(done, until_s, self._work, self._on_return)
+        finally:
+            if not self._work.idle:  # the writer thread has left it to this one
+                self._port.rouse()
 
     def nudge(self) -> None:
         """See :class:`.engine.Progress`."""

@@ -156,7 +156,7 @@ class Slots:
                     return found
             elif slot.readers == readers:
                 has_some = True
-            elif len(slot.readers) == 1:
+            elif len(slot.readers) == 1 and slot.readers[0] in self._readers:
                 others.add(slot.readers)
         with_none = len(self._readers) - 1 - len(others)
         return found if not has_some or free > with_none else None

@@ -138,9 +138,15 @@ def test_a_job_that_is_cancelled_while_it_pauses_ends(sender: Sender) -> None:
 
 
 def test_a_sender_that_is_stopped_ends_the_jobs_that_pause_at_once() -> None:
-    sender, outcomes = Sender(), []
-    sender.submit(Job(Recording(), iter([2 * WAIT_S]), outcomes.append, WAIT_S))  # type: ignore[arg-type]
+    sender, outcomes, asked = Sender(), [], threading.Event()
+
+    def pausing() -> Iterator[Sample | Pause]:
+        asked.set()
+        yield 2 * WAIT_S
+
+    sender.submit(Job(Recording(), pausing(), outcomes.append, WAIT_S))  # type: ignore[arg-type]
     sender.start()
+    assert asked.wait(WAIT_S)
     sender.stop()
     sender.join(WAIT_S)
     assert not sender.is_alive()

@@ -222,9 +222,9 @@ def test_the_hashes_are_computed_as_the_page_says(page: str) -> None:
     formation = Formation("world", Member(0, 1, "here"), 2, 0)
     formation.hello(1, 0xAB, Formation("world", Member(1, 0xAB, "there"), 2, 0).hello_now())
     assert f"{formation.digest:016x}" == example
-    assert f"`{frames.VERSION} {frames.CHUNK_BYTES}`" in section(page, "How a group forms")
+    assert f"`{frames.VERSION} {frames.CHUNK_BYTES} {frames.MAX_DESCRIPTORS}`" in section(page, "How a group forms")
     source = inspect.getsource(membership.Membership.__init__)
-    assert 'hashlib.blake2b(f"{VERSION} {CHUNK_BYTES}".encode(), digest_size=8)' in source
+    assert 'hashlib.blake2b(f"{VERSION} {CHUNK_BYTES} {MAX_DESCRIPTORS}".encode(), digest_size=8)' in source
 
 
 def test_kept_frames_have_the_name_field_of_the_code(root: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
@@ -17,7 +19,7 @@ from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import all_reduce
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import Frame, FrameKey, Kind
+from gradbus.runtime.frames import Flags, Frame, FrameKey, Kind
 
 SUM = Arithmetic(torch.float32, "sum")
 
@@ -116,6 +118,45 @@ def test_the_number_of_early_frames_is_bounded_as_well(monkeypatch: pytest.Monke
         net.settle()
     assert net.engines[1].dropped == {"early": 2}
     assert [net.start(gather(1), f"{number}").error is None for number in range(5)] == [True] * 3 + [False] * 2
+
+
+# Frames that tell of some pieces in shared memory
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_each_piece_is_let_go_of_before_the_next_one_is_used(early: bool) -> None:
+    """Its place in memory is wanted again. What comes before the call is kept until then."""
+    net = net_of(2, early_bytes=3 * frames.CHUNK_BYTES)
+    here, sizes = net.engines[0], (frames.CHUNK_BYTES, frames.CHUNK_BYTES, 1)
+    alive: list[int] = []
+
+    def look_up(told: Frame) -> list[Frame]:
+        pieces = []
+        for seq, size in enumerate(sizes):
+            data = np.full(size, seq, np.uint8)
+            alive.append(seq)
+            weakref.finalize(data, alive.remove, seq)
+            pieces.append(told._replace(seq=seq, offset=seq * sizes[0], size=size, data=data.data))
+        return pieces
+
+    here.look_up = look_up
+    told = frame()._replace(flags=int(Flags.SHARED), seq_cnt=len(sizes), total_bytes=sum(sizes), size=sizes[0])
+    if early:
+        here.receive(told)
+        assert here.early_bytes == sum(sizes)
+    operation = net.start(gather(0))
+    if not early:
+        seen, feed = [], operation.feed
+
+        def fed(*arguments: Any) -> None:
+            seen.append(list(alive))
+            feed(*arguments)
+
+        operation.feed = fed  # type: ignore[method-assign]
+        here.receive(told)
+        assert seen == [[0, 1, 2], [1, 2], [2]]
+    assert operation.value[1] == bytes(sizes[0]) + bytes([1]) * sizes[1] + bytes([2])
+    assert alive == []
 
 
 # Frames that are not used

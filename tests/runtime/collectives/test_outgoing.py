@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections import deque
@@ -12,73 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared_pair import Ranks, key
+from sent_payload import Payload, free_slots
+from shared_pair import Ranks
 
 from gradbus.runtime import frames
-from gradbus.runtime.collectives import outgoing
 from gradbus.runtime.collectives.dds_link import DdsLink
 from gradbus.runtime.collectives.layout import SLOTS
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.outgoing import NEXT_WAIT_S, SLOT_WAIT_S, STARVED, Outgoing
-from gradbus.runtime.collectives.slots import Slots
+from gradbus.runtime.collectives.outgoing import Outgoing
+from gradbus.runtime.collectives.shared import LetterProgress
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.frame_port import Parts
-from gradbus.runtime.frames import CHUNK_BYTES, Flags
+from gradbus.runtime.frames import CHUNK_BYTES
 from gradbus.runtime.sender import Job, Pause
 
 WAIT_S = 20.0
 
 
-class Payload:
-    """One that is being sent from rank 0 to rank ``to``: what was written, and what came of it."""
-
-    def __init__(
-        self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
-        only: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
-        self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
-        self.sent: list[Parts] = []
-        self.outcomes: list[int | Exception] = []
-        self.outgoing = Outgoing(
-            key(), self.data, only or range(chunks), int(Flags.HEAD_CRC), 2,
-            slots=slots, readers=(to,), written=written, finished=self.outcomes.append,
-        )  # fmt: skip
-
-    def write(self, frame: Parts) -> bool:
-        self.sent.append(frame)
-        return True
-
-    def write_rest(self, wait: Callable[[], bool] = lambda: False) -> int:
-        """What the writer thread does. Returns how many chunks there were for it."""
-        count = 0
-        for sample in self.outgoing.samples(wait):
-            if isinstance(sample, Pause):
-                time.sleep(sample)
-            else:
-                count += self.write(sample)
-        return count
-
-    def numbers(self) -> list[int]:
-        """Of all chunks that were sent."""
-        found = []
-        for parts in self.sent:
-            frame = frames.parse(b"".join(parts))
-            count = len(frame.data) // frames.DESCRIPTOR_BYTES if frame.flags & Flags.SHARED else 1
-            found += range(frame.seq, frame.seq + count)
-        return sorted(found)
-
-
 @pytest.fixture
 def ranks() -> Ranks:
     return Ranks()
-
-
-def free_slots(slots: Slots) -> int:
-    """How many are free; they are not afterwards."""
-    count = 0
-    while slots.put((1,), np.zeros(1, np.uint8)) is not None:
-        count += 1
-    return count
 
 
 def full(_: Parts) -> bool:
@@ -106,13 +58,6 @@ def test_the_writer_thread_tells_of_the_first_chunk_at_once_and_then_of_some_at_
     assert payload.outcomes == [9 * CHUNK_BYTES]
 
 
-def test_without_shared_memory_nothing_is_waited_for() -> None:
-    payload = Payload(None, chunks=9)
-    samples = list(payload.outgoing.samples(lambda: False))
-    assert len(samples) == 9
-    assert not any(isinstance(sample, Pause) for sample in samples)
-
-
 def test_chunks_that_do_not_follow_one_another_have_frames_of_their_own(ranks: Ranks) -> None:
     payload = Payload(ranks.shared[0].slots, chunks=9, only=(0, 2, 3, 5, 6, 8))
     payload.write_rest()
@@ -130,19 +75,6 @@ def test_the_writer_thread_tells_of_as_many_chunks_as_there_are_slots(ranks: Ran
     assert [None if isinstance(sample, Pause) else len(sample[1]) // 8 for sample in found] == [1, 2, None]
     payload.outgoing.cancel()
     assert free_slots(slots) == 0  # the reader was told
-
-
-def test_who_advances_a_payload_waits_for_slots_while_the_writer_thread_does_not_any_more(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else all of it would go over DDS, on a thread that has better things to do, while that writes one chunk."""
-    monkeypatch.setattr(outgoing, "SLOT_WAIT_S", 0.0)
-    free_slots(ranks.shared[0].slots)
-    payload = Payload(ranks.shared[0].slots)
-    for sample in payload.outgoing.samples(lambda: False):
-        if not isinstance(sample, Pause):
-            break
-    assert not payload.outgoing.advance(payload.write)
 
 
 def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ranks) -> None:
@@ -189,77 +121,17 @@ def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterw
     assert free_slots(ranks.shared[0].slots) == SLOTS
 
 
-def test_slots_that_are_not_given_back_are_not_waited_for_long(ranks: Ranks) -> None:
-    free_slots(ranks.shared[0].slots)
-    payload = Payload(ranks.shared[0].slots)
-    payload.write_rest()
-    assert payload.numbers() == [0, 1, 2]
-    sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
-    assert not any(frame.flags & Flags.SHARED for frame in sent)
-    assert b"".join(bytes(frame.data) for frame in sent) == payload.data.tobytes()
-
-
-class Waiting:
-    """A payload that waits for slots, all of which are held. Time is what the test says."""
-
-    def __init__(self, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 100.0
-        monkeypatch.setattr(outgoing, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        self._slots = slots
-        free_slots(slots)
-        self._samples = Payload(slots, chunks=100).outgoing.samples(lambda: False)
-
-    def goes_on_after(self, seconds: float) -> str | None:
-        """How the next chunk goes, so long after the last look, if it does."""
-        self.now_s += seconds
-        sample = next(self._samples)
-        if isinstance(sample, Pause):
-            return None
-        return "memory" if frames.parse(b"".join(sample)).flags & Flags.SHARED else "DDS"
-
-    def give_back(self) -> None:
-        """One slot is free."""
-        self._slots.take_back(struct.pack("<II", 0, self._slots._slots[0].generation))
-
-    def lose_to_another(self) -> None:
-        """One slot comes back, and another payload gets it."""
-        self.give_back()
-        free_slots(self._slots)
-
-
-def test_when_no_slot_comes_back_a_payload_goes_on_over_dds_chunk_by_chunk(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = Waiting(ranks.shared[0].slots, monkeypatch)
-    assert waiting.goes_on_after(0) is None
-    assert waiting.goes_on_after(0.9 * SLOT_WAIT_S) is None
-    assert waiting.goes_on_after(0.2 * SLOT_WAIT_S) == "DDS"
-    for _ in range(3):
-        assert waiting.goes_on_after(0) is None
-        assert waiting.goes_on_after(0.9 * NEXT_WAIT_S) is None
-        assert waiting.goes_on_after(0.2 * NEXT_WAIT_S) == "DDS"
-
-
-def test_a_payload_that_went_over_dds_uses_slots_again_when_there_are_some(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = Waiting(ranks.shared[0].slots, monkeypatch)
-    assert [waiting.goes_on_after(seconds) for seconds in (0, 2 * SLOT_WAIT_S)] == [None, "DDS"]
-    waiting.give_back()
-    assert waiting.goes_on_after(2 * SLOT_WAIT_S) == "memory"
-
-
-def test_while_slots_come_back_a_payload_waits_for_its_turn_but_not_for_ever(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = Waiting(ranks.shared[0].slots, monkeypatch)
-    assert waiting.goes_on_after(0) is None
-    looks = 2 * STARVED - 1
-    for _ in range(looks):
-        waiting.lose_to_another()
-        assert waiting.goes_on_after(0.5 * SLOT_WAIT_S) is None
-    waiting.lose_to_another()
-    assert waiting.goes_on_after(SLOT_WAIT_S) == "DDS"
+def test_all_slots_of_a_frame_that_tells_of_some_chunks_are_free_when_nobody_gets_it(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots, chunks=4)
+    writer: Any = None
+    job = Job(writer, (((), frame) for frame in payload.outgoing.samples(lambda: False)), lambda _: None, 1.0)
+    payload.outgoing.job = job
+    next(job.samples)
+    job.pending = pending = next(job.samples)
+    assert not isinstance(pending, Pause)
+    assert len(pending[1][1]) == 3 * frames.DESCRIPTOR_BYTES
+    payload.outgoing.cancel()
+    assert free_slots(ranks.shared[0].slots) == SLOTS - 1  # one was told of
 
 
 def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks) -> None:
@@ -365,6 +237,15 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
     assert link.push()
     assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
     assert not link.push()
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_who_has_pushed_rouses_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
+    ranks, roused = Ranks(), []
+    port: Any = SimpleNamespace(look_after=lambda _: None, rouse=lambda: roused.append(1))
+    work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
+    LetterProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
+    assert roused == [1] * is_left
 
 
 def test_a_payload_whose_reader_gets_no_more_slots_does_not_hold_up_the_next_one() -> None:

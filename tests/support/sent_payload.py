@@ -1,0 +1,63 @@
+"""A payload on its way out through shared memory or DDS, without either a bus or its threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from shared_pair import key
+
+from gradbus.runtime import frames
+from gradbus.runtime.collectives.outgoing import Outgoing
+from gradbus.runtime.collectives.slots import Slots
+from gradbus.runtime.frame_port import Parts
+from gradbus.runtime.frames import CHUNK_BYTES, Flags
+from gradbus.runtime.sender import Pause
+
+
+class Payload:
+    """One that is being sent from rank 0 to rank ``to``: what was written, and what came of it."""
+
+    def __init__(
+        self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
+        only: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
+        self.sent: list[Parts] = []
+        self.outcomes: list[int | Exception] = []
+        self.outgoing = Outgoing(
+            key(), self.data, only or range(chunks), int(Flags.HEAD_CRC), 2,
+            slots=slots, readers=(to,), written=written, finished=self.outcomes.append,
+        )  # fmt: skip
+
+    def write(self, frame: Parts) -> bool:
+        self.sent.append(frame)
+        return True
+
+    def write_rest(self, wait: Callable[[], bool] = lambda: False) -> int:
+        """What the writer thread does. Returns how many chunks there were for it."""
+        count = 0
+        for sample in self.outgoing.samples(wait):
+            if isinstance(sample, Pause):
+                time.sleep(sample)
+            else:
+                count += self.write(sample)
+        return count
+
+    def numbers(self) -> list[int]:
+        """Of all chunks that were sent."""
+        found = []
+        for parts in self.sent:
+            frame = frames.parse(b"".join(parts))
+            count = len(frame.data) // frames.DESCRIPTOR_BYTES if frame.flags & Flags.SHARED else 1
+            found += range(frame.seq, frame.seq + count)
+        return sorted(found)
+
+
+def free_slots(slots: Slots) -> int:
+    """How many are free; they are not afterwards."""
+    count = 0
+    while slots.put((1,), np.zeros(1, np.uint8)) is not None:
+        count += 1
+    return count
