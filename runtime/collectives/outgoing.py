@@ -19,9 +19,9 @@ NEXT_WAIT_S = 0.002  # and before each one after that
 STARVED = 10  # times as long where slots come back, but only others get them
 TOLD_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
 LOOK_S = 50e-6  # when it looks first whether there is one
+LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
 # How often it looks whether somebody else gets on, who tells when he leaves. With 0.5 ms a call takes a tenth longer.
 VISITED_S = 2e-3
-LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
 _SHARED = int(frames.Flags.SHARED)
 
 
