@@ -63,6 +63,8 @@ def _read_frame(data: bytes) -> None:
                 topic.to_message(sample)
             except FrameError:
                 continue
+        if frame.flags & frames.Flags.SHARED:
+            continue  # of a collective: no assembler gets one
         assembler = Assembler()
         try:
             assembler.expect(frame.key, max_bytes=_GRANTED_BYTES)
