@@ -1,6 +1,6 @@
 """DDS entities: topics, readers and writers with the quality of service that each topic asks for.
 
-Only this module, ``domains``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
+Only this module, ``domains``, ``c_topics``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import ddsc, domains, idl_types
+from gradbus.runtime import c_topics, ddsc, domains, idl_types, malloc
 from gradbus.runtime.enveloping import Seals
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.network import NetworkConfig, build_xml, leaves_machine
@@ -208,13 +208,14 @@ class Node:
         self.needs_crc = True  # over the payload of frames
         self.standing = Standing()
         self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
-        ddsc.keep_memory()
+        malloc.keep_memory()
         xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition
         self.participant = self._lease.entity
+        self.fast = False
+        self.topics = domains.Topics(self.participant, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
-        self.topics = domains.Topics(self.participant)
         self._is_open = True
         self.leaves_machine = leaves_machine(xml)
         self.shared_memory = network.shared_memory
@@ -291,6 +292,9 @@ class Node:
         reader.deleted = partial(self.topics.leave, topic.name)
         return reader
 
+    def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
+        return (c_topics.CTopic if self.fast else DdsTopic)(participant, name, idl_type)
+
     def _enter(self, topic: Topic, undo: contextlib.ExitStack) -> Any:
         entity = self.topics.enter(topic.name, _TYPES[topic.idl_type])
         undo.callback(self.topics.leave, topic.name)
@@ -363,9 +367,11 @@ def _run_self_test(participant: Any) -> str | None:
     partition = f"gradbus-self-test-{os.urandom(8).hex()}"  # processes in containers may all have the number 1
     made: list[Any] = []
     try:
+        for idl_type in _TYPES.values():
+            c_topics.describe(participant, idl_type)
         qos = Qos(Policy.Partition(partitions=[partition]))
         reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
-        dds_topic = DdsTopic(participant, "train/self_test", _TYPES["Frame"])
+        dds_topic = c_topics.CTopic(participant, "train/self_test", _TYPES["Frame"])
         made.append(dds_topic)
         subscriber, publisher = Subscriber(participant, qos=qos), Publisher(participant, qos=qos)
         made += [subscriber, publisher]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,31 +47,32 @@ class _Scattered(ct.Structure):
     )  # fmt: skip
 
 
-def _function(name: str, result: Any, *arguments: Any, brief: bool = False) -> Callable[..., Any] | None:
-    """A function of libddsc. ``brief``: it only looks, so the GIL is not given up for it, which would take longer."""
+def function(name: str, result: Any, *arguments: Any, brief: bool = False) -> Callable[..., Any] | None:
+    """A function of libddsc; None: there is none. ``brief``: it only looks, so the GIL is not given up for it,
+    which would take longer."""
     try:
         return (ct.PYFUNCTYPE if brief else ct.CFUNCTYPE)(result, *arguments)((name, _lib))
     except AttributeError:
         return None
 
 
-_from_iov = _function(
+_from_iov = function(
     "ddsi_serdata_from_ser_iov", ct.c_void_p, ct.c_void_p, ct.c_int, ct.c_size_t, ct.c_void_p, ct.c_size_t
 )
-_writecdr = _function("dds_writecdr", ct.c_int32, ct.c_int32, ct.c_void_p)
-_takecdr = _function("dds_takecdr", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_uint32, ct.c_void_p, ct.c_uint32)
-_to_ser_ref = _function(
+_writecdr = function("dds_writecdr", ct.c_int32, ct.c_int32, ct.c_void_p)
+_takecdr = function("dds_takecdr", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_uint32, ct.c_void_p, ct.c_uint32)
+_to_ser_ref = function(
     "ddsi_serdata_to_ser_ref", ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_size_t, ct.c_void_p, brief=True
 )
-_to_ser_unref = _function("ddsi_serdata_to_ser_unref", None, ct.c_void_p, ct.c_void_p)
-_serdata_size = _function("ddsi_serdata_size", ct.c_uint32, ct.c_void_p, brief=True)
-_serdata_unref = _function("ddsi_serdata_unref", None, ct.c_void_p)
-_entity_sertype = _function("dds_get_entity_sertype", ct.c_int32, ct.c_int32, ct.c_void_p)
-_matched_publications = _function("dds_get_matched_publications", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
-_waitset_attach = _function("dds_waitset_attach", ct.c_int32, ct.c_int32, ct.c_int32, ct.c_ssize_t)
-_waitset_detach = _function("dds_waitset_detach", ct.c_int32, ct.c_int32, ct.c_int32)
-_waitset_wait = _function("dds_waitset_wait", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t, ct.c_int64)
-_wait_for_acks = _function("dds_wait_for_acks", ct.c_int32, ct.c_int32, ct.c_int64)
+_to_ser_unref = function("ddsi_serdata_to_ser_unref", None, ct.c_void_p, ct.c_void_p)
+_serdata_size = function("ddsi_serdata_size", ct.c_uint32, ct.c_void_p, brief=True)
+_serdata_unref = function("ddsi_serdata_unref", None, ct.c_void_p)
+_entity_sertype = function("dds_get_entity_sertype", ct.c_int32, ct.c_int32, ct.c_void_p)
+_matched_publications = function("dds_get_matched_publications", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
+_waitset_attach = function("dds_waitset_attach", ct.c_int32, ct.c_int32, ct.c_int32, ct.c_ssize_t)
+_waitset_detach = function("dds_waitset_detach", ct.c_int32, ct.c_int32, ct.c_int32)
+_waitset_wait = function("dds_waitset_wait", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t, ct.c_int64)
+_wait_for_acks = function("dds_wait_for_acks", ct.c_int32, ct.c_int32, ct.c_int64)
 
 AVAILABLE = all(
     f is not None
@@ -87,36 +87,6 @@ AVAILABLE = all(
         _entity_sertype,
     )
 )
-
-
-# glibc's parameters of malloc. DDS allocates and frees memory for each chunk on its way, and receives into buffers of
-# 1 MiB. By default glibc gives such memory back to the kernel at once, which then has to hand out zeroed pages again:
-# half of the time of a 4 MiB all_reduce over DDS went there (750 page faults a call instead of 8). The same with the
-# activations of a model: a step of the CNN with 64 samples has 31,000 page faults and takes 1.5 times as long where
-# 4 MiB are the limit, and 1,300 with this one. Setting it by hand ends glibc's own adapting, so it has to be large.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_PARAMETERS = (
-    (_M_MMAP_THRESHOLD, 32 << 20),  # the most that glibc takes; what is larger is given back at once
-    (_M_TRIM_THRESHOLD, 128 << 20),  # free memory that the main arena keeps for the next time
-    # Room to grow, which costs nothing until it is used: threads' arenas, in heaps of 64 MiB, give an empty heap back
-    # only if so much stays free in the one before it, so now they keep what they had at most. Without, a federated run
-    # still had four times the page faults.
-    (_M_TOP_PAD, 64 << 20),
-)
-
-
-@functools.cache
-def keep_memory() -> bool:
-    """Have malloc keep freed memory of the size of chunks and of activations. Once per process.
-
-    False: this is not glibc, or the user has set its parameters.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return False
-    mallopt = getattr(ct.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(parameter, size) for parameter, size in _PARAMETERS)
 
 
 def sertype_of(entity: Any) -> int:
@@ -217,13 +187,15 @@ def write(entity: int, sertype: int, parts: Sequence[Any]) -> int:
         total = len(head)
     else:
         head, count = b"".join(parts[:-1]), 3 if pad else 2
+        if not head:  # DDS wants the encapsulation in the first buffer
+            head, body = bytes(body[: len(ENCAPSULATION)]), memoryview(body)[len(ENCAPSULATION) :]
         vector = _Scattered(head, len(head), *_address(body), pad, len(pad))
         total = len(head) + len(body) + len(pad)
     return int(_writecdr(entity, _sample_of(sertype, vector, count, total)))  # takes over the reference
 
 
 def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Callable[[memoryview], None]) -> int:
-    """Write one sample, most of which is made right where DDS keeps it: nothing but ``head`` is copied.
+    """Write one sample, most of which is made right where DDS keeps it, and copied from nowhere.
 
     Args:
         entity, sertype: as for :func:`write`.
@@ -241,7 +213,7 @@ def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Ca
     start, end = len(head), len(head) + room_bytes
     pad = _PADS[-end % 4]
     size = end + len(pad)
-    sample = _sample_of(sertype, _Scattered(head, start), 1, size)  # DDS takes what there is, and leaves the rest free
+    sample = _sample_of(sertype, *_with_room(head, room_bytes + len(pad)), size)  # DDS counts the octets at once
     iov = _IoVec()
     _to_ser_ref(sample, 0, size, ct.byref(iov))
     try:
@@ -257,7 +229,23 @@ def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Ca
     return int(_writecdr(entity, sample))
 
 
-def _sample_of(sertype: int, vector: _Scattered, count: int, size: int) -> int:
+_BLANK = bytes(256 << 10)  # so much stays in the processor's caches
+_BLANK_AT = _address(_BLANK)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _vectors(count: int) -> Any:
+    return _IoVec * count  # a new type; to make one takes longer than to use it
+
+
+def _with_room(head: bytes, room_bytes: int) -> tuple[Any, int]:
+    """Buffers of a sample, and their number: what it begins with, and as many octets as it says, whatever they are."""
+    full, rest = divmod(room_bytes, len(_BLANK))
+    blanks = ((_BLANK_AT, len(_BLANK)),) * full
+    return _vectors(full + 2)(_address(head), *blanks, (_BLANK_AT, rest)), full + 2
+
+
+def _sample_of(sertype: int, vector: Any, count: int, size: int) -> int:
     assert _from_iov is not None
     sample = _from_iov(sertype, _SERDATA_KIND_DATA, count, ct.byref(vector), size)
     if not sample:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from cyclonedds.core import DDSException
 from cyclonedds.domain import Domain, DomainParticipant
-from cyclonedds.topic import Topic as DdsTopic
 
 from gradbus.runtime.errors import BusError, ConfigError
 
@@ -133,8 +132,10 @@ class Topics:
     """Those of one bus: each is there for as long as it has readers or writers, as groups have topics of their own, and
     a bus may see any number of groups."""
 
-    def __init__(self, participant: Any) -> None:
+    def __init__(self, participant: Any, kind: Callable[[Any, str, Any], Any]) -> None:
+        """``kind``: makes a topic of a participant, a name and an IDL type."""
         self._participant = participant
+        self._kind = kind
         self._used: dict[str, _UsedTopic] = {}
         self._lock = threading.Lock()  # the loop opens readers and writers, the receive thread deletes them
 
@@ -149,7 +150,7 @@ class Topics:
         with self._lock:
             used = self._used.get(name)
             if used is None:
-                used = self._used[name] = _UsedTopic(DdsTopic(self._participant, name, idl_type))
+                used = self._used[name] = _UsedTopic(self._kind(self._participant, name, idl_type))
             used.count += 1
             return used.entity
 

@@ -22,7 +22,7 @@ from gradbus.experiments.bench_collectives_ranks import Place
 from gradbus.experiments.bench_collectives_ranks import run_ranks as run_places
 from gradbus.experiments.bench_collectives_timing import in_turns
 from gradbus.experiments.bench_ddp_process import Training, run_ranks
-from gradbus.runtime import ddsc
+from gradbus.runtime import malloc
 
 _WORLD = 2
 _LR = 0.05
@@ -94,7 +94,7 @@ def _of_slower_rank(steps_s: Sequence[Sequence[float]]) -> float:
 def gloo_steps(place: Place) -> dict[str, Any]:
     """The role of a rank: seconds of each step. Its spec: ``plan``."""
     plan: Plan = place.spec["plan"]
-    ddsc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
+    malloc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
     place.start("gloo")
     task = _training(plan).task()
     model = task.build_model()

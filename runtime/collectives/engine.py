@@ -19,7 +19,7 @@ from gradbus.runtime.frames import Flags, Frame
 
 MAX_PENDING = 4096  # collectives of one group at a time
 MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
-MAX_NAME_BYTES_ON_WIRE = 248  # the most that is 8 beyond a multiple of 16 and fits a frame
+MAX_NAME_BYTES_ON_WIRE = 244  # the most that is 4 beyond a multiple of 16 and fits a frame
 _MAX_NAMES = 65_536  # names whose calls are counted
 
 _SHARED = int(Flags.SHARED)
@@ -31,8 +31,9 @@ _Call = tuple[int, str, str]  # round, name, lane
 def wire_name(name: str, signature: str, meta: str) -> str:
     """What a frame carries as its name: the three parts, separated and padded by NUL.
 
-    Padded to 8 beyond a multiple of 16: behind the 88 bytes of DDS and frame header the payload then lies at a multiple
-    of 16, where arithmetic is fast.
+    Padded to 4 beyond a multiple of 16. Cyclone keeps what is behind the encapsulation at 8 beyond a multiple of 16 in
+    memory; behind the length and the header, 84 bytes, the payload then lies at a multiple of 16, where arithmetic is
+    fast.
     """
     text = f"{name}\0{signature}\0{meta}"
     size = len(text.encode())
@@ -41,7 +42,7 @@ def wire_name(name: str, signature: str, meta: str) -> str:
             f"{name!r}: name, signature and shape have {size} bytes together, at most {MAX_NAME_BYTES_ON_WIRE} can be "
             f"sent: {signature} {meta}. Use a shorter name, or reshape the tensor to fewer dimensions"
         )
-    return text + "\0" * ((8 - size) % 16)
+    return text + "\0" * ((4 - size) % 16)
 
 
 @lru_cache(maxsize=1024)

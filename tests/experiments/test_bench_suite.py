@@ -19,7 +19,7 @@ from gradbus.experiments.bench import document, part_federated, part_parallel, s
 from gradbus.experiments.bench.compare import compare, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Figure, Results, Run, figure, machine, make_run, summary
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, Part
-from gradbus.runtime import ddsc
+from gradbus.runtime import malloc
 from gradbus.runtime.errors import ConfigError
 
 
@@ -266,7 +266,7 @@ def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.M
             calls.append(backend)
             raise Stopped
 
-    monkeypatch.setattr(ddsc, "keep_memory", lambda: calls.append("memory"))
+    monkeypatch.setattr(malloc, "keep_memory", lambda: calls.append("memory"))
     with pytest.raises(Stopped):
         part_parallel.gloo_steps(cast("Any", NoPlace()))
     assert calls == ["memory", "gloo"]

@@ -12,7 +12,7 @@ from cyclonedds.domain import DomainParticipant
 from cyclonedds.pub import Publisher
 
 import gradbus
-from gradbus.runtime import bus, dds, ddsc, domains
+from gradbus.runtime import bus, c_topics, dds, ddsc, domains
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.messages import Control
 from gradbus.runtime.network import NetworkConfig, build_xml
@@ -120,7 +120,7 @@ def test_what_dds_does_not_give_a_bus_is_an_error_of_the_bus(
     [
         (dds, "DataWriter", dds_is_out_of_resources, "a writer of topic 'train/control': .*lack of resources"),
         (dds, "DataReader", dds_is_out_of_resources, "a reader of topic 'train/control': .*lack of resources"),
-        (domains, "DdsTopic", dds_is_out_of_resources, "topic 'train/control': .*lack of resources"),
+        (c_topics, "CTopic", dds_is_out_of_resources, "topic 'train/control': .*lack of resources"),
         (dds, "ReadCondition", dds_is_out_of_resources, "a reader of topic 'train/control': .*lack of resources"),
         (ddsc, "sertype_of", libddsc_fails, "a writer of topic 'train/control': .*returned -5"),
     ],

@@ -26,7 +26,8 @@ REASONS = {"short", "magic", "version", "kind", "limits", "crc", "name"}
 
 
 def padded(name: str) -> str:
-    """The name field of a collective: NULs until it is 8 bytes longer than a multiple of 16."""
+    """The name field of a collective: NULs until it is 8 bytes longer than a multiple of 16, as it was when these were
+    kept. How many there are is up to the sender."""
     while len(name.encode()) % 16 != 8:
         name += "\0"
     return name
