@@ -83,7 +83,17 @@ def _frame_seeds() -> list[bytes]:
     seeds = _frames_of(FrameKey(Kind.UPDATE, 1, 2, 3, 4, 5), bytes(range(200)), 64)
     seeds += _frames_of(FrameKey(Kind.MODEL, 1, 2, CONTROLLER, 4, 5), b"", 64, frames.Flags.DELTA)
     seeds += _frames_of(FrameKey(Kind.CONTROL, 1, 0, CONTROLLER, 4), body, 1 << 16)
-    return seeds + _frames_of(FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, "g\0s\0f", 1), b"abc", 64, frames.Flags.HEAD_CRC)
+    collective = FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, "g\0s\0f", 1)
+    seeds += [_with_descriptors(collective, count) for count in (1, 2, frames.MAX_DESCRIPTORS)]
+    return seeds + _frames_of(collective, b"abc", 64, frames.Flags.HEAD_CRC)
+
+
+def _with_descriptors(key: FrameKey, count: int) -> bytes:
+    """A frame that tells of so many slices in shared memory, the last ones of a payload, in place of the first."""
+    told = bytes(range(frames.DESCRIPTOR_BYTES)) * count
+    data = memoryview(bytes(64))
+    head = frames.head(key, data, 1, 64 * (1 + count), chunk_bytes=64, flags=frames.Flags.SHARED, descriptor=told)
+    return head + told
 
 
 def _read_transfer(data: bytes) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gradbus.experiments.fuzz import __main__ as program
 from gradbus.experiments.fuzz.catalogue import NAMES, TARGETS
 from gradbus.experiments.fuzz.target import RESIDENT_SLACK_BYTES, Target, peaks, remove_folder
+from gradbus.runtime import frames
 
 EXAMPLES = 60  # of each target; `make fuzz` tries millions
 HAVE_ATHERIS = importlib.util.find_spec("atheris") is not None
@@ -53,6 +54,13 @@ def test_no_seed_takes_more_memory_than_is_stated(name: str) -> None:
     seeds = target.seeds()
     assert all(len(seed) <= target.max_len for seed in seeds)
     assert max(peaks(target, iter(seeds))) <= target.limit_bytes
+
+
+def test_the_seeds_of_frames_are_frames_with_payload_and_with_one_and_with_many_descriptors() -> None:
+    read = [frames.parse(seed) for seed in TARGETS["frame"].seeds()]
+    shared = [len(frame.data) // frames.DESCRIPTOR_BYTES for frame in read if frame.flags & frames.Flags.SHARED]
+    assert shared == [1, 2, frames.MAX_DESCRIPTORS]
+    assert {frame.key.kind for frame in read if not frame.flags & frames.Flags.SHARED} == set(frames.Kind)
 
 
 @pytest.mark.parametrize("name", NAMES)
