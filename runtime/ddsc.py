@@ -211,16 +211,13 @@ def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Ca
     assert _to_ser_unref is not None
     assert _serdata_unref is not None
     start, end = len(head), len(head) + room_bytes
-    pad = _PADS[-end % 4]
-    size = end + len(pad)
-    sample = _sample_of(sertype, *_with_room(head, room_bytes + len(pad)), size)  # DDS counts the octets at once
+    size = end + -end % 4
+    sample = _sample_of(sertype, *_with_room(head, size - start), size)  # DDS counts the octets at once
     iov = _IoVec()
     _to_ser_ref(sample, 0, size, ct.byref(iov))
     try:
-        with _view(iov.base, size, _WRITABLE) as view:
-            view[end:] = pad
-            with view[start:end] as room:
-                make(room)
+        with _view(iov.base, size, _WRITABLE) as view, view[start:end] as room:
+            make(room)
     except BaseException:
         _serdata_unref(sample)
         raise

@@ -32,8 +32,8 @@ def wire_name(name: str, signature: str, meta: str) -> str:
     """What a frame carries as its name: the three parts, separated and padded by NUL.
 
     Padded to 4 beyond a multiple of 16. Cyclone keeps what is behind the encapsulation at 8 beyond a multiple of 16 in
-    memory; behind the length and the header, 84 bytes, the payload then lies at a multiple of 16, where arithmetic is
-    fast.
+    memory; behind the length and the header, 84 bytes, a payload that is used there then lies at a multiple of 16,
+    where arithmetic is fast.
     """
     text = f"{name}\0{signature}\0{meta}"
     size = len(text.encode())

@@ -1,6 +1,6 @@
-"""The other process of the tests in test_bus_processes.py: ``bus_child.py ROLE JOB DOMAIN LEASE_S``.
+"""The other process of the tests in test_bus_processes.py: ``bus_child.py ROLE JOB DOMAIN LEASE_S [PATH]``.
 
-It says one JSON value a line, and acts on lines that it is told.
+PATH is ``fast`` or ``binding``. It says one JSON value a line, and acts on lines that it is told.
 """
 
 from __future__ import annotations
@@ -85,8 +85,11 @@ async def live(bus: Bus) -> None:
 
 
 async def main() -> None:
-    role, job, domain, lease_s = sys.argv[1:]
-    async with asyncio.timeout(60), gradbus.connect(job, domain=int(domain), lease_s=float(lease_s)) as bus:
+    role, job, domain, lease_s, path = [*sys.argv[1:], "fast"][:5]
+    async with (
+        asyncio.timeout(60),
+        gradbus.connect(job, domain=int(domain), lease_s=float(lease_s), fast=path == "fast") as bus,
+    ):
         await {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live}[role](bus)
 
 

@@ -46,10 +46,10 @@ class Child:
 
 @asynccontextmanager
 async def child(
-    role: str, place: dict[str, Any], *, lease_s: float = LEASE_S, ends_with: int = 0
+    role: str, place: dict[str, Any], *, lease_s: float = LEASE_S, path: str = "fast", ends_with: int = 0
 ) -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, CHILD, role, place["job"], str(place["domain"]), str(lease_s), stdin=PIPE, stdout=PIPE
+        sys.executable, CHILD, role, place["job"], str(place["domain"]), str(lease_s), path, stdin=PIPE, stdout=PIPE
     )
     try:
         yield Child(process)
@@ -61,9 +61,17 @@ async def child(
             await process.wait()
 
 
-def test_each_kind_of_message_arrives_in_another_process_and_comes_back(run: Run, place: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("here", "there"), [("fast", "fast"), ("fast", "binding"), ("binding", "fast")], ids=" and ".join
+)
+def test_each_kind_of_message_arrives_in_another_process_and_comes_back(
+    run: Run, here: str, there: str, place: dict[str, Any]
+) -> None:
     async def main() -> None:
-        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("talk", place) as other:
+        async with (
+            gradbus.connect(**place, lease_s=LEASE_S, fast=here == "fast") as bus,
+            child("talk", place, path=there) as other,
+        ):
             assert await other.says() == "listening"
             for kind in (TrainCmd, ClientUpdate, ModelBlob, Control):
                 await reads(bus, kind)
@@ -91,6 +99,28 @@ def test_each_kind_of_message_arrives_in_another_process_and_comes_back(run: Run
             assert command in messages
             assert not bus.rejected
             inbox.close()
+            other.tell("end")
+
+    run(main)
+
+
+@pytest.mark.parametrize(("here", "there"), [("fast", "binding"), ("binding", "fast")], ids=" to ".join)
+def test_a_model_arrives_whole_in_a_process_whose_topics_are_of_the_other_kind(
+    run: Run, here: str, there: str, place: dict[str, Any]
+) -> None:
+    payload = random.Random(6).randbytes(3 * MIB + 1)
+
+    async def main() -> None:
+        async with (
+            gradbus.connect(**place, lease_s=LEASE_S, fast=here == "fast") as bus,
+            child("receive", place, path=there) as other,
+        ):
+            assert await other.says() == "listening"
+            await reads(bus, ModelBlob)
+            other.tell(str(len(payload)))
+            await bus.send_model(MODEL, payload)
+            crc, _ = await other.says()
+            assert crc == zlib.crc32(payload)
             other.tell("end")
 
     run(main)

@@ -1,4 +1,8 @@
-"""The two kinds of topics, Cyclone's own and the binding's: whoever has the one talks with whoever has the other."""
+"""The two kinds of topics, Cyclone's own and the binding's: whoever has the one talks with whoever has the other.
+
+Within one process, where Cyclone turns the one kind of sample into the other. How they meet on the wire is in
+test_bus_processes.py, and against a program that knows the IDL alone in test_idl.py.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +74,7 @@ def test_jobs_that_share_a_participant_each_have_their_own_kind(run: Run, fast: 
     async def main() -> None:
         async with gradbus.connect(**place, fast=fast) as one, gradbus.connect(**elsewhere, fast=not fast) as other:
             assert one._node.participant is other._node.participant
+            assert (is_cyclones_own(one), is_cyclones_own(other)) == (fast, not fast)
             async with gradbus.connect(**place) as reader, gradbus.connect(**elsewhere) as second_reader:
                 for bus, inbox in ((one, reader.subscribe(ModelBlob)), (other, second_reader.subscribe(ModelBlob))):
                     await reads(bus, ModelBlob)

@@ -20,11 +20,12 @@ from gradbus.runtime.topics import TOPICS, Topic
 JOB_TOPICS = (*TOPICS.values(), SESSION_TOPIC)
 
 _OCTETS_AT = 24  # at the latest
+_COUNTER_AT = 16  # in an envelope, little-endian
 Heard = tuple[str, bytes]  # the topic's name, the sample
 
 
 class Outsider:
-    """Listens on a thread of its own. ``echoes``: it says every sample again, as it came and damaged."""
+    """Listens on its own thread. ``echoes``: it says each sample again, as it came, damaged, and as one to come."""
 
     def __init__(
         self, job: str, domain: int, *, topics: Iterable[Topic] = JOB_TOPICS, echoes: bool = False,
@@ -70,7 +71,7 @@ class Outsider:
         damaged = bytearray(sample)  # behind the fields and the length: DDS itself would notice those
         damaged[self._random.randrange(_OCTETS_AT, len(damaged))] ^= 1 << self._random.randrange(8)
         noise = sample[:_OCTETS_AT] + self._random.randbytes(len(sample) - _OCTETS_AT)
-        for said in (sample, bytes(damaged), noise):
+        for said in (sample, bytes(damaged), noise, *_ahead(sample)):
             self.say(name, said)
 
     def say(self, name: str, sample: bytes) -> None:
@@ -106,3 +107,14 @@ class Outsider:
     def in_clear(self) -> list[Heard]:
         """What it could read."""
         return [(name, data) for name, data in self.heard if frames.MAGIC in data or MAGIC not in data[:40]]
+
+
+def _ahead(sample: bytes) -> list[bytes]:
+    """The envelope in a sample, if there is one, with a counter that its receiver has not heard of yet: a damaged one
+    with the counter of the true one is a replay, whatever else is wrong with it."""
+    at = sample.find(MAGIC)
+    if at < 0:
+        return []
+    later = bytearray(sample)
+    later[at + _COUNTER_AT + 1] ^= 0x10
+    return [bytes(later)]
