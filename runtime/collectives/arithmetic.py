@@ -189,6 +189,6 @@ def to_bfloat16(values: Array) -> Array:
 
 
 def _typed(memory: Bytes, kind: Any) -> Array:
-    """The bytes as elements. Payload of up to 16 KiB lies anywhere, as does that of senders that pad names otherwise than
-    ours: NumPy takes that as well, at up to twice the time."""
+    """The bytes as elements. Payload of up to 16 KiB lies anywhere, as does that of senders that pad names otherwise
+    than ours: NumPy takes that as well, at up to twice the time."""
     return memory.view(kind)
