@@ -95,7 +95,7 @@ def step_rows(
         name = f"step of {model}, batch {BATCH_SIZE}, {TRANSPORTS[transport]}, world 2"
         try:
             found = run_ranks(
-                time_steps, 2, transport, {"model": model, "steps": steps, "repeats": repeats}, timeout_s=240.0
+                time_steps, 2, transport, {"model": model, "steps": steps, "repeats": repeats}, timeout_s=600.0
             )
         except ChildFailed as error:
             rows.append(failed(name, error))
