@@ -1,9 +1,9 @@
 """DDS topics as a C program makes them, of the types that the binding knows.
 
 The binding's topics keep each sample in memory that is zeroed before it is written, on both sides: for 64 MiB between
-two ranks over DDS that was a seventh of all processor time, and for small samples a dozen allocations more. Topics of
-Cyclone's own do not, and they need no GIL where Cyclone compares types. What is on the wire, and the type that
-discovery tells of, are the same, so both kinds talk with each other.
+two ranks over DDS that was a seventh of all processor time. Topics of Cyclone's own do not, and they need no GIL where
+Cyclone compares types. What is on the wire, and the type that discovery tells of, are the same, so both kinds talk with
+each other.
 
 The binding cannot read or write them: samples go through :mod:`.ddsc`.
 """
