@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from gradbus.runtime.logs import get_logger, plain_text
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.plain_text import plain_text
 
 MAX_DISTINCT = 32  # that are shown in a run; what a client says of its errors is its own invention
 MAX_TEXT = 8000  # characters of a traceback: its end, where the error stands

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradbus.experiments.lifecycle import guard
+from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
     from gradbus.experiments.history_check import Finding
@@ -42,7 +43,7 @@ def check(
 
     code = guard("check", action, as_log=False)
     for line in lines:
-        print(line)
+        print(plain_line(line))
     raise typer.Exit(code or (0 if all(well) else 12))
 
 

@@ -20,6 +20,7 @@ from gradbus.experiments.choices import LoopName
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
 from gradbus.runtime import compute, logs
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.plain_text import plain_line
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ def _leave_at_once(signum: int, _: FrameType | None) -> NoReturn:
 
 def say(text: str) -> None:
     """One line on stderr, whatever the text."""
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
+    print(plain_line(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
 def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str, as_log: bool = True) -> int:

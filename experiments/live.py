@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradbus.experiments.logfile import LogFile
+from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
     from gradbus.actors.report import Progress, RoundReport
@@ -107,13 +108,15 @@ def head(title: str, done: int, total: int, unit: str, width: int) -> Renderable
     row = Table.grid(padding=(0, 1))
     count = f"{done}/{total} {unit}"
     row.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BAR_WIDTH - len(count) - 3))
-    row.add_row(Text(title, style="bold"), ProgressBar(total=max(1, total), completed=done, width=_BAR_WIDTH), count)
+    row.add_row(
+        Text(plain_line(title), style="bold"), ProgressBar(total=max(1, total), completed=done, width=_BAR_WIDTH), count
+    )
     return row
 
 
 def warning(line: str) -> Text:
     """One line, whatever its length."""
-    return Text(line, style="yellow", overflow="ellipsis", no_wrap=True)
+    return Text(plain_line(line), style="yellow", overflow="ellipsis", no_wrap=True)
 
 
 def _now(progress: Progress, clients: int, width: int) -> Text:

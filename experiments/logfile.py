@@ -10,7 +10,7 @@ from typing import TextIO
 
 from gradbus.runtime import logs
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.logs import plain_text
+from gradbus.runtime.plain_text import plain_line, plain_text
 
 _HIDDEN = {"event", "level", "timestamp", "source", "traceback", "exception"}
 
@@ -44,7 +44,7 @@ class LogFile:
 
     def show(self, line: str) -> None:
         """Show this line to the user, too."""
-        line = plain_text(line)
+        line = plain_line(line)
         self.warnings.append(line)
         if self._on_warning is not None:
             self._on_warning(line)

@@ -16,6 +16,7 @@ from typing import Any
 from gradbus.experiments import style
 from gradbus.experiments.report_svg import Picture
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.plain_text import plain_text
 
 DASH = "–"
 
@@ -105,11 +106,15 @@ def render(page: Page) -> str:
 
     folder = files("gradbus.experiments") / "templates"
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_plain
     )
     template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
     css = (folder / "report.css").read_text(encoding="utf-8")
     return template.render(page=page, css=css, colors=_colors())
+
+
+def _plain(value: Any) -> Any:
+    return plain_text(value) if type(value) is str else value  # what is marked as safe is of another type
 
 
 def _colors() -> dict[str, str]:

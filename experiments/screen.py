@@ -16,6 +16,7 @@ from gradbus.experiments.live import Display, LiveTable, PlainLines
 from gradbus.experiments.logfile import LogFile, logging_to
 from gradbus.experiments.run_dir import RunDirectory
 from gradbus.runtime import logs
+from gradbus.runtime.plain_text import plain_line, plain_text
 
 if TYPE_CHECKING:
     from gradbus.actors import Controller
@@ -47,7 +48,7 @@ class Screen:
         """The log of this run; its warnings are lines on stderr where there is no table."""
         if self.table:  # rich puts the lines above the table
             return LogFile(run.log, None, self.say)
-        return LogFile(run.log, lambda line: print(f"warning: {line}", file=sys.stderr), _to_stderr)
+        return LogFile(run.log, lambda line: print(f"warning: {plain_line(line)}", file=sys.stderr), _to_stderr)
 
     def logging(self, log: LogFile) -> AbstractContextManager[None]:
         """Send the log there meanwhile."""
@@ -66,8 +67,8 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line for the user."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(plain_text(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(plain_text(text), file=sys.stderr)

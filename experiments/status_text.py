@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradbus.experiments.live import percent, ranges, size
-from gradbus.runtime.logs import plain_text
+from gradbus.runtime.plain_text import plain_line
 
 MAX_LINES = 40  # clients, or ranks of one group, that get a line of their own
 
@@ -18,7 +18,7 @@ def lines_of(picture: Mapping[str, Any]) -> list[str]:
         lines += _federated(picture["federated"])
     for group in picture.get("groups", ()):
         lines += _group(group)
-    return [plain_text(line) for line in lines]
+    return [plain_line(line) for line in lines]
 
 
 def _federated(found: Mapping[str, Any]) -> list[str]:

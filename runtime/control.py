@@ -19,6 +19,8 @@ from gradbus.runtime.control_types import (
     U64,
     Counts,
     Ids,
+    Label,
+    Lines,
     Name,
     Round,
     Seconds,
@@ -57,10 +59,10 @@ class Hello:
     layout: U64
     ready: bool
     session: U64
-    phase: Name
+    phase: Label
     round_id: Round
     model_round: Round
-    host: Name
+    host: Label
     next_round: Round
     memory: Name = ""
     phase_s: Seconds = 0.0
@@ -121,10 +123,10 @@ class Status:
 
     run_id: U64
     round_id: Round
-    phase: Name
+    phase: Label
     ready: U32
     expected: U32
-    host: Name = ""
+    host: Label = ""
     minimum: U32 = 0
     rounds: U32 = 0
     clients: U32 = 0
@@ -247,7 +249,7 @@ class Failed:
 
     run_id: U64
     round_id: Round
-    text: Text
+    text: Lines
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

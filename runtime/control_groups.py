@@ -6,7 +6,7 @@ import dataclasses
 
 from pydantic.dataclasses import dataclass
 
-from gradbus.runtime.control_types import STRICT, U32, U64, Counts, Name, Ranks, Round, Seconds, Text, World
+from gradbus.runtime.control_types import STRICT, U32, U64, Counts, Label, Name, Ranks, Round, Seconds, Text, World
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -30,7 +30,7 @@ class GroupHello:
     linked: bool
     formed: bool
     options: U64
-    host: Name
+    host: Label
     memory: Name
     attached: Ranks
 
@@ -69,7 +69,7 @@ class Pulse:
 
     group: Name
     world: World
-    host: Name
+    host: Label
     up_s: Seconds
     step: Round = -1
     epoch: Round = -1
@@ -77,7 +77,7 @@ class Pulse:
     bytes_out: U64 = 0
     bytes_in: U64 = 0
     pending: U32 = 0
-    oldest: Name = ""
+    oldest: Label = ""
     oldest_s: Seconds = 0.0
     missing: Ranks = dataclasses.field(default_factory=list)
     lost: Ranks = dataclasses.field(default_factory=list)

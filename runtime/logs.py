@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
+from collections.abc import MutableMapping
 from typing import Any, Literal, TextIO
 
 import structlog
 
-_CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
+from gradbus.runtime.plain_text import plain_but_colours, plain_line, plain_text
+
+_MANY_LINES = ("traceback", "exception", "stack")
 
 
 def get_logger(name: str, **bound: Any) -> Any:
@@ -27,7 +29,7 @@ class _Lenient:
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
+            self._stream.write(plain_but_colours(text))
         return len(text)
 
     def flush(self) -> None:
@@ -52,7 +54,8 @@ def configure(*, level: str = "info", style: Literal["auto", "console", "json"] 
     if as_json:
         processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     else:
-        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event=24))
+        processors.append(_plain_values)
+        processors.append(structlog.dev.ConsoleRenderer(24, colors=sys.stderr.isatty()))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -61,6 +64,9 @@ def configure(*, level: str = "info", style: Literal["auto", "console", "json"] 
     )
 
 
-def plain_text(text: str) -> str:
-    """Without what a terminal would obey: for text that comes from elsewhere."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+def _plain_values(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A value that a peer has said cannot colour, hide or forge lines. Others are shown by ``repr``, which escapes."""
+    for key, value in entry.items():
+        if isinstance(value, str):
+            entry[key] = plain_text(value) if key in _MANY_LINES else plain_line(value)
+    return entry

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from gradbus.runtime import frames
 from gradbus.runtime.bodies import pack_body, read_body
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.packing import Limits
+from gradbus.runtime.plain_text import plain_line
 
 VERSION = 1
 MAX_KEY_BYTES = 1024  # in UTF-8
@@ -34,7 +35,7 @@ _STRICT = ConfigDict(strict=True, extra="ignore")
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 20)]
-Text = Annotated[str, Field(max_length=MAX_KEY_BYTES)]
+Text = Annotated[str, Field(max_length=MAX_KEY_BYTES), AfterValidator(plain_line)]  # for people
 Numbers = Annotated[list[Number], Field(max_length=MAX_OPEN)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Keys = Annotated[list[Annotated[str, Field(max_length=MAX_KEY_BYTES)]], Field(max_length=MAX_KEYS)]

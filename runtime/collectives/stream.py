@@ -98,7 +98,7 @@ class NewPayload(Stream):
             self._tensor = empty_like_described(meta, self._max_bytes)
             self._memory = as_bytes(self._tensor)
             if len(self._memory) != total_bytes:
-                raise CollectiveError(f"sent {total_bytes} bytes for a tensor {meta} of {len(self._memory)}")
+                raise CollectiveError(f"sent {total_bytes} bytes for a tensor {meta!r} of {len(self._memory)}")
         elif total_bytes > CHUNK_BYTES:
             self._memory = np.empty(total_bytes, np.uint8)
 
