@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ from gradbus.runtime import control, frames, sealed_memory, shared_memory
 from gradbus.runtime.assembler import Assembler, Verdict
 from gradbus.runtime.collectives import engine, objects
 from gradbus.runtime.collectives.stream import NewPayload
-from gradbus.runtime.collectives.tensors import describe
+from gradbus.runtime.collectives.tensors import Bytes, describe
 from gradbus.runtime.errors import CollectiveError, FrameError
 from gradbus.runtime.frames import CONTROLLER, Frame, FrameKey, Kind
 from gradbus.runtime.shared_memory import SharedMemoryFault
@@ -20,6 +22,9 @@ from gradbus.runtime.topics import TOPICS, collective_topic, store_topic
 from gradbus.torch import store_messages
 
 _GRANTED_BYTES = 1 << 20
+_COLLECTIVE_BYTES = 4 << 20
+_CHUNK = memoryview(bytes(frames.CHUNK_BYTES))
+_CHUNK_FLOATS = frames.CHUNK_BYTES // 4
 _CRC = slice(frames.HEADER_BYTES - 4, frames.HEADER_BYTES)
 _TOPICS = (*TOPICS.values(), collective_topic("g"), store_topic())
 
@@ -119,7 +124,7 @@ def _transfer_seeds() -> list[bytes]:
     key = FrameKey(Kind.UPDATE, 1, 2, 3, 4, 5)
     parts = [_frames_of(key, bytes(range(200)), chunk_bytes) for chunk_bytes in (64, 100, 1000)]
     parts += [_frames_of(key, b"", 64), parts[0][::-1], [*parts[0], *parts[1]]]
-    return [b"".join(len(frame).to_bytes(2, "little") + frame for frame in some) for some in parts]
+    return [_framed(some) for some in parts]
 
 
 def _read_control(data: bytes) -> None:
@@ -185,23 +190,54 @@ def _object_seeds() -> list[bytes]:
     return [*map(objects.pack, values), b"\xdd\x00\x3f\xff\xff" * 5]
 
 
+class _Watched(NewPayload):
+    """Notes where the chunks lie that it takes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.taken: list[tuple[int, int]] = []  # offset and end, in bytes
+
+    def chunk(self, seq: int, offset: int, data: Bytes) -> None:
+        self.taken.append((offset, offset + len(data)))
+        super().chunk(seq, offset, data)
+
+    def covers(self, size: int) -> bool:
+        """Whether the chunks make so many bytes, without a gap and none twice."""
+        edges = [(0, 0), *sorted(self.taken), (size, size)]
+        return all(before[1] == after[0] for before, after in itertools.pairwise(edges))
+
+
+def _in_memory(frame: Frame) -> list[Frame]:
+    """The chunks that a frame's descriptors stand for, as :class:`.slots.Slots` finds them."""
+    found, chunk_bytes = [], frame.chunk_bytes
+    for seq in range(frame.seq, frame.seq + len(frame.data) // frames.DESCRIPTOR_BYTES):
+        size = min(chunk_bytes, frame.total_bytes - seq * chunk_bytes)
+        if 0 < size <= frames.CHUNK_BYTES:
+            found.append(frame._replace(seq=seq, offset=seq * chunk_bytes, size=size, data=_CHUNK[:size]))
+    return found
+
+
 def _read_collective(data: bytes) -> None:
     """The name of a collective's frame, which says what the payload is; then the frames of the payload."""
     text, _, rest = data.partition(b"\n")
     name, _, meta, _ = engine._parts_of(text.decode("utf-8", "replace"))
     del name
-    stream = NewPayload(_GRANTED_BYTES)
+    stream, total_bytes = _Watched(_COLLECTIVE_BYTES), 0
     while len(rest) >= 2 and not stream.complete:
         size = int.from_bytes(rest[:2], "little")
         frame, rest = _parsed(with_crc(rest[2 : 2 + size])), rest[2 + size :]
-        if frame is None or frame.flags & frames.Flags.SHARED:
+        if frame is None:
             continue
         try:
-            stream.feed(frame, meta)
+            for piece in _in_memory(frame) if frame.flags & frames.Flags.SHARED else [frame]:
+                total_bytes = piece.total_bytes
+                stream.feed(piece, meta)
         except CollectiveError:
             return
     if stream.complete:
-        must(len(stream.value) >= 0 if isinstance(stream.value, bytes) else stream.value.nbytes >= 0, "no value")
+        value = stream.value
+        must(stream.covers(total_bytes), "a payload is complete, and bytes of it have not come")
+        must((len(value) if isinstance(value, bytes) else value.nbytes) == total_bytes, "it has another size")
 
 
 def _collective_seeds() -> list[bytes]:
@@ -211,9 +247,35 @@ def _collective_seeds() -> list[bytes]:
     for payload, meta in ((b"abc", ""), (bytes(24), describe(torch.zeros(2, 3))), (b"", describe(torch.zeros(0)))):
         name = engine.wire_name("grads/17", "all_gather", meta)
         parts = _frames_of(FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, name, 1), payload, frames.CHUNK_BYTES)
-        framed = b"".join(len(frame).to_bytes(2, "little") + frame for frame in parts)
-        seeds.append(name.encode() + b"\n" + framed)
+        seeds.append(name.encode() + b"\n" + _framed(parts))
+    for meta in ("", describe(torch.zeros(2 * _CHUNK_FLOATS + 5))):  # larger ones, in shared memory
+        name = engine.wire_name("grads/17", "all_gather", meta)
+        key = FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, name, 1)
+        seeds += [name.encode() + b"\n" + _framed(_told_of(key, counts)) for counts in ((3,), (1, 2), (1, 1, 1))]
+        short = _told_of(key, (1, 2), first_bytes=frames.CHUNK_BYTES - 100)  # chance would take long to find such
+        seeds.append(name.encode() + b"\n" + _framed(short))
     return seeds
+
+
+def _framed(parts: Sequence[bytes]) -> bytes:
+    return b"".join(len(frame).to_bytes(2, "little") + frame for frame in parts)
+
+
+def _told_of(key: FrameKey, counts: Sequence[int], first_bytes: int = frames.CHUNK_BYTES) -> list[bytes]:
+    """Frames that tell of a payload of two chunks and a bit in shared memory, so many chunks each.
+
+    ``first_bytes``: that the first chunk is said to have.
+    """
+    made, first, total = [], 0, 2 * frames.CHUNK_BYTES + 20
+    for count in counts:
+        descriptors = bytes(frames.DESCRIPTOR_BYTES) * count
+        size = min(frames.CHUNK_BYTES, total - first * frames.CHUNK_BYTES) if first else first_bytes
+        made.append(
+            frames.head(key, _CHUNK[:size], first, total, flags=frames.Flags.SHARED, descriptor=descriptors)
+            + descriptors
+        )
+        first += count
+    return made
 
 
 def _read_place(data: bytes) -> None:
@@ -235,6 +297,6 @@ TARGETS = {
     "control": Target(_read_control, control.MAX_BODY_MEMORY, _control_seeds, max_len=control.MAX_BODY_BYTES),
     "store": Target(_read_store, store_messages.MAX_MEMORY, _store_seeds, max_len=1 << 16),
     "object": Target(_read_object, objects.MAX_OBJECT_MEMORY, _object_seeds, max_len=1 << 16),
-    "collective": Target(_read_collective, 2 * _GRANTED_BYTES, _collective_seeds),
+    "collective": Target(_read_collective, 2 * _COLLECTIVE_BYTES, _collective_seeds),
     "place": Target(_read_place, 1 << 16, lambda: [f"1 3 {'00' * shared_memory.TOKEN_BYTES}".encode(), b"0 0 0"]),
 }

@@ -25,6 +25,7 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.stream import ChunkwiseReduction, Contribution, IntoMemory, Stream
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes, as_bytes, is_plain, plain
+from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.frames import CHUNK_BYTES
 
 Algorithm = Literal["auto", "direct", "ring", "shards"]
@@ -159,6 +160,7 @@ class RingAllReduce(Reduction):
             return
         if not len(self.own):
             return
+        link: _Link | None = None
         before, after, last = (self.rank - 1) % self.world, (self.rank + 1) % self.world, self.world - 1
         partial = self.arithmetic.partial
         numel = len(self.own) // self.itemsize
@@ -172,12 +174,13 @@ class RingAllReduce(Reduction):
             total = self.out
             if self.rank != last and partial.dtype != self.arithmetic.dtype:
                 total = np.empty(numel * partial.itemsize, np.uint8)
-            self.expect(before, 0, _Link(self, partial, total, after))
+            link = _Link(self, partial, total, after)
+            self.expect(before, 0, link)
         if self.rank != last:
             # The last chunk comes when its own part has been used by all, so it may be written over by then.
             passes_on = after != last
             forward = self._forward(after) if passes_on else None
-            self.expect(before, 1, IntoMemory(self.out, forward))
+            self.expect(before, 1, _Results(self.out, forward, link, partial.itemsize // self.itemsize))
 
     def _forward(self, after: int) -> Callable[[int], None]:
         return lambda seq: self.send(after, 1, self.out, only=[seq], has_called=True)
@@ -210,6 +213,27 @@ class _Link(Stream):
             return
         for number in self._fresh.add(here):
             self._operation.send(self._after, 1, self._total, only=[number], has_called=True)
+
+
+class _Results(IntoMemory):
+    """Results, which lie where the own part and the partial sums lay: none before those have been used.
+
+    No order of arrival brings that about, as a result comes of the sums that this rank has passed on. Only a rank that
+    sends what is none does, and then this rank would pass that on as its own.
+    """
+
+    def __init__(
+        self, memory: Bytes, arrived: Callable[[int], None] | None, sums: _Link | None, sums_per_result: int
+    ) -> None:
+        """``sums``: partial sums that this rank gets, None on the first one; so many chunks of them for one result."""
+        super().__init__(memory, arrived)
+        self._sums = sums
+        self._sums_per_result = sums_per_result
+
+    def chunk(self, seq: int, offset: int, data: Bytes) -> None:
+        if self._sums is not None and not self._sums.has(seq * self._sums_per_result, self._sums_per_result):
+            raise CollectiveError(f"sent chunk {seq} of the result before the partial sums that it is made of")
+        super().chunk(seq, offset, data)
 
 
 class _Freshness:

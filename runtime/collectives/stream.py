@@ -29,11 +29,23 @@ class Stream:
     def feed(self, frame: Frame, meta: str) -> bool:
         """Take a frame. False: it was here already.
 
+        Complete means that every byte is here. That holds because each chunk is taken once, and only if it has exactly
+        the bytes that chunk has: the frame alone does not tell, as the first chunk of a payload says itself how long
+        chunks are.
+
         Raises:
-            CollectiveError: it contradicts what is known of the payload.
+            CollectiveError: it contradicts what is known of the payload, or is not a whole chunk.
         """
-        if frame.offset != frame.seq * CHUNK_BYTES or frame.seq_cnt != chunk_count(frame.total_bytes):
+        if frame.offset != frame.seq * CHUNK_BYTES or frame.seq_cnt != chunk_count(
+            frame.total_bytes, chunk_bytes=CHUNK_BYTES
+        ):
             raise CollectiveError(f"sent chunks of {frame.chunk_bytes} bytes where {CHUNK_BYTES} were expected")
+        whole = min(CHUNK_BYTES, frame.total_bytes - frame.offset)
+        if len(frame.data) != whole:
+            raise CollectiveError(
+                f"sent {len(frame.data)} bytes as chunk {frame.seq} of {frame.seq_cnt} of a payload of "
+                f"{frame.total_bytes} where {whole} were expected"
+            )
         if self._have is None:
             if self._total_bytes is not None and frame.total_bytes != self._total_bytes:
                 raise CollectiveError(f"sent {frame.total_bytes} bytes where {self._total_bytes} were expected")
@@ -51,6 +63,10 @@ class Stream:
         self._left -= 1
         self.chunk(frame.seq, frame.offset, np.frombuffer(frame.data, np.uint8) if len(frame.data) else _NOTHING)
         return True
+
+    def has(self, first: int, count: int) -> bool:
+        """Whether ``count`` chunks from number ``first`` on are here, as far as there are so many."""
+        return self._have is not None and all(self._have[first : first + count])
 
     def begin(self, total_bytes: int, meta: str) -> None:
         """The first frame has come. Raises CollectiveError: this payload cannot be taken."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from functools import reduce as fold
 from typing import Any
 
@@ -35,7 +34,6 @@ def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (frames, stream, reductions):
             patch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(stream, "chunk_count", partial(frames.chunk_count, chunk_bytes=CHUNK_BYTES))
         yield
 
 
