@@ -43,10 +43,16 @@ CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have c
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A Hello on its way. ``controller``, ``start``: session of the controller, and number of this start of it."""
+    """A Hello on its way, or the one with which this node has joined.
+
+    Attributes:
+        private: the key of this exchange, until it was used: who gets hold of it later could open what was recorded.
+        controller, start: session of the controller, and number of this start of it.
+        secrets: what came of the exchange, until the keys made of it have taken their place.
+    """
 
     hello: Signed
-    private: X25519PrivateKey
+    private: X25519PrivateKey | None
     controller: bytes
     start: int
     at_s: float
@@ -246,10 +252,11 @@ class Applicant:
         return []
 
     def _hear_welcome(self, signed: Signed, asked: _Asked, now_s: float) -> list[bytes]:
-        if asked.secrets is not None:
+        if asked.private is None:
             raise FrameError("replay", "a second welcome to one hello")
         self._check_budget(now_s)
         confirm, asked.secrets = handshake.accept(self.job, self.key, asked.hello, asked.private, signed)
+        asked.private = None
         asked.down = IncomingStreams(SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.down), asked.controller)
         asked.at_s = now_s
         return [confirm]
@@ -268,6 +275,7 @@ class Applicant:
                 self.job, self.session, asked.controller, self.pinned, up, asked.down, self.keys, now_s
             )
             is_other = self._joined is None or self._joined.controller != asked.controller
+            asked.secrets = asked.down = None
             self._joined, self._asked, self._in_vain, self._joined_s = asked, None, 0, now_s
         elif keys is not None and keys.is_own(header):
             word = epoch.parse(keys.open_keys(JOIN_TOPIC, header, view))

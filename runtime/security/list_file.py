@@ -16,9 +16,12 @@ from gradbus.runtime.security.allow_list import AllowList, load_allow_list
 
 
 class _Stamp(NamedTuple):
-    """What changes when a file is replaced or written."""
+    """What changes when a file is replaced or written. Its owner can set the time of a change back, and programs that
+    copy files do; ``ctime_ns`` is the kernel's own, which nobody can set."""
 
+    ctime_ns: int
     mtime_ns: int
+    device: int
     inode: int
     size: int
 
@@ -67,4 +70,4 @@ class ListFile:
             status = os.stat(self._path)
         except OSError:
             return None
-        return _Stamp(status.st_mtime_ns, status.st_ino, status.st_size)
+        return _Stamp(status.st_ctime_ns, status.st_mtime_ns, status.st_dev, status.st_ino, status.st_size)

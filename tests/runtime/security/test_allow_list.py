@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,23 @@ def test_a_list_of_no_bytes_removes_nobody(tmp_path: Path) -> None:
     news = file.news()
     assert news is not None
     assert not news.entries
+
+
+def test_a_change_that_keeps_size_and_time_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "allow.list"
+    lines = [Entry(key.name, "observer", key.public).text for key in (ONE, TWO)]
+    assert len(lines[0]) == len(lines[1])
+    path.write_text(lines[0])
+    path.chmod(0o600)
+    file, before = ListFile(path), path.stat()
+    while time.time_ns() - before.st_ctime_ns < 50_000_000:  # the clock of files ticks in some milliseconds
+        pass
+    with path.open("r+") as in_place:
+        in_place.write(lines[1])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_mtime_ns, after.st_size, after.st_ino) == (before.st_mtime_ns, before.st_size, before.st_ino)
+    assert file.news() is None
+    news = file.news()
+    assert news is not None
+    assert [entry.name for entry in news.entries] == [TWO.name]

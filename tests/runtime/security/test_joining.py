@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+from types import FunctionType, ModuleType
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, STRANGER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime import control, frames
@@ -313,3 +316,38 @@ def test_bytes_on_the_topic_of_joining_that_are_none_are_counted_and_nothing_mor
             except FrameError as error:
                 assert error.reason  # noqa: PT017 - what is for others raises nothing
     assert JOIN_TOPIC not in hall.door.group._sealers
+
+
+def everything_in(root: object) -> list[object]:
+    """All objects that it leads to, but for what the program consists of."""
+    seen: dict[int, object] = {}
+    queue = [root]
+    while queue:
+        one = queue.pop()
+        if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType):
+            seen[id(one)] = one
+            queue += gc.get_referents(one)
+    return list(seen.values())
+
+
+def test_the_keys_of_an_exchange_are_gone_as_soon_as_it_has_been_used() -> None:
+    hall = Hall()
+    node = Applicant(JOB, ONE, SERVER.public, "client")
+    (hello,) = node.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    (private,) = (one for one in everything_in(node) if isinstance(one, X25519PrivateKey))
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    assert not [one for one in everything_in(hall.door) if isinstance(one, X25519PrivateKey)]
+    said = parse(memoryview(welcome)).message
+    assert isinstance(said, Welcome)
+    shared = private.exchange(X25519PublicKey.from_public_bytes(said.ephemeral))
+    (confirm,) = node.hear(memoryview(welcome), hall.now_s)
+    assert not [one for one in everything_in(node) if isinstance(one, X25519PrivateKey)]
+    with pytest.raises(FrameError, match="a second welcome"):
+        node.hear(memoryview(welcome), hall.now_s)
+    (handed,) = hall.door.hear(memoryview(confirm), hall.now_s)
+    node.hear(memoryview(handed), hall.now_s)
+    assert node.keys is not None
+    for party in (node, hall.door):
+        left = everything_in(party)
+        assert not [one for one in left if isinstance(one, X25519PrivateKey | handshake.Secrets)]
+        assert shared not in left
