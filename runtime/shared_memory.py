@@ -2,7 +2,8 @@
 
 A segment is a memfd: an open file that lies in no file system. Others open it through ``/proc/PID/fd/N`` of its owner,
 and the kernel frees it with the last process that has it, however that ends: after kill -9 nothing is left to clean up,
-no tracker is needed, and ``/dev/shm`` may be as small as it likes. Only the owner writes; others map it for reading.
+no tracker is needed, and ``/dev/shm`` may be as small as it likes. Only the owner writes; others map it for reading,
+and cannot do otherwise: the kernel refuses them a file to write to.
 
 Opening it needs the same user (or root) and the same PID namespace. Where that is not so, or where there is no memfd
 (Linux has it), an error says why, and the data goes over DDS.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
+import errno
 import functools
 import mmap
 import os
@@ -36,6 +38,7 @@ except ImportError:  # Windows
 Bytes = NDArray[np.uint8]  # shape (bytes,)
 
 MAX_BYTES = 1 << 30  # of one segment
+F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it before 3.13
 _NAME = "gradbus"
 _MAGIC = b"gradbus\x01"
 TOKEN_BYTES = 16
@@ -110,9 +113,8 @@ class Segment:
         self._file = make_file()
         try:
             os.ftruncate(self._file, size)
-            # Whoever maps it may rely on its size: reading past the end of a file that was cut short ends the process.
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.memory = map_file(self._file, size, writable=True)
+            _seal_for_others(self._file)  # from here on this mapping alone can write
         except OSError as error:
             self.hide()
             raise SharedMemoryFault(f"no shared memory of {size} bytes: {error}") from None
@@ -131,6 +133,19 @@ class Segment:
 
 
 FREE_FROM = 4096
+
+
+def _seal_for_others(file: int) -> None:
+    """Whoever maps it may rely on its size: reading past the end of a file that was cut short ends the process. And
+    nobody can write who has not mapped it for that already, where the kernel can see to it (Linux from 5.1 on): a
+    process of the same user could otherwise open it through ``/proc`` for writing. Raises OSError."""
+    size_stays = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, size_stays | F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, size_stays)
 
 
 def make_file() -> int:

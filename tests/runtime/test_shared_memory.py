@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -97,6 +99,43 @@ def test_who_is_attached_cannot_write() -> None:
     with pytest.raises(ValueError, match="read-only"):
         seen[FREE_FROM] = 1
     assert seen.data.readonly
+
+
+def can_be_written(path: str) -> list[str]:
+    """In how many ways a process of the same user can write to a segment that it finds."""
+    ways = []
+    file = os.open(path, os.O_RDWR)
+    try:
+        with contextlib.suppress(OSError):
+            os.pwrite(file, b"forged", FREE_FROM)
+            ways.append("write")
+        with contextlib.suppress(OSError):
+            mmap.mmap(file, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE).close()
+            ways.append("map")
+        libc = ctypes.CDLL(None, use_errno=True)
+        punch_hole = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, linux/falloc.h
+        if libc.fallocate(file, punch_hole, ctypes.c_long(FREE_FROM), ctypes.c_long(4096)) == 0:
+            ways.append("punch a hole")
+    finally:
+        os.close(file)
+    return ways
+
+
+def test_another_process_cannot_open_it_for_writing_and_its_owner_goes_on() -> None:
+    segment = Segment(SIZE)
+    seen = attach(segment.place, SIZE)
+    segment.memory[FREE_FROM] = 5
+    _, process, number, _ = segment.place.split(" ")
+    assert can_be_written(f"/proc/{process}/fd/{number}") == []
+    segment.memory[FREE_FROM + 1] = 6
+    assert seen[FREE_FROM : FREE_FROM + 2].tolist() == [5, 6]
+
+
+def test_a_kernel_that_cannot_seal_it_for_others_keeps_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "F_SEAL_FUTURE_WRITE", 1 << 20)  # unknown to every kernel, as 5.0 has it
+    segment = Segment(SIZE)
+    segment.memory[FREE_FROM] = 5
+    assert attach(segment.place, SIZE)[FREE_FROM] == 5
 
 
 def test_it_does_not_change_its_size() -> None:
