@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +27,7 @@ from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.control import Bye, Failed, ModelHere, NeedModel, Refused, Status, Welcome
-from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused
+from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
 from gradbus.runtime.frames import CONTROLLER, FrameKey
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import (
@@ -41,9 +40,11 @@ from gradbus.runtime.messages import (
     TrainCmd,
     new_incarnation,
 )
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.probe import Probe
 from gradbus.runtime.settings import ClientConfig
 from gradbus.runtime.tasks import single_error
+from gradbus.runtime.user_errors import traceback_with_place, user_error
 
 ASK_AFTER_S = 0.25  # without a frame of the model that is needed, ask for it
 
@@ -78,6 +79,7 @@ class Client:
         self._probe = Probe(f"client-{client_id}", self._config.history_dir)
         self._delivery = Delivery(bus, self._identity, self._probe)
         self._rounds = self._refused = 0
+        self._failure = ""  # of the training here, the newest one
 
     @property
     def from_round(self) -> int | None:
@@ -103,6 +105,7 @@ class Client:
         Raises:
             JoinRefused: the controller does not want this client; the text says why.
             BarrierTimeout: no controller was heard for ``controller_timeout_s``.
+            TrainingFailed: the run has ended because training failed, here or on the other clients.
         """
         try:
             await self._compute.run(self._open)
@@ -143,7 +146,7 @@ class Client:
                 raise BusClosed("the bus was closed under a running client: stop the client first") from None
             try:
                 self._handle(message, group)
-            except JoinRefused:
+            except (JoinRefused, TrainingFailed):
                 raise
             except GradbusError as error:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))
@@ -206,6 +209,8 @@ class Client:
                 self._memory.end()
                 self._compute.stop_current()
                 self._delivery.interrupt()
+            case Bye() if body.run_id == orders.run_id and body.final:
+                raise self._ended_by_failure(body)
             case _:
                 pass
 
@@ -313,9 +318,19 @@ class Client:
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
         orders = self._orders
         orders.mark_handled(command)
-        text = "".join(traceback.format_exception(error))
-        log.error("training failed", client=self.client_id, round=command.round_id, error=str(error), traceback=text)
+        text, told = traceback_with_place(error, full=self._config.full_traceback), str(user_error(error))
+        facts = {"client": self.client_id, "round": command.round_id, "error": told}
+        log.error("training failed", **facts, **({} if told == self._failure else {"traceback": text}))
+        self._failure = told
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
         if orders.command is command:
             orders.failure = Failed(welcome.run_id, command.round_id, sent)
             await self._greeting.hello()
+
+    def _ended_by_failure(self, said: Bye) -> TrainingFailed:
+        if not self._failure:
+            return TrainingFailed(f"the run has ended: {plain_line(said.reason)}")
+        return TrainingFailed(
+            f"training failed here: {self._failure}. That has ended the run. Mend it, start the clients and then the "
+            f"controller again: the run goes on from the last committed model", [self.client_id],
+        )  # fmt: skip

@@ -37,7 +37,7 @@ from gradbus.actors.strategy import Strategy
 from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.errors import RoundTimeout, WriteTimeout
+from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
@@ -146,6 +146,7 @@ class Controller:
         Raises:
             BarrierTimeout: not enough clients came.
             RoundTimeout: a round had too few updates, too often.
+            TrainingFailed: the same, because the training of the clients raised.
             CheckpointError: the state cannot be written.
         """
         async for _ in self.rounds():
@@ -177,7 +178,7 @@ class Controller:
 
     async def _run(self, on_report: Callable[[RoundReport], None]) -> None:
         config = self._config
-        finished, reason = False, "the controller was stopped"
+        finished, final, reason = False, False, "the controller was stopped"
         try:
             await self._compute.run(self._open)
             await claim_job(self._bus, self._identity, config.heartbeat_s)
@@ -210,11 +211,11 @@ class Controller:
                         finished, reason = True, "all rounds are done"
                         await self._presence.bye(ok=True, reason=reason, linger=resumed_at_end)
                     except Exception as error:
-                        reason = str(error)
+                        reason, final = str(error), isinstance(error, TrainingFailed)
                         raise
                     finally:
                         if not finished:
-                            await self._presence.bye(ok=False, reason=reason)
+                            await self._presence.bye(ok=False, reason=reason, final=final)
                         for helper in helpers:
                             helper.cancel()
         except asyncio.CancelledError:
@@ -297,7 +298,19 @@ class Controller:
             for member in self._members.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its Hello says what it knows, and brings another
                     await self._reception.welcome(member)
-        raise RoundTimeout(round_id, len(accepted), self._config.min_clients, self._config.max_attempts)
+        raise self._too_few(round_)
+
+    def _too_few(self, round_: Round) -> GradbusError:
+        """Why a round came to nothing: the clients' own code, if every update that is missing is missing for that."""
+        failed = sorted(client_id for client_id, why in round_.failed.items() if why == TRAINING_FAILED)
+        if failed and round_.expected == round_.accepted.union(failed):
+            who = f"client{'s' * (len(failed) > 1)} {', '.join(map(str, failed[:20]))}{' ...' * (len(failed) > 20)}"
+            return TrainingFailed(
+                f"training failed on {who}: {self._failures.newest(failed[0])}. Mend it there, start the clients and "
+                f"then the controller again: the run goes on from the last committed model", failed,
+            )  # fmt: skip
+        accepted = len(round_.accepted)
+        return RoundTimeout(round_.round_id, accepted, self._config.min_clients, self._config.max_attempts)
 
     async def _collect(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome]:
         """Command the round and take in updates until it is over."""

@@ -9,6 +9,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
 
 MAX_DISTINCT = 32  # that are shown in a run; what a client says of its errors is its own invention
+MAX_LINE = 1200  # characters of its last line, which says it all
 MAX_TEXT = 8000  # characters of a traceback: its end, where the error stands
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -21,6 +22,7 @@ class Failures:
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
+        self._newest: dict[int, str] = {}
 
     def note(self, client_id: int, round_id: int, text: str) -> None:
         """A client says that its training raised; ``text`` is the traceback. Writes a line into the log."""
@@ -29,9 +31,14 @@ class Failures:
         if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
             key = ""
         self._seen[key] += 1
-        error = text.rpartition("\n")[2]
+        error = text.rpartition("\n")[2][:MAX_LINE]
+        self._newest[client_id] = error
         facts = {"client": client_id, "round": round_id, "error": error, "times": self._seen[key]}
         if key and self._seen[key] == 1:
             log.error("training failed on a client", **facts, traceback=text)
         else:
             log.error("training failed on a client", **facts)
+
+    def newest(self, client_id: int) -> str:
+        """The last line of what this client said last."""
+        return self._newest.get(client_id, "for a reason that it did not tell")

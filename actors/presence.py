@@ -88,17 +88,17 @@ class Presence:
                 self._changed()
             await asyncio.sleep(self._heartbeat_s)
 
-    async def bye(self, *, ok: bool, reason: str, linger: bool = False) -> None:
+    async def bye(self, *, ok: bool, reason: str, final: bool = False, linger: bool = False) -> None:
         """Tell the clients that this is the end.
 
-        If all is done it is said until they have left, for a client that does not hear it would go on waiting. If not,
-        once: they are to wait. With ``linger`` it is said for a while to whoever may be there: a controller that has
-        only just started does not know its clients yet.
+        If all is done, or ``final``, it is said until they have left, for a client that does not hear it would go on
+        waiting. If not, once: they are to wait. With ``linger`` it is said for a while to whoever may be there: a
+        controller that has only just started does not know its clients yet.
         """
-        until_s = time.monotonic() + (BYE_S if ok else 0.0)
+        until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:
             with contextlib.suppress(BusError, JobTaken):  # of a job that is another's it is not the end
-                await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096]))
+                await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096], final))
             if (not len(self._members) and not linger) or time.monotonic() >= until_s:
                 return
             self._left.clear()

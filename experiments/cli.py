@@ -15,6 +15,7 @@ from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopNam
 from gradbus.experiments.cli_options import (
     Config,
     DataRoot,
+    FullTraceback,
     Insecure,
     KeyFile,
     Level,
@@ -75,6 +76,7 @@ def demo(
     data_root: DataRoot = None,
     log_level: Level = LogLevel.INFO,
     loop: Loop = LoopName.UVLOOP,
+    full_traceback: FullTraceback = False,
 ) -> None:
     """Train on this machine: a controller and its clients, each a process of its own, over DDS."""
     hint: list[str] = []
@@ -88,11 +90,11 @@ def demo(
             rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec.value,
             downlink_codec=downlink_codec.value, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
             overrides=(*(overrides or ()), *folder_setting("tensorboard", tensorboard)), loop=loop.value,
-            level=log_level.value,
+            level=log_level.value, full_traceback=full_traceback,
         )  # fmt: skip
         demo_run(options, live=live, loop=loop, hint=hint)
 
-    raise typer.Exit(guard("demo", action, when_stopped=lambda: "".join(hint)))
+    raise typer.Exit(guard("demo", action, when_stopped=lambda: "".join(hint), full_traceback=full_traceback))
 
 
 @app.command()
@@ -108,6 +110,7 @@ def controller(
     log_level: Level = LogLevel.INFO,
     log_style: Style = LogStyle.AUTO,
     loop: Loop = LoopName.UVLOOP,
+    full_traceback: FullTraceback = False,
 ) -> None:
     """Run the rounds of a job: wait for its clients, average what they learn, publish the model."""
     hint: list[str] = []
@@ -123,7 +126,7 @@ def controller(
             level=log_level, style=log_style, loop=loop, hint=hint,
         )  # fmt: skip
 
-    raise typer.Exit(guard("controller", action, when_stopped=lambda: "".join(hint)))
+    raise typer.Exit(guard("controller", action, when_stopped=lambda: "".join(hint), full_traceback=full_traceback))
 
 
 @app.command()
@@ -136,6 +139,7 @@ def client(
     log_level: Level = LogLevel.INFO,
     log_style: Style = LogStyle.AUTO,
     loop: Loop = LoopName.UVLOOP,
+    full_traceback: FullTraceback = False,
 ) -> None:
     """Train on this machine's own data whenever the controller of the job says so."""
 
@@ -146,15 +150,14 @@ def client(
 
         logs.configure(level=log_level.value, style=log_style.value)
         let_current_directory_be_imported()
-        settings = load(
-            ClientFile, config, overrides=[*(overrides or ()), *insecure_setting(insecure)], data_root=data_root
-        )
+        extra = [*insecure_setting(insecure), *(["client.full_traceback=true"] if full_traceback else [])]
+        settings = load(ClientFile, config, overrides=[*(overrides or ()), *extra], data_root=data_root)
         check(settings.bus)
         from gradbus.experiments.federated import run_client
 
         run_loop(lambda: run_client(settings, client_id), loop)
 
-    raise typer.Exit(guard("client", action))
+    raise typer.Exit(guard("client", action, full_traceback=full_traceback))
 
 
 cli_parallel.add_to(app)

@@ -41,7 +41,7 @@ def check(
             lines.append(f"{run.without_start} events are left out: no start of their process was noted")
         well.append(not any(finding.violations for finding in findings))
 
-    code = guard("check", action, as_log=False)
+    code = guard("check", action)
     for line in lines:
         print(plain_line(line))
     raise typer.Exit(code or (0 if all(well) else 12))

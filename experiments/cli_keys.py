@@ -46,7 +46,7 @@ def new(
         write_secret_file(file, key.text)
         print(f"{file}: a new job key, id {key.id.hex()}. Use it with bus.security=psk and bus.key_file={file}")
 
-    raise typer.Exit(guard("keys", action, as_log=False))
+    raise typer.Exit(guard("keys", action))
 
 
 @keys.command()
@@ -69,7 +69,7 @@ def show(
         else:
             print(f"job key, id {load_job_key(file).id.hex()}")
 
-    raise typer.Exit(guard("keys", action, as_log=False))
+    raise typer.Exit(guard("keys", action))
 
 
 @keys.command()
@@ -108,7 +108,7 @@ def allow(
             write_allow_list(file, allowed)
         print(f"{file}: {name} may take part as {role}, {len(allowed.entries)} nodes in all")
 
-    raise typer.Exit(guard("keys", action, as_log=False))
+    raise typer.Exit(guard("keys", action))
 
 
 @keys.command()
@@ -123,7 +123,7 @@ def remove(name: Name, file: ListFile = Path("allow.list")) -> None:
             write_allow_list(file, allowed)
         print(f"{file}: {name} may not take part any more, {len(allowed.entries)} nodes are left")
 
-    raise typer.Exit(guard("keys", action, as_log=False))
+    raise typer.Exit(guard("keys", action))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -39,6 +39,9 @@ KeyFile = Annotated[
         metavar="FILE", help="The key of a sealed job. [default: as the environment says]", show_default=False
     ),
 ]
+FullTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Show every line of a traceback, those of libraries, too.")
+]
 Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]
 
 

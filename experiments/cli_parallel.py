@@ -10,6 +10,7 @@ from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.cli_options import (
     Config,
     DataRoot,
+    FullTraceback,
     Insecure,
     Live,
     Loop,
@@ -47,6 +48,7 @@ def worker(
     ] = None,
     log_style: Style = LogStyle.AUTO,
     loop: Loop = LoopName.UVLOOP,
+    full_traceback: FullTraceback = False,
 ) -> None:
     """Train as one rank of a data-parallel job: the same model on every rank, each with its part of the data.
 
@@ -65,8 +67,7 @@ def worker(
             data_root=data_root, live=live, level=log_level, style=log_style, loop=loop, hint=hint,
         )  # fmt: skip
 
-    plain = log_style is LogStyle.CONSOLE
-    raise typer.Exit(guard("worker", action, when_stopped=lambda: "".join(hint), as_log=not plain))
+    raise typer.Exit(guard("worker", action, when_stopped=lambda: "".join(hint), full_traceback=full_traceback))
 
 
 def run(

@@ -34,7 +34,7 @@ def report(
 
         print(make_report(run_dir, compare or (), out))
 
-    raise typer.Exit(guard("report", action, as_log=False))
+    raise typer.Exit(guard("report", action))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -54,7 +54,7 @@ def status(
         picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
         print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))
 
-    raise typer.Exit(guard("status", action, as_log=False))
+    raise typer.Exit(guard("status", action))
 
 
 def add_to(app: typer.Typer) -> None:

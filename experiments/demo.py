@@ -49,6 +49,7 @@ class DemoOptions:
     overrides: tuple[str, ...] = ()
     loop: str = "uvloop"
     level: str = "info"
+    full_traceback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,11 @@ def plan(options: DemoOptions) -> Plan:
         {
             "bus": controller.bus,
             "task": controller.task.model_copy(update={"threads": 1}),
-            "client": {"controller_timeout_s": 30.0, "history_dir": run_dir / "history"},
+            "client": {
+                "controller_timeout_s": 30.0,
+                "history_dir": run_dir / "history",
+                "full_traceback": options.full_traceback,
+            },
         }
     )
     return Plan(controller, client, run_dir, note)

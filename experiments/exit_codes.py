@@ -3,7 +3,7 @@
 | code | meaning | what to do |
 |---|---|---|
 | 0 | all went well | |
-| 1 | something unexpected; its traceback is in the log | report it |
+| 1 | something unexpected; its traceback is on stderr | report it |
 | 2 | a setting, an option or a configuration file is wrong | correct what the line names |
 | 3 | the data set is not there and cannot be fetched | name its folder with ``--data-root`` or ``GRADBUS_DATA`` |
 | 4 | clients, ranks, or the controller, did not come or went away | start them; ``gradbus doctor`` |
@@ -15,6 +15,7 @@
 | 10 | the replicas of a data-parallel run are not equal any more | as the line says |
 | 11 | the ranks do not ask for the same, so they cannot work together | give all the same program and settings |
 | 12 | the history of a run breaks an invariant (``gradbus check``) | report it, with the run directory |
+| 13 | the model, the data or the training code that was configured raised an error | mend it where the line says |
 | 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
 """
 
@@ -35,6 +36,7 @@ from gradbus.runtime.errors import (
     PeerLost,
     ReplicasDiverged,
     RoundTimeout,
+    TrainingFailed,
 )
 
 
@@ -54,6 +56,7 @@ class ExitCode(IntEnum):
     DIVERGED = 10
     RANKS_DISAGREE = 11
     HISTORY = 12
+    OWN_CODE = 13
 
 
 class NoData(GradbusError):
@@ -74,6 +77,7 @@ _CODES: dict[type[GradbusError], ExitCode] = {
     BarrierTimeout: ExitCode.NOBODY_CAME,
     ClientsGone: ExitCode.NOBODY_CAME,
     NoJob: ExitCode.NOBODY_CAME,
+    TrainingFailed: ExitCode.OWN_CODE,
     RoundTimeout: ExitCode.TOO_FEW_UPDATES,
     CheckpointError: ExitCode.CHECKPOINT,
     JoinRefused: ExitCode.REFUSED,

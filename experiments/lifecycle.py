@@ -10,17 +10,16 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from gradbus.experiments.choices import LoopName
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
-from gradbus.runtime import compute, logs
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.plain_text import plain_line, plain_text
+from gradbus.runtime.user_errors import readable_traceback, user_error
 
 T = TypeVar("T")
 
@@ -103,16 +102,6 @@ async def off_the_loop(function: Callable[[], object], name: str) -> None:
         executor.shutdown(wait=False)
 
 
-def _within_computation(trace: TracebackType | None) -> TracebackType | None:
-    """Without what leads to the compute thread, which is the same every time, for an error from there."""
-    inner = trace
-    while inner is not None:
-        code, inner = inner.tb_frame.f_code, inner.tb_next
-        if code.co_filename == compute.__file__ and inner is not None:
-            trace = inner
-    return trace
-
-
 def _abort(signum: int) -> NoReturn:
     for action in before_abort:
         action()
@@ -129,13 +118,18 @@ def say(text: str) -> None:
     print(plain_line(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
-def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str, as_log: bool = True) -> int:
+def guard(
+    name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str, full_traceback: bool = False
+) -> int:
     """Run a command and turn the way it ended into an exit code, and one line on stderr unless it ended well.
+
+    An exception of the user's own code, or one that nobody expected, has its traceback before that line: of the user's
+    code only the lines that are theirs, where there are any.
 
     Args:
         name: of the command, for that line.
         when_stopped: what to add to it after Ctrl-C: how to go on.
-        as_log: an unexpected error becomes a line in the log; else a plain traceback on stderr.
+        full_traceback: leave no line of it out.
     """
     before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end in order
     try:
@@ -149,13 +143,14 @@ def guard(name: str, action: Callable[[], None], *, when_stopped: Callable[[], s
         say(f"gradbus {name}: {error}")
         return exit_code_of(error)
     except Exception as error:
-        if as_log:
-            logs.configure()  # whoever had the log before
-            logs.get_logger("cli").exception("unexpected error", command=name)
-        else:
-            traceback.print_exception(error.with_traceback(_within_computation(error.__traceback__)))
-        say(f"gradbus {name}: unexpected error, see the traceback above")
-        return ExitCode.UNEXPECTED
+        what = user_error(error)
+        print(plain_text(readable_traceback(error, full=full_traceback)), end="", file=sys.stderr)
+        if not what.is_own:
+            say(f"gradbus {name}: unexpected error, {what}. Please report it, with the traceback above")
+            return ExitCode.UNEXPECTED
+        more = "" if full_traceback else "; --traceback shows also the lines of libraries"
+        say(f"gradbus {name}: {what}. Mend it there and start again{more}")
+        return ExitCode.OWN_CODE
     finally:
         signal.signal(signal.SIGINT, before)
     return ExitCode.OK

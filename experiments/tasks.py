@@ -7,6 +7,7 @@ raises stays as it is, with its traceback.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -175,8 +176,25 @@ def _classification(settings: TaskSettings) -> models.ClassificationTask:
         weight_decay=settings.weight_decay,
         seed=settings.seed,
         device=settings.device,
-        train_fn=None if settings.train_fn is None else _function(settings.train_fn, key="task.train_fn"),
+        train_fn=None if settings.train_fn is None else _train_fn(settings.train_fn),
     )
+
+
+def _train_fn(spec: str) -> Callable[..., Any]:
+    """The training function. Raises ConfigError: it does not take what it will be called with."""
+    function = _function(spec, key="task.train_fn")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return function
+    try:
+        signature.bind(None, None, epochs=1, lr=0.1, seed=0, should_stop=None)
+    except TypeError as error:
+        raise ConfigError(
+            f"task.train_fn {spec!r}: it is called with (model, samples, epochs=, lr=, seed=, should_stop=), and takes "
+            f"{signature}: {error}"
+        ) from None
+    return function
 
 
 def _source(settings: TaskSettings) -> Callable[[], models.DataSplit]:

@@ -264,12 +264,14 @@ class Bye:
     """Controller to all: this run has ended.
 
     Attributes:
-        ok: all its rounds were done; if not, clients wait for the controller to come back.
+        ok: all its rounds were done.
+        final: clients end. Else those that are told of an end that is not ``ok`` wait for the controller to come back.
     """
 
     run_id: U64
     ok: bool
     reason: Text
+    final: bool = False
 
 
 Body = (

@@ -67,6 +67,18 @@ class JoinRefused(GradbusError):
         self.why = why
 
 
+class TrainingFailed(GradbusError):
+    """The user's own training code raised, on all clients that could have sent an update.
+
+    Attributes:
+        clients: ids of those whose training failed, as far as they are known here.
+    """
+
+    def __init__(self, text: str, clients: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.clients = tuple(clients)
+
+
 class BarrierTimeout(GradbusError, TimeoutError):
     """Not everybody was there in time.
 

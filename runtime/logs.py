@@ -50,11 +50,13 @@ def configure(*, level: str = "info", style: Literal["auto", "console", "json"] 
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S.%f", utc=as_json),
         structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
     ]
     if as_json:
-        processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        processors += [structlog.processors.JSONRenderer()]
     else:
         processors.append(_plain_values)
+        processors.append(_traceback_below)
         processors.append(structlog.dev.ConsoleRenderer(24, colors=sys.stderr.isatty()))
     structlog.configure(
         processors=processors,
@@ -70,3 +72,10 @@ def _plain_values(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMa
         if isinstance(value, str):
             entry[key] = plain_text(value) if key in _MANY_LINES else plain_line(value)
     return entry
+
+
+def _traceback_below(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Have the console show a traceback that came as text as it shows one that came as an exception: below the line."""
+    if "traceback" in event:
+        event["exception"] = event.pop("traceback")
+    return event

@@ -155,12 +155,14 @@ class ClientConfig(Settings):
         state_dir: where the residual of a lossy codec is kept over a restart; None: in memory only.
         controller_timeout_s: give up when no controller has been heard for so long.
         report_failures: send the traceback of a failed training function to the controller.
+        full_traceback: show and send all lines of it, also those of gradbus and torch.
         history_dir: where what happened is noted, for ``gradbus check``; None: nowhere.
     """
 
     state_dir: Path | None = None
     controller_timeout_s: Positive = 600.0
     report_failures: bool = True
+    full_traceback: bool = False
     history_dir: Path | None = None
 
 

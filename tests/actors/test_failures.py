@@ -17,6 +17,7 @@ from gradbus.actors import failures
 from gradbus.actors.failures import MAX_DISTINCT, MAX_TEXT, Failures
 from gradbus.experiments.logfile import LogFile
 from gradbus.models import NullTask
+from gradbus.runtime.errors import TrainingFailed
 
 _domains = itertools.cycle(range(219, 225))
 
@@ -104,5 +105,35 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
     assert [line["times"] for line in log.lines] == [1, 2, 3]
     first = log.lines[0]
     assert "in train" in first["traceback"]
-    assert first["traceback"].endswith("ZeroDivisionError: the user's own mistake")
+    assert "ZeroDivisionError: the user's own mistake, at " in first["traceback"].splitlines()[-1]
+    assert first["error"].endswith(" in train")
     assert [line["client"] for line in log.lines] == [1, 1, 1]
+
+
+def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_their_code() -> None:
+    class Wrong(NullTask):
+        def train(self, model: Any, **arguments: Any) -> Any:
+            raise ZeroDivisionError("the user's own mistake")
+
+    async def client(job: str, domain: int, client_id: int) -> BaseException | None:
+        async with gradbus.connect(job=job, domain=domain) as bus:
+            with pytest.raises(TrainingFailed) as caught:
+                await gradbus.Client(bus, Wrong(100), client_id=client_id).run()
+        return caught.value
+
+    async def main() -> tuple[TrainingFailed, list[BaseException | None]]:
+        job, domain = f"all-fail-{os.getpid()}", next(_domains)
+        config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0, dead_after_s=30.0, max_attempts=2)
+        async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            clients = [group.create_task(client(job, domain, client_id)) for client_id in (0, 1)]
+            with pytest.raises(TrainingFailed) as caught:
+                await gradbus.Controller(bus, NullTask(100), config).run()
+            return caught.value, [await client for client in clients]
+
+    error, ends = asyncio.run(main())
+    assert error.clients == (0, 1)
+    here = "ZeroDivisionError: the user's own mistake, at "
+    assert f"training failed on clients 0, 1: {here}" in str(error)
+    assert "test_failures.py:" in str(error)
+    assert "Mend it there" in str(error)
+    assert [f"training failed here: {here}" in str(end) for end in ends] == [True, True]

@@ -160,13 +160,58 @@ def test_wrong_usage_is_explained_without_a_traceback(invoke, arguments) -> None
     assert "Error" in ended.err
 
 
-def test_an_unexpected_error_is_logged_with_its_traceback(invoke, configs, domain, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "mine.py").write_text("def data():\n    raise RuntimeError('the disk is gone')\n")
-    mine = ("--set", "task.data=mine:data", "--set", f"bus.domain={domain}")
-    ended = invoke("client", configs / "client.conf.json", "--id", 0, *mine)
+BROKEN = """
+import torch
+
+def data():
+    return torch.zeros(2, 3) @ torch.zeros(4, 5)
+"""
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_the_last_line_of_an_error_in_ones_own_code_says_what_where_and_what_to_do(
+    invoke, configs, domain, tmp_path: Path, style
+) -> None:
+    name = f"mine_{style}"  # a module is imported once by this process
+    (tmp_path / f"{name}.py").write_text(BROKEN)
+    mine = ("--set", f"task.data={name}:data", "--set", f"bus.domain={domain}", "--log-style", style)
+    ended = invoke("client", configs / "client.conf.json", "--id", 0, *mine, "--log-level", "error")
+    assert ended.code == 13
+    header, *frames, error, last = ended.err.splitlines()
+    assert header == "Traceback (most recent call last):"
+    assert [line for line in frames if "File" in line] == [f'  File "{tmp_path}/{name}.py", line 5, in data']
+    assert error.startswith("RuntimeError: ")
+    assert last == (
+        f"gradbus client: {error}, at {name}.py:5 in data. Mend it there and start again; --traceback shows also the "
+        f"lines of libraries"
+    )
+    full = invoke("client", configs / "client.conf.json", "--id", 0, *mine, "--log-level", "error", "--traceback")
+    assert full.code == 13
+    assert full.err.count("  File ") > 5
+    assert full.err.endswith(f"at {name}.py:5 in data. Mend it there and start again\n")
+
+
+def test_a_training_function_that_does_not_take_what_it_is_called_with_is_refused(invoke, configs, tmp_path) -> None:
+    (tmp_path / "mine_train.py").write_text("def train(model):\n    pass\n")
+    ended = invoke(
+        "client", configs / "client.conf.json", "--id", 0, "--set", "task.train_fn=mine_train:train", *GLYPHS
+    )
+    assert ended.code == 2
+    assert "it is called with (model, samples, epochs=, lr=, seed=, should_stop=), and takes (model)" in ended.err
+
+
+def test_what_is_no_fault_of_the_users_code_keeps_its_whole_traceback(invoke, configs, monkeypatch) -> None:
+    from gradbus.experiments import files
+
+    monkeypatch.setattr(files, "load_settings", lambda *_, **__: {}["nothing"])
+    ended = invoke("client", configs / "client.conf.json", "--id", 0)
+    assert ended.code == 13  # the lambda here is a user's line; without one:
+    monkeypatch.setattr(files, "load_settings", None)
+    ended = invoke("client", configs / "client.conf.json", "--id", 0)
     assert ended.code == 1
-    assert "the disk is gone" in ended.err
-    assert "RuntimeError" in ended.err
+    assert ended.err.splitlines()[0] == "Traceback (most recent call last):"
+    assert ended.err.splitlines()[-1].startswith("gradbus client: unexpected error, TypeError: ")
+    assert ended.err.endswith("Please report it, with the traceback above\n")
 
 
 def test_the_version_is_told(invoke) -> None:

@@ -54,6 +54,7 @@ def test_every_error_of_a_run_has_its_own_exit_code() -> None:
         errors.JoinRefused("x"): 7,
         errors.BusClosed("x"): 8,
         errors.WriteTimeout("x", 1.0): 8,
+        errors.TrainingFailed("x"): 13,
         errors.GradbusError("x"): 1,
     }
     assert {error: exit_code_of(error) for error in codes} == codes

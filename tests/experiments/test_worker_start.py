@@ -99,9 +99,10 @@ def test_a_trace_or_a_picture_that_cannot_be_written_ends_no_run(
 @pytest.mark.parametrize("fault", ["factory", "shard"])
 def test_a_value_error_of_ones_own_task_keeps_its_traceback(run, fault: str) -> None:
     ended = run(fault=fault)
-    assert ended.code == 1
-    assert "unexpected error, see the traceback above" in ended.err
-    assert "starts.py" in ended.err
+    assert ended.code == 13
+    assert ended.err.startswith("Traceback")
+    assert "gradbus worker: ValueError: " in ended.err.splitlines()[-1]
+    assert "starts.py:" in ended.err.splitlines()[-1]
 
 
 def test_a_value_error_of_ones_own_data_stays_what_it_is(run) -> None:

@@ -91,6 +91,7 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "lost": [],
         "dropped": {},
     },
+    Bye: {"final": False},
     Offer: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
 }
 

@@ -1,0 +1,103 @@
+"""Errors of a user's own code: the line of theirs, and a traceback of their lines alone."""
+
+from __future__ import annotations
+
+import site
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradbus.runtime import user_errors
+from gradbus.runtime.network import check_interface
+from gradbus.runtime.user_errors import readable_traceback, traceback_with_place, user_error
+
+
+def caught(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("it did not raise")
+
+
+def load(path: Path, text: str) -> Any:
+    path.write_text(text)
+    module = ModuleType(path.stem)
+    exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102 - the test's own text
+    return module
+
+
+def test_the_place_is_the_innermost_line_of_the_user_and_not_that_of_a_library(tmp_path: Path) -> None:
+    mine = load(tmp_path / "mine.py", "import numpy as np\ndef f():\n    np.reshape(np.zeros(3), (2, 2))\n")
+    error = caught(mine.f)
+    what = user_error(error)
+    assert what.is_own
+    assert what.place == f"{tmp_path}/mine.py:3 in f"
+    told = readable_traceback(error)
+    assert "site-packages" not in told
+    assert "site-packages" in readable_traceback(error, full=True)
+    assert traceback_with_place(error).splitlines()[-1] == f"{what.kind}: {what.message}, at {what.place}"
+
+
+def test_a_path_below_the_current_directory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = load(tmp_path / "mine.py", "def f():\n    raise KeyError('x')\n")
+    assert str(user_error(caught(mine.f))) == "KeyError: 'x', at mine.py:2 in f"
+
+
+def test_an_installed_package_of_the_users_is_theirs_where_no_file_of_their_own_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_errors, "_site_folders", lambda: (f"{tmp_path}/",))
+    user_errors._whose.cache_clear()
+    try:
+        (tmp_path / "their_package").mkdir()
+        (tmp_path / "torch").mkdir()
+        theirs = load(tmp_path / "their_package" / "nets.py", "def f(call):\n    call()\n")
+        torch = load(tmp_path / "torch" / "nn.py", "def g():\n    raise RuntimeError('shapes')\n")
+        error = caught(lambda: theirs.f(torch.g))
+        error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
+        assert user_error(error).place == f"{tmp_path}/their_package/nets.py:2 in f"
+    finally:
+        user_errors._whose.cache_clear()
+
+
+def test_an_error_without_a_line_of_the_user_has_all_lines_and_is_not_theirs() -> None:
+    error = caught(lambda: check_interface("nope0"))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]  # without this file
+    what = user_error(error)
+    assert not what.is_own
+    assert "network.py" in what.place
+    assert readable_traceback(error) == readable_traceback(error, full=True)
+
+
+def test_causes_are_shortened_too_and_a_message_of_many_lines_is_one_in_the_last_line(tmp_path: Path) -> None:
+    mine = load(
+        tmp_path / "mine.py",
+        "import json\ndef f():\n    try:\n        json.loads('{')\n    except ValueError as error:\n"
+        "        raise RuntimeError('bad\\n  file') from error\n",
+    )
+    told = traceback_with_place(caught(mine.f))
+    assert "json/decoder.py" not in told
+    assert "The above exception was the direct cause" in told
+    assert told.splitlines()[-1] == f"RuntimeError: bad file, at {tmp_path}/mine.py:6 in f"
+
+
+def test_a_syntax_error_is_at_its_own_line(tmp_path: Path) -> None:
+    error = caught(lambda: compile("x = 1\ny = (", str(tmp_path / "mine.py"), "exec"))
+    assert str(user_error(error)) == f"SyntaxError: '(' was never closed, at {tmp_path}/mine.py:2"
+
+
+def test_a_message_has_a_bound() -> None:
+    assert len(str(user_error(ValueError("x" * 1_000_000)))) < 1100
+
+
+def test_what_gradbus_and_python_bring_is_known() -> None:
+    assert np.__file__.startswith(user_errors._site_folders())
+    assert site.getsitepackages()
+    assert sys.modules["gradbus.runtime.network"].__file__.startswith(user_errors._our_folders())  # type: ignore[union-attr]
