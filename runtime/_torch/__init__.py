@@ -1,5 +1,7 @@
 """``torch.distributed`` over DDS: ``dist.init_process_group("dds")``, with no import of this package.
 
+Only addresses of the form ``dds://domain/job`` need an ``import gradbus.torch`` first, which makes them known to torch.
+
 Everything that is written against torch.distributed (DistributedDataParallel, FSDP, DTensor, checkpoints ...) then runs
 over the collectives of gradbus. Where the others are found is torch's own affair (``env://``, torchrun, any store); how
 DDS reaches them is set by the environment: ``GRADBUS_BUS__DOMAIN=3``, ``GRADBUS_BUS__INTERFACE=eth0`` and so on.
@@ -23,6 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradbus.torch.register import register
+from gradbus.torch.scheme import register_scheme
 
 if TYPE_CHECKING:
     from gradbus.torch.functions import (
@@ -78,6 +81,9 @@ __all__ = [
     "size",
     "synchronize",
 ]
+
+
+register_scheme()
 
 
 def __getattr__(name: str) -> Any:

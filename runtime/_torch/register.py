@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from gradbus.torch.scheme import register_scheme
-
 NAME = "dds"
 OLDEST = (2, 14)  # the first torch that takes a backend written in Python
 
 
 def register() -> None:
-    """Register the backend "dds", and addresses that start with ``dds://``.
+    """Register the backend "dds".
 
     torch calls this through the entry point; more than once does no harm.
 
@@ -26,7 +24,6 @@ def register() -> None:
 
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    register_scheme()
 
 
 def check(version: str, has_distributed: bool) -> None:

@@ -1,5 +1,7 @@
 """``init_method="dds://domain/job"``: the ranks of a job meet on the data bus, and no TCP port is needed.
 
+    import gradbus.torch  # makes the scheme known to torch
+
     dist.init_process_group("dds", init_method="dds://0/job1", rank=0, world_size=2)
     dist.init_process_group("gloo", init_method="dds://0/job1?rank=0&world_size=2")
 

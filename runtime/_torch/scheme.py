@@ -1,8 +1,8 @@
 """Makes the scheme ``dds://`` known to torch.
 
 torch looks for the scheme of ``init_method`` before it looks for the backend, so registering the backend comes too
-late. Hence the entry point ``torch.backends``, which torch calls at the end of ``import torch``. At that time the
-package that imports torch may itself be half loaded: nothing here may be imported before it is needed.
+late: ``import gradbus.torch`` registers the scheme. An entry point that torch calls at its own import would do it as
+well, and run this in every program of the environment; where the package is damaged none of them could import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCHEME = "dds"
 
 
 def register_scheme() -> None:
-    """Register the scheme. More than once does no harm, and nor does a torch without torch.distributed."""
+    """Register the scheme. More than once does no harm, nor does a torch without torch.distributed."""
     try:
         from torch.distributed.rendezvous import register_rendezvous_handler
     except ImportError:
