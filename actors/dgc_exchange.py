@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,7 @@ class DgcExchange:
         self.density = config.density
         self._step, self._active = 0, group.world
         self._payload = b""
+        self._finite: Tensor | None = None  # the loss of this step, on this rank
         self._handle: Handle[list[bytes]] | None = None
 
     @property
@@ -72,25 +74,33 @@ class DgcExchange:
         self.density = codecs.warmup_density(epoch, density=self._config.density, schedule=self._schedule)
 
     def begin(self, step: int, active: int) -> None:
-        self._step, self._active, self._handle = step, active, None
+        self._step, self._active, self._handle, self._finite = step, active, None, None
         for parameter in self._parameters:
             parameter.grad = None
 
-    def arm(self) -> None:
+    def arm(self, finite: Tensor | None = None) -> None:
         """Which entries are the largest is known only when all are there."""
+        self._finite = finite
 
     def send(self, *, has_data: bool) -> Sequence[Handle[list[bytes]]]:
         gradients = [parameter.grad if has_data else None for parameter in self._parameters]
         if self._active < self._group.world:
             scale = self._group.world / self._active
             gradients = [None if gradient is None else gradient.mul_(scale) for gradient in gradients]
+        if self._finite is not None and not self._finite:
+            gradients[0] = torch.full_like(self._parameters[0], math.nan)
         self._payload, self._state = codecs.dgc_step(gradients, self._state, self._dgc, density=self.density)
         self._handle = self._group.all_gather(
             "dgc", self._payload, round_id=self._step, timeout_s=self._config.collective_timeout_s
         )
         return [self._handle]
 
-    def decode(self, results: Sequence[list[bytes]]) -> tuple[int, ...]:
+    @property
+    def own_is_finite(self) -> bool:
+        """Messages say it, so nobody asks."""
+        return True
+
+    def decode(self, results: Sequence[list[bytes]]) -> tuple[int, ...] | None:
         """Raises CollectiveError: a rank's message cannot be read."""
         try:
             mean = codecs.combine_dgc(results[0], self._layout, out=self._flat)
@@ -101,7 +111,7 @@ class DgcExchange:
             return mean.skipped_by
         self._dense = codecs.dense_momentum_step(mean, self._dense, self._dgc)
         mean.write_to(self._parameters)
-        return ()
+        return None
 
     def apply(self) -> None:
         self._optimizer.step()

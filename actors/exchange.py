@@ -26,11 +26,11 @@ class Exchange(Protocol):
 
     exchange.begin(step, active)
     backward of all batches but the last
-    exchange.arm()
+    exchange.arm(finite)
     backward of the last one
     handles = exchange.send(has_data=True)
     skipped_by = exchange.decode([await handle for handle in handles])
-    if not skipped_by:
+    if skipped_by is None:
         exchange.apply()
     """
 
@@ -48,14 +48,29 @@ class Exchange(Protocol):
     def begin(self, step: int, active: int) -> None:
         """Gradients are zero or None. ``active``: ranks that have data in this step: the mean is over these."""
 
-    def arm(self) -> None:
-        """The next backward pass is the last one of this step."""
+    def arm(self, finite: Tensor | None = None) -> None:
+        """The next backward pass is the last one of this step.
+
+        Args:
+            finite: bool, a scalar on the device of the parameters: no loss of this step was NaN or infinite on this
+                rank. Where it is false all ranks must skip the step, so the exchange sends something that says so. It
+                need not be read before the backward pass is done, which would wait for the device.
+        """
 
     def send(self, *, has_data: bool) -> Sequence[Handle[Any]]:
         """Send what has not been sent yet. ``has_data``: there was a backward pass on this rank."""
 
-    def decode(self, results: Sequence[Any]) -> tuple[int, ...]:
-        """Make the mean the gradient of the parameters, or take the step back: the ranks that make all skip it."""
+    @property
+    def own_is_finite(self) -> bool:
+        """Whether this rank's own gradients of the step were finite; True where it is not known."""
+
+    def decode(self, results: Sequence[Any]) -> tuple[int, ...] | None:
+        """Make the mean the gradient of the parameters, and return None; or take the step back.
+
+        Where NaN or infinity is in the loss or the gradients of any rank all ranks take it back: momentum, and what is
+        kept for later steps, are as before it. The answer must follow from what is equal on all ranks. It is the ranks
+        that were not finite, and empty if the messages do not tell which these were.
+        """
 
     def apply(self) -> None:
         """Change the parameters."""

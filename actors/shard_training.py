@@ -17,9 +17,50 @@ from gradbus.actors.epoch_plan import EpochPlan
 from gradbus.actors.exchange import Exchange
 from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.worker_state import Position
+from gradbus.codecs.finite import are_finite
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.profile import StepProfile
+
+
+class _Buffers:
+    """A model's buffers as they were before a step: running means of batch norm, for example, which a forward pass
+    with NaN in it spoils. They are put back when the step is skipped.
+
+    Which modules have buffers is looked up once. A copy of all costs less than finding out which have changed: code
+    that writes through ``.data`` leaves no trace in a tensor's version.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._kept: list[Tensor | None] = [None] * len(self._places)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember what they are now."""
+        for index, (module, name) in enumerate(self._places):
+            live, kept = module._buffers.get(name), self._kept[index]
+            if live is not None and kept is not None and _alike(live, kept):
+                kept.copy_(live)
+            else:
+                self._kept[index] = None if live is None else live.clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them what they were."""
+        for (module, name), kept in zip(self._places, self._kept, strict=True):
+            live = module._buffers.get(name)
+            if live is not None and kept is not None and _alike(live, kept):
+                live.copy_(kept)
+            else:
+                module._buffers[name] = None if kept is None else kept.clone()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
 
 MakeExchange = Callable[[DataParallelConfig, Group, Mapping[str, Tensor]], Exchange]
 """Takes the parameters that are trained, by name, in the order of the model."""
@@ -91,6 +132,7 @@ class ShardTraining:
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         self.exchange = self._make_exchange(self._config, self._group, trained)
+        self._buffers = _Buffers(self.model)
         device = next(iter(trained.values())).device
         self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)
 
@@ -119,6 +161,7 @@ class ShardTraining:
         with profile.span("compute"):
             self.exchange.begin(position.step, plan.active(position.epoch_step))
             self._step_loss.zero_()
+            self._buffers.keep()
             for number in range(count):
                 if self._should_stop():
                     raise Stopped
@@ -129,23 +172,33 @@ class ShardTraining:
                         f"{self._group.rank}, but batches() ended earlier"
                     )
                 loss = self._task.loss(self.model, batch)
-                if number == count - 1:
-                    self.exchange.arm()
-                torch.autograd.backward(loss if count == 1 else loss / count)
                 self._step_loss += loss.detach()
+                if number == count - 1:
+                    self.exchange.arm(self._step_loss.isfinite())
+                torch.autograd.backward(loss if count == 1 else loss / count)
         with profile.span("encode"):
             handles = self.exchange.send(has_data=count > 0)
         return Sending(handles, time.perf_counter())
 
-    def finish(self, results: Sequence[Any], profile: StepProfile) -> tuple[int, ...]:
-        """Make the step. Returns the ranks for which all skip it, if any."""
+    def finish(self, results: Sequence[Any], profile: StepProfile) -> tuple[int, ...] | None:
+        """Make the step, and return None. Or, as all ranks do, take it back: as :meth:`Exchange.decode` tells."""
         with profile.span("decode"):
             skipped_by = self.exchange.decode(results)
-        if not skipped_by:
+        if skipped_by is not None:
+            self._buffers.put_back()
+        else:
             self._loss_sum += self._step_loss
             with profile.span("apply"):
                 self.exchange.apply()
         return skipped_by
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's losses and gradients of the last step were finite, as far as is known."""
+        return bool(self._step_loss.isfinite()) and self.exchange.own_is_finite
+
+    def model_is_finite(self) -> bool:
+        """Whether all parameters are finite: equal on all ranks, as these are."""
+        return are_finite([p.detach() for p in self.model.parameters() if p.is_floating_point()])
 
     def loss_sum(self) -> float:
         """Of this rank's batches of this epoch, without those of steps that were skipped."""

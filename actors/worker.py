@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -26,7 +26,7 @@ from gradbus.actors.worker_state import Position, WorkerState, position_of, rest
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, TrainingDiverged
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.probe import Probe
@@ -126,6 +126,7 @@ class Worker:
             ConfigError: settings or models of the ranks differ.
             CheckpointError: the state cannot be written, or does not fit.
             ReplicasDiverged: the parameters of some ranks differ from the others'.
+            TrainingDiverged: too many steps in a row had NaN or infinity, or the parameters have.
             PeerLost, CollectiveTimeout: another rank has gone, or is silent.
             And what the task raises.
         """
@@ -219,6 +220,7 @@ class Worker:
             if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._at_max:
                 await self._save()
         finished = position.epoch_step >= plan.steps
+        self._check_progress(finished)
         report = self._report = await self._report_epoch(clock, finished)
         due = self._is_checkpoint_due or not self._config.checkpoint_every_steps
         if finished:
@@ -262,12 +264,11 @@ class Worker:
         self._probe.reached("after_step", position.step)
         own_batches = plan.batches_in(self._group.rank, position.epoch_step)
         position.epoch_step += 1
-        if not skipped_by:
+        if skipped_by is None:
             position.batches += own_batches
+            position.skipped_in_row = 0
         else:
-            position.skipped += 1
-            self.skipped_steps += 1
-            self._log.warning("step skipped: NaN or infinity", step=position.step, by_ranks=list(skipped_by))
+            await self._note_skipped(skipped_by)
         clock.steps += 1
         clock.wait_s += sending.wait_s
         clock.bytes_out += sending.bytes_out
@@ -277,6 +278,51 @@ class Worker:
             await self._compare()
         if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
             await self._tell(clock)
+
+    async def _note_skipped(self, ranks: Sequence[int]) -> None:
+        """All ranks have taken the step back. Raises TrainingDiverged: not for the first time."""
+        config, position = self._config, self._position
+        position.skipped += 1
+        position.skipped_in_row += 1
+        self.skipped_steps += 1
+        if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
+            finite = await self._group.all_gather_object(
+                "worker/finite", await self._compute.run(self._training.own_is_finite), round_id=position.step,
+                timeout_s=config.collective_timeout_s,
+            )  # fmt: skip
+            ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        self._log.warning(
+            "step skipped: NaN or infinity", step=position.step, by_ranks=list(ranks),
+            in_a_row=position.skipped_in_row, limit=config.max_nonfinite_steps or None,
+        )  # fmt: skip
+        if 0 < config.max_nonfinite_steps <= position.skipped_in_row:
+            raise self._diverged(f"the last {position.skipped_in_row} steps in a row were skipped", ranks)
+
+    def _check_progress(self, finished: bool) -> None:
+        """A run whose last epoch changed nothing has not succeeded. Raises TrainingDiverged."""
+        position = self._position
+        ends = (finished and position.epoch + 1 >= self._config.epochs) or self._at_max
+        if self._config.max_nonfinite_steps and ends and 0 < position.epoch_step == position.skipped:
+            raise self._diverged("all steps of the last epoch were skipped", ())
+
+    def _diverged(self, what: str, ranks: Sequence[int]) -> TrainingDiverged:
+        config = self._config
+        whose = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "some rank"
+        limit = "lower clip_norm" if config.clip_norm is not None else "set clip_norm"
+        return TrainingDiverged(
+            self.step, f"{what}, for NaN or infinity in the loss or the gradients of {whose}",
+            f"Look at the data and the loss there, lower lr ({config.lr:g}), or {limit}. The parameters are those of "
+            f"the last step that was not skipped. max_nonfinite_steps ({config.max_nonfinite_steps}) says how many may "
+            f"be, 0: any number", ranks,
+        )  # fmt: skip
+
+    async def _check_model(self) -> None:
+        """Nothing that is not finite is reported as a model, or saved. Raises TrainingDiverged."""
+        if not await self._compute.run(self._training.model_is_finite):
+            raise TrainingDiverged(
+                self.step, "the parameters have NaN or infinity",
+                f"Lower lr ({self._config.lr:g}), or set clip_norm; checkpoints from before are as they were",
+            )  # fmt: skip
 
     async def _compare(self) -> int:
         """The hash of the parameters. Raises ReplicasDiverged: another rank's differs, and is to be compared."""
@@ -302,6 +348,7 @@ class Worker:
     async def _report_epoch(self, clock: _Clock, finished: bool) -> EpochReport:
         """What the ranks have learnt together."""
         config, position = self._config, self._position
+        await self._check_model()
         position.loss_sum = await self._compute.run(self._training.loss_sum)
         await self._replicas.spread_buffers(position.step)
         every, is_last = config.eval_every_epochs, self._at_max or position.epoch + 1 >= config.epochs
@@ -345,6 +392,7 @@ class Worker:
             return
         started_s = time.perf_counter()
         if position.epoch_step:
+            await self._check_model()
             position.loss_sum = await self._compute.run(self._training.loss_sum)
         await self._replicas.spread_buffers(position.step)
         await self._barrier("worker/save")

@@ -21,7 +21,7 @@ class EpochReport:
         accuracy, eval_loss: on the test set, each rank having counted a part of it; None if not evaluated.
         test_samples: how many that were.
         params_hash: of the parameters, 64 bits; equal numbers, equal models.
-        skipped_steps: steps that all ranks skipped, for some rank had NaN or infinity.
+        skipped_steps: steps of the epoch that all ranks skipped, for some rank had NaN or infinity.
         density: share of the gradient's entries that was sent.
         step_s_mean: seconds a step took. wait_s_mean: of these, waiting for the others and the network.
         bytes_out_per_step: payload handed to DDS.

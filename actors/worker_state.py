@@ -33,7 +33,7 @@ class Position:
     Attributes:
         step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
         loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
-        batches: how many these are. skipped: how many steps those were.
+        batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
     """
 
     step: int = 0
@@ -42,10 +42,11 @@ class Position:
     loss_sum: float = 0.0
     batches: int = 0
     skipped: int = 0
+    skipped_in_row: int = 0
 
     def next_epoch(self) -> Position:
         """The start of the epoch after this one."""
-        return Position(step=self.step, epoch=self.epoch + 1)
+        return Position(step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row)
 
 
 class WorkerState:
@@ -98,6 +99,7 @@ class WorkerState:
             "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
             "settings": self._settings(), "epoch": position.epoch, "epoch_step": position.epoch_step,
             "loss_sum": position.loss_sum, "batches": position.batches, "skipped": position.skipped,
+            "skipped_in_row": position.skipped_in_row,
             "num_batches": num_batches, "own": dict(own.meta),
             "report": None if report is None else report.to_json(),
         }  # fmt: skip
@@ -165,7 +167,13 @@ def position_of(checkpoint: Checkpoint) -> Position:
     """Where the run stood."""
     meta = checkpoint.meta
     return Position(
-        checkpoint.round_id, meta["epoch"], meta["epoch_step"], meta["loss_sum"], meta["batches"], meta["skipped"]
+        checkpoint.round_id,
+        meta["epoch"],
+        meta["epoch_step"],
+        meta["loss_sum"],
+        meta["batches"],
+        meta["skipped"],
+        meta.get("skipped_in_row", 0),
     )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from gradbus.codecs.dgc_config import DgcConfig, DgcLayout, Slot, check_density, check_state_dict
 from gradbus.codecs.dgc_sampling import plan_sampling, select
 from gradbus.codecs.dgc_wire import add_entries, decode_dgc, encode_dgc, encode_non_finite
+from gradbus.codecs.finite import are_finite
 from gradbus.codecs.wire import Payload
 
 
@@ -102,7 +103,7 @@ def dgc_step(
     density = config.density if density is None else check_density(density)
     flat = _flat_gradients(grads, layout, U.device)
     present = [g for g in flat if g is not None]
-    if not _are_finite(present):
+    if not are_finite(present):
         return encode_non_finite(layout), state
     scale = _clip_scale(present, config)
 
@@ -114,7 +115,7 @@ def dgc_step(
         elif g is not None:
             torch.mul(g, scale, out=dense[slot.start - layout.sparse_elems : slot.stop - layout.sparse_elems])
     state = replace(state, steps=state.steps + 1)
-    if not _are_finite([V]):  # not of U: what overflows there is in V by now
+    if not are_finite([V]):  # not of U: what overflows there is in V by now
         U[~U.isfinite() | ~V.isfinite()] = 0
         V[~V.isfinite()] = 0
         return encode_non_finite(layout), state
@@ -177,14 +178,6 @@ def _flat(g: Tensor, slot: Slot, device: torch.device) -> Tensor:
             f"got {g.dtype}, {tuple(g.shape)}, {g.layout}"
         )
     return g.detach().reshape(-1).to(device, torch.float32)
-
-
-def _are_finite(tensors: list[Tensor]) -> bool:
-    """Whether all entries of all tensors are. A finite sum proves it, at one read per entry and one wait per call."""
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    if not tensors or bool(torch.stack([tensor.sum() for tensor in tensors]).isfinite().all()):
-        return True
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)  # a sum may overflow where no entry does
 
 
 def _clip_scale(tensors: list[Tensor], config: DgcConfig) -> float:

@@ -16,6 +16,7 @@
 | 11 | the ranks do not ask for the same, so they cannot work together | give all the same program and settings |
 | 12 | the history of a run breaks an invariant (``gradbus check``) | report it, with the run directory |
 | 13 | the model, the data or the training code that was configured raised an error | mend it where the line says |
+| 14 | training came to NaN or infinity | as the line says: a smaller learning rate, clipping, other data |
 | 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
 """
 
@@ -36,6 +37,7 @@ from gradbus.runtime.errors import (
     PeerLost,
     ReplicasDiverged,
     RoundTimeout,
+    TrainingDiverged,
     TrainingFailed,
 )
 
@@ -57,6 +59,7 @@ class ExitCode(IntEnum):
     RANKS_DISAGREE = 11
     HISTORY = 12
     OWN_CODE = 13
+    NOT_FINITE = 14
 
 
 class NoData(GradbusError):
@@ -87,6 +90,7 @@ _CODES: dict[type[GradbusError], ExitCode] = {
     CollectiveTimeout: ExitCode.RANK_LOST,
     ReplicasDiverged: ExitCode.DIVERGED,
     CollectiveError: ExitCode.RANKS_DISAGREE,
+    TrainingDiverged: ExitCode.NOT_FINITE,
 }
 
 

@@ -158,6 +158,20 @@ class ReplicasDiverged(GradbusError):
         )
 
 
+class TrainingDiverged(GradbusError):
+    """Training has come to NaN or infinity, and cannot go on.
+
+    Attributes:
+        step: steps done in all, those that were skipped included. ranks: that had NaN or infinity in the last step, as
+            far as is known.
+    """
+
+    def __init__(self, step: int, what: str, advice: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(f"step {step}: {what}. {advice}")
+        self.step = step
+        self.ranks = tuple(ranks)
+
+
 class RoundTimeout(GradbusError, TimeoutError):
     """A round ended with too few updates, as often as the configuration allows.
 

@@ -39,6 +39,8 @@ class DataParallelConfig(Settings):
         clip_norm: limit of the mean gradient's norm; None: none. With dgc each rank clips its own at
             clip_norm / sqrt(world).
         accumulation_steps: batches whose mean gradient makes one step.
+        max_nonfinite_steps: a step with NaN or infinity in the loss or the gradients of any rank is skipped by all; so
+            many in a row, or all steps of the last epoch, end the run with an error. 0: never.
 
         overlap: dense: send a bucket as soon as its gradients are there, while the backward pass goes on.
         bucket_bytes: dense: a bucket is closed when it holds so much. first_bucket_bytes: the same for the first one,
@@ -76,6 +78,7 @@ class DataParallelConfig(Settings):
     exchange: Literal["dense", "dgc"] = "dense"
     clip_norm: Positive | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    max_nonfinite_steps: Annotated[int, Field(ge=0)] = 10
 
     overlap: bool = True
     bucket_bytes: Annotated[int, Field(ge=1)] = 25 * _MIB

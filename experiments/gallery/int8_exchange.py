@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradbus.actors.exchange import OwnState, load_optimizer_tensors, optimizer_tensors
+from gradbus.codecs.finite import are_finite
 from gradbus.codecs.quantize import quantize
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.errors import CollectiveError
@@ -23,7 +24,8 @@ from gradbus.runtime.parallel_settings import DataParallelConfig
 class Int8Exchange:
     """``torch.optim.SGD`` on the mean of quantized gradients. See :class:`gradbus.actors.exchange.Exchange`.
 
-    A message is the scales, float32, one for each parameter, and then all values, int8, in the order of the model.
+    A message is the scales, float32, one for each parameter, and then all values, int8, in the order of the model. With
+    NaN or infinity in the loss or in a gradient all scales are NaN, and all ranks skip the step.
     """
 
     density = 1.0
@@ -36,6 +38,7 @@ class Int8Exchange:
         self._parameters = list(parameters.values())
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._step, self._active = 0, group.world
+        self._finite: Tensor | None = None  # the loss of this step, on this rank
         self._handle: Handle[list[bytes]] | None = None
         self._optimizer = torch.optim.SGD(
             self._parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
@@ -50,15 +53,20 @@ class Int8Exchange:
         """Nothing depends on the epoch."""
 
     def begin(self, step: int, active: int) -> None:
-        self._step, self._active, self._handle = step, active, None
+        self._step, self._active, self._handle, self._finite = step, active, None, None
         for parameter in self._parameters:
             parameter.grad = None
 
-    def arm(self) -> None:
+    def arm(self, finite: Tensor | None = None) -> None:
         """Nothing is sent before all gradients are there."""
+        self._finite = finite
+
+    @property
+    def own_is_finite(self) -> bool:
+        """Messages say it, so nobody asks."""
+        return True
 
     def send(self, *, has_data: bool) -> Sequence[Handle[list[bytes]]]:
-        """Raises NonFiniteError: NaN or infinity in a gradient."""
         payload = self._encode([parameter.grad if has_data else None for parameter in self._parameters])
         self._handle = self._group.all_gather(
             "int8", payload, round_id=self._step, timeout_s=self._config.collective_timeout_s
@@ -69,6 +77,10 @@ class Int8Exchange:
         scales = np.ones(len(self._sizes), dtype="<f4")
         values = np.zeros(sum(self._sizes), dtype=np.int8)
         start = 0
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not are_finite(present) or (self._finite is not None and not self._finite):
+            scales[:] = np.nan
+            return scales.tobytes() + values.tobytes()
         for index, (gradient, size) in enumerate(zip(gradients, self._sizes, strict=True)):
             if gradient is not None and size:
                 q, scale = quantize(gradient.detach().reshape(-1).contiguous(), size)
@@ -77,10 +89,11 @@ class Int8Exchange:
         return scales.tobytes() + values.tobytes()
 
     @torch.no_grad()
-    def decode(self, results: Sequence[list[bytes]]) -> tuple[int, ...]:
+    def decode(self, results: Sequence[list[bytes]]) -> tuple[int, ...] | None:
         """Raises CollectiveError: a rank's message has another length."""
         count, total = len(self._sizes), sum(self._sizes)
         mean = torch.zeros(total)
+        skipped_by = []
         for rank, payload in enumerate(results[0]):
             if len(payload) != 4 * count + total:
                 raise CollectiveError(
@@ -88,13 +101,18 @@ class Int8Exchange:
                     f"got {len(payload)}"
                 )
             scales = np.frombuffer(payload, dtype="<f4", count=count)
+            if not np.isfinite(scales).all():
+                skipped_by.append(rank)
+                continue
             values = torch.from_numpy(np.frombuffer(payload, dtype=np.int8, offset=4 * count).astype(np.float32))
             for part, of_sum, scale in zip(self._split(values), self._split(mean), scales, strict=True):
                 of_sum.add_(part, alpha=float(scale))
+        if skipped_by:
+            return tuple(skipped_by)
         mean.mul_(1.0 / self._active)
         for parameter, part in zip(self._parameters, self._split(mean), strict=True):
             parameter.grad = part.view_as(parameter)
-        return ()
+        return None
 
     def _split(self, flat: Tensor) -> Iterator[Tensor]:
         """Views, one for each parameter."""

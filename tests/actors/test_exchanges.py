@@ -60,11 +60,11 @@ class Scene:
         self.exchange.send(has_data=has_data)
         self.done += 1
 
-    def step(self, **options: Any) -> tuple[int, ...]:
+    def step(self, **options: Any) -> tuple[int, ...] | None:
         self.send(**options)
         payload = self.group.sent[-1][1]
         skipped_by = self.exchange.decode([[payload]] if isinstance(payload, bytes) else [])
-        if not skipped_by:
+        if skipped_by is None:
             self.exchange.apply()
         return skipped_by
 
@@ -157,13 +157,13 @@ def test_where_only_some_have_data_their_gradients_weigh_more_and_what_is_owed_d
 
 def test_a_step_with_nan_changes_nothing_and_what_was_sent_is_owed_again() -> None:
     scene = Scene(exchange="dgc", density=0.05, warmup="none")
-    assert scene.step() == ()
+    assert scene.step() is None
     before = scene.parameters
     owed = scene.exchange.own_state().tensors["dgc/V"].clone()
     assert scene.step(factor=float("nan")) == (0,)
     assert torch.equal(scene.parameters, before)
     assert torch.equal(scene.exchange.own_state().tensors["dgc/V"], owed)
-    assert scene.step() == ()
+    assert scene.step() is None
     assert not torch.equal(scene.parameters, before)
     scene.send()  # this rank has finite numbers, another one has not
     owed = scene.exchange.own_state().tensors["dgc/V"].clone()

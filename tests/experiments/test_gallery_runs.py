@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from int8_role import SHAPES, Int8Step, gradients
 
 from gradbus.experiments.bench_ddp_process import run_ranks
 from gradbus.experiments.gallery import store as store_module
 from gradbus.experiments.gallery.federated_runs import RunFailed, command, run_federated
+from gradbus.experiments.gallery.int8_exchange import Int8Exchange
 from gradbus.experiments.gallery.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, make_plan
 from gradbus.experiments.gallery.store import Store, code_version
+from gradbus.runtime.parallel_settings import DataParallelConfig
 
 RUN = FederatedRun(codec="q8", downlink="fp32", rounds=1, samples=16)
 
@@ -160,3 +163,27 @@ def test_the_int8_baseline_takes_the_mean_of_what_was_quantized_with_one_scale_p
             np.testing.assert_array_equal(found["mean"][name], ranks[0]["mean"][name])
     elems = sum(int(np.prod(shape)) for shape in SHAPES.values())
     assert [found["sent"] for found in ranks] == [4 * len(SHAPES) + elems] * 2
+
+
+def test_the_int8_baseline_skips_a_step_that_is_not_finite_on_a_rank() -> None:
+    class Messages:
+        world, sent = 2, b""
+
+        def all_gather(self, name: str, payload: bytes, **_: object) -> None:
+            self.sent = payload
+
+    def message(factor: float, *, finite: bool) -> bytes:
+        group, weight = Messages(), torch.zeros(3, requires_grad=True)
+        exchange = Int8Exchange(DataParallelConfig(), group, {"weight": weight})  # type: ignore[arg-type]
+        exchange.begin(0, 2)
+        exchange.arm(torch.tensor(finite))
+        weight.grad = torch.ones(3) * factor
+        exchange.send(has_data=True)
+        exchanges.append(exchange)
+        return group.sent
+
+    exchanges: list[Int8Exchange] = []
+    good, bad_loss, bad_gradient = message(1.0, finite=True), message(1.0, finite=False), message(np.nan, finite=True)
+    assert exchanges[0].decode([[good, good]]) is None
+    assert exchanges[0].decode([[good, bad_loss]]) == (1,)
+    assert exchanges[0].decode([[bad_gradient, bad_loss]]) == (0, 1)

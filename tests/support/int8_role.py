@@ -39,7 +39,7 @@ class Int8Step:
         for name, gradient in gradients(group.rank).items():
             parameters[name].grad = gradient
         (handle,) = await asyncio.to_thread(exchange.send, has_data=has_data)
-        assert exchange.decode([await handle]) == ()
+        assert exchange.decode([await handle]) is None
         exchange.apply()
         means = {name: parameter.grad for name, parameter in parameters.items()}
         return {
