@@ -238,6 +238,7 @@ class Client:
             welcome, command = orders.welcome, orders.command
             if welcome is not None and not self._greeting.prepared:
                 self._phase.set("preparing")
+                await self._greeting.hello()
                 await self._compute.run(self._training.prepare, welcome.num_clients)
                 self._phase.set("idle")
                 self._greeting.prepared = True
@@ -281,6 +282,7 @@ class Client:
         failure: Exception | None = None
         self._phase.set("training")
         self._transfers += 1
+        await self._greeting.hello()  # from here on it may say nothing for long: training may hold the interpreter
         try:
             update = await self._compute.run(
                 self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,

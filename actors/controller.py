@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 import zlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 import torch
@@ -30,7 +31,7 @@ from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport, report_of
 from gradbus.actors.rival import Rivals, claim_job
-from gradbus.actors.rounds import CLIENT_LOST, TRAINING_FAILED, Outcome, Round
+from gradbus.actors.rounds import CLIENT_LOST, CLIENT_SILENT, TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
 from gradbus.actors.strategies import make_strategy, within_limits
 from gradbus.actors.strategy import Strategy
@@ -181,7 +182,7 @@ class Controller:
         finished, final, reason = False, False, "the controller was stopped"
         try:
             await self._compute.run(self._open)
-            await claim_job(self._bus, self._identity, config.heartbeat_s)
+            await claim_job(self._bus, self._identity, config.heartbeat_s, hangs_after_s=config.dead_after_s)
             self._connect()
             state = self._state
             await self._compute.run(state.note_start, self._history)
@@ -245,12 +246,16 @@ class Controller:
         if self._round is not None:
             # A client that died and is back already takes part from the next round on: in this one it is lost.
             round_id = self._round.round_id
-            taking_part = {member.client_id for member in self._members if member.from_round <= round_id}
-            for client_id in self._round.open - taking_part:
-                self._round.lose(client_id)
-                self._intake.dropped[CLIENT_LOST] += 1
-                log.warning("client lost", client=client_id, round=round_id)
-        self.progress.clients = tuple(sorted(member.client_id for member in self._members))
+            unheard = self._members.unheard(round_id)
+            lost, found = self._round.follow(self._members.taking_part(round_id), unheard)
+            for client_id in lost:
+                reason = CLIENT_SILENT if client_id in unheard else CLIENT_LOST
+                self._intake.dropped[reason] += 1
+                log.warning(reason, client=client_id, round=round_id)
+            for client_id in found:
+                self._intake.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
+                log.info("client waited for again", client=client_id, round=round_id)
+        self.progress.clients = tuple(sorted(member.client_id for member in self._members if not member.silent))
         self.progress.out = self._state.conduct.out(self._state.round_id + 1)
         self._presence.on_left()
         self._changed()
@@ -318,6 +323,7 @@ class Controller:
         round_ = Round(
             round_id, self._attendance.ready(round_id), minimum=config.min_clients, quorum=config.quorum,
             now_s=time.monotonic(), deadline_s=config.round_timeout_s, grace_s=config.grace_s, accepted=accepted,
+            silent=self._members.unheard(round_id),
         )  # fmt: skip
         self._probe.reached("before_command", round_id)
         self._round = round_

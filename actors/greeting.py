@@ -8,7 +8,7 @@ from gradbus.actors.delivery import REPEAT_AFTER_S, Delivery
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.model_copy import ModelCopy
 from gradbus.actors.model_memory import ModelMemory
-from gradbus.actors.orders import Orders
+from gradbus.actors.orders import LISTENED_S, Orders
 from gradbus.actors.phase import Phase
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.control import PROTOCOL, Hello, Leave
@@ -65,6 +65,7 @@ class Greeting:
             await self.hello()
             welcome = self._orders.welcome
             heartbeat_s = welcome.heartbeat_s if welcome is not None else REPEAT_AFTER_S
+            self._orders.listen(max(LISTENED_S, 2 * heartbeat_s))
             seen = self._matching()
             with contextlib.suppress(BarrierTimeout):
                 await self._bus.matched(lambda: self._matching() != seen, timeout_s=heartbeat_s)  # noqa: B023 - awaited here

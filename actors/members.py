@@ -1,4 +1,10 @@
-"""Who takes part: a pure table of clients, fed with what was heard and when."""
+"""Who takes part: a pure table of clients, fed with what was heard and when.
+
+Death and silence are two things. That a process is dead is told by the kernel or by DDS, whose threads need no
+interpreter; then its client is removed. One that merely says nothing hangs, or its interpreter is held by a call into
+C: it stays a member, but is not waited for, until it is heard again. And while it says that it trains, not even that:
+training may hold the interpreter for as long as it likes, and the deadline of the round bounds it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,8 @@ from gradbus.runtime.control import PROTOCOL, Hello
 from gradbus.runtime.messages import is_later
 
 MAX_MEMBERS = 65_536  # whoever can send a Hello cannot make the table grow without end
+DOUBT_S = 5.0  # who may be gone has so long to say something, before it is no longer waited for
+BUSY_PHASES = frozenset({"preparing", "training"})  # the user's own code runs, which may hold the interpreter
 
 
 class Answer(Enum):
@@ -30,6 +38,8 @@ class Member:
         heard_s: when it was heard last, and ``unheard_s``: for how long since then the controller could not hear.
         model_round: the round of the newest model that it is known to have held in this session; -1: none.
         out_until: before this round it must not take part, whoever is missing.
+        silent: nothing was heard for longer than ``dead_after_s``, and it does not train: it is not waited for.
+        quiet: the same of one that trains. gone_in_doubt: DDS has lost it while the controller itself stood still.
     """
 
     client_id: int
@@ -41,10 +51,23 @@ class Member:
     model_round: int = -1
     out_until: int = 0
     unheard_s: float = 0.0
+    silent: bool = False
+    quiet: bool = False
+    gone_in_doubt: bool = False
 
     def hear(self, now_s: float) -> None:
         """It lives."""
         self.heard_s, self.unheard_s = now_s, 0.0
+        self.silent = self.quiet = self.gone_in_doubt = False
+
+    def quiet_s(self, now_s: float) -> float:
+        """For how long nothing was heard of it, as far as the controller could hear."""
+        return now_s - self.heard_s - self.unheard_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the user's own code runs in it, as it said last."""
+        return self.hello.phase in BUSY_PHASES and not self.gone_in_doubt
 
 
 @dataclass(slots=True)
@@ -60,8 +83,9 @@ class Members:
     """The clients of a controller.
 
     A client that comes again with a higher incarnation replaces its older start as soon as that one is known to be
-    gone. While the older one still talks, the newcomer is told that the id is taken: two processes must not train
-    under one id.
+    gone, or has been silent for ``dead_after_s``. While the older one still talks, the newcomer is told that the id is
+    taken: two processes must not train under one id. In between, where the older one lives and says nothing, the
+    newcomer waits.
     """
 
     def __init__(
@@ -73,9 +97,9 @@ class Members:
             dim: size of the model; layout: its hash. Clients that differ are refused.
             session: this start of the controller. A client is ready only once it has been welcomed by it: then it
                 has forgotten what an earlier start told it.
-            dead_after_s: a client that is silent for so long is dead.
-            rival_after_s: when an id is used twice, how long after the newcomer's first word the older one must still
-                talk to keep it.
+            dead_after_s: a client that is silent for so long hangs, unless it says that it trains.
+            rival_after_s: when an id is used twice, how long after the newcomer's first word it is decided at the
+                earliest whether the older one still talks.
             memory: the controller's machine, where it shares memory; else empty.
         """
         self._dim = dim
@@ -181,9 +205,12 @@ class Members:
             rival = self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
         if now_s - rival.since_s < self._rival_after_s:
             return Answer.NOTHING, ""  # wait and see whether the older one is still there
-        del self._rivals[member.client_id]
         if member.heard_s > rival.since_s + self._rival_after_s / 2:
+            del self._rivals[member.client_id]
             return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
+        if not (member.silent or member.gone_in_doubt) and member.quiet_s(now_s) <= self._dead_after_s:
+            return Answer.NOTHING, ""  # nobody says that it is dead: its interpreter may be held by its training
+        del self._rivals[member.client_id]
         if in_doubt:  # the older one may have talked: the wait for its word begins anew
             self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
             return Answer.NOTHING, ""
@@ -214,18 +241,25 @@ class Members:
             member.from_round = round_id
         return late
 
-    def expire(self, now_s: float) -> list[Member]:
-        """Remove and return those that have been silent for too long, as far as the controller could hear."""
-        dead = [m for m in self._members.values() if now_s - m.heard_s - m.unheard_s > self._dead_after_s]
-        for member in dead:
-            self.remove(member.client_id, member.incarnation)
-        return dead
+    def find_silent(self, now_s: float) -> list[Member]:
+        """Mark those that have been silent for too long, as far as the controller could hear. Returns those that are
+        not waited for from now on: not who trains, and who was silent before."""
+        found = []
+        for member in self._members.values():
+            limit_s = min(self._dead_after_s, DOUBT_S) if member.gone_in_doubt else self._dead_after_s
+            if member.silent or member.quiet_s(now_s) <= limit_s:
+                continue
+            member.quiet, member.silent = True, not member.is_busy
+            if member.silent:
+                found.append(member)
+        return found
 
     def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
         """It is said to be gone, which may not be so: from now on it has its full time to say something."""
         member = self.get(client_id, incarnation)
         if member is not None:
             member.unheard_s = now_s - member.heard_s
+            member.gone_in_doubt = True
 
     def could_not_hear(self, seconds: float, now_s: float) -> None:
         """The controller stood still: what its clients have said meanwhile, it has yet to hear. Who is waited for has
@@ -234,9 +268,29 @@ class Members:
             member.unheard_s = min(member.unheard_s + seconds, now_s - member.heard_s)
 
     def ready(self, round_id: int) -> list[int]:
-        """Ids of the clients that can take part in the round, ascending."""
+        """Ids of the clients that can take part in the round, ascending. Not those that are silent, nor those that have
+        said nothing since they began to train for a round before: as soon as such a one is heard, it takes part."""
         return sorted(
             member.client_id
             for member in self._members.values()
-            if member.hello.ready and member.hello.session == self._session and member.from_round <= round_id
+            if self._may_take_part(member, round_id)
+            and not member.silent
+            and not (member.quiet and member.hello.round_id < round_id)
         )
+
+    def taking_part(self, round_id: int) -> set[int]:
+        """Ids of those members that were let into this round, and are not silent."""
+        return {m.client_id for m in self._members.values() if m.from_round <= round_id and not m.silent}
+
+    def unheard(self, round_id: int) -> set[int]:
+        """Ids of those that could take part in this round if only they were heard."""
+        return {
+            m.client_id for m in self._members.values() if (m.silent or m.quiet) and self._may_take_part(m, round_id)
+        }
+
+    def heard_from(self) -> int:
+        """How many members there are that are not silent."""
+        return sum(not member.silent for member in self._members.values())
+
+    def _may_take_part(self, member: Member, round_id: int) -> bool:
+        return member.hello.ready and member.hello.session == self._session and member.from_round <= round_id

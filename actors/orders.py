@@ -13,6 +13,7 @@ from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.messages import TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
+LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
 OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one was not overtaken by it
 
 
@@ -33,7 +34,8 @@ class Orders:
         self._controller_timeout_s = controller_timeout_s
         self._handled = False  # the command has been answered, without success
         self._session_heard_s = 0.0
-        self._heard_s = time.monotonic()
+        self._turn_s = LISTENED_S
+        self._heard_s = self._listened_s = time.monotonic()
         self.welcome: Welcome | None = None
         self.command: TrainCmd | None = None
         self.commanded_s = 0.0
@@ -52,7 +54,18 @@ class Orders:
 
     def begin(self) -> None:
         """From here on the controller is waited for."""
-        self._heard_s = time.monotonic()
+        self._heard_s = self._listened_s = time.monotonic()
+
+    def listen(self, again_within_s: float | None = None) -> None:
+        """This process has a turn, and the next one within ``again_within_s``, by default as before. If this one is
+        late, it could not hear meanwhile, as its interpreter was held, or it was stopped: that time is not counted as
+        the controller's silence."""
+        now_s = time.monotonic()
+        deaf_s = max(0.0, now_s - self._listened_s - self._turn_s)
+        self._turn_s = self._turn_s if again_within_s is None else again_within_s
+        self._listened_s = now_s
+        self._heard_s += deaf_s
+        self._session_heard_s += deaf_s
 
     def believes(self, session: int) -> bool:
         """A controller says something. Whether it is to be listened to: not the last words of one that has been
@@ -116,6 +129,7 @@ class Orders:
 
     def check_controller(self, doubt: str) -> None:
         """Raises BarrierTimeout: no controller for too long. ``doubt``: what the bus has noticed, for its text."""
+        self.listen()
         limit_s = self._controller_timeout_s
         if time.monotonic() - self._heard_s > limit_s:
             raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s, doubt=doubt)

@@ -39,7 +39,7 @@ class Presence:
         self, bus: Bus, identity: Identity, members: Members, intake: Intake, progress: Progress, *, run_id: int,
         heartbeat_s: float, changed: Callable[[], None], open_round: Callable[[], Round | None],
     ) -> None:  # fmt: skip
-        """``changed``: called when clients were found dead. ``open_round``: the round that is open."""
+        """``changed``: called when clients have fallen silent. ``open_round``: the round that is open."""
         self._bus = bus
         self._identity = identity
         self._members = members
@@ -64,7 +64,7 @@ class Presence:
 
         A beat that comes far too late tells of this process: it was stopped, or had no turn. What its clients said
         meanwhile is still to be handled, and may be so after this timer, so that time counts as one heartbeat. And not
-        as none: on a machine on which every beat is late, the dead are still noticed, after so many more.
+        as none: on a machine on which every beat is late, who hangs is still noticed, after so many more.
         """
         host = process_name()
         self._beaten_s = time.monotonic()
@@ -80,11 +80,13 @@ class Presence:
                 self._members.could_not_hear(now_s - self._beaten_s - self._heartbeat_s, now_s)
                 self._doubt_until_s = now_s + 2 * self._heartbeat_s
             self._beaten_s = now_s
-            dead = self._members.expire(now_s)
-            for member in dead:
-                log.warning("client silent", client=member.client_id, host=member.hello.host)
-                self._intake.forget(member.client_id, member.incarnation)
-            if dead:
+            silent = self._members.find_silent(now_s)
+            for member in silent:
+                log.warning(
+                    "client silent", client=member.client_id, host=member.hello.host, phase=member.hello.phase,
+                    seconds=round(member.quiet_s(now_s), 1), effect="it is not waited for until it is heard again",
+                )  # fmt: skip
+            if silent:
                 self._changed()
             await asyncio.sleep(self._heartbeat_s)
 
@@ -99,7 +101,7 @@ class Presence:
         while True:
             with contextlib.suppress(BusError, JobTaken):  # of a job that is another's it is not the end
                 await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096], final))
-            if (not len(self._members) and not linger) or time.monotonic() >= until_s:
+            if (not self._members.heard_from() and not linger) or time.monotonic() >= until_s:
                 return
             self._left.clear()
             with contextlib.suppress(TimeoutError):

@@ -76,12 +76,12 @@ class Reception:
     async def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         match message:
             case ClientUpdate():
-                self._members.heard(message.client_id, message.frame.key.incarnation, time.monotonic())
+                self._heard(message.client_id, message.frame.key.incarnation)
                 await self._intake.on_frame(message)
             case Control(sender=sender, incarnation=incarnation, body=body) if sender != CONTROLLER:
                 if isinstance(body, Hello):
                     await self._hello(sender, incarnation, body, message.number)
-                elif self._members.heard(sender, incarnation, time.monotonic()) is None:
+                elif not self._heard(sender, incarnation):
                     pass  # not a member: its Hello will come
                 elif isinstance(body, Offer):
                     if body.run_id == self._run_id:
@@ -103,7 +103,21 @@ class Reception:
             case _:
                 pass  # our own words, or those of a controller that will stay away
 
+    def _heard(self, client_id: int, incarnation: int) -> bool:
+        """A member lives. One that was silent is waited for again, before what it says is looked at: an update that it
+        offers counts, if its round is still open. False: it is none."""
+        member = self._members.get(client_id, incarnation)
+        if member is None:
+            return False
+        was_unheard, quiet_s = member.silent or member.quiet, member.quiet_s(time.monotonic())
+        member.hear(time.monotonic())
+        if was_unheard:
+            log.info("client heard again", client=client_id, seconds=round(quiet_s, 1))
+            self._changed()
+        return True
+
     async def _hello(self, client_id: int, incarnation: int, hello: Hello, number: int) -> None:
+        self._heard(client_id, incarnation)
         before = self._members.get(client_id, incarnation)
         earlier = self._members.incarnation_of(client_id)
         was_ready = before is not None and self._is_ready(before)

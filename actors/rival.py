@@ -18,7 +18,7 @@ from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.messages import Control, Identity, Message, TrainCmd
 
 LISTEN_S = 0.25  # with nobody there: discovery takes some tens of milliseconds
-HEARTBEATS = 3.5  # of ours, with somebody there who says nothing: a process that hangs is no controller
+HEARTBEATS = 3.5  # of ours, at least, with somebody there who says nothing
 _TICK_S = 0.05  # of listening at a time: however long one takes where this process stands still, it counts as no more
 _TIMES = 2  # heard once may be the last word of one that is gone
 
@@ -57,8 +57,13 @@ class Rivals:
         return self.hear(message) if earlier else None
 
 
-async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float) -> None:
+async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_after_s: float = 0.0) -> None:
     """Make sure that nobody else commands this job.
+
+    Args:
+        heartbeat_s: how often a controller says where it stands.
+        hangs_after_s: one that lives and has said nothing for so long hangs, and its job is taken over. An evaluation
+            in one call into C may hold its interpreter for seconds.
 
     Raises:
         JobTaken: somebody does.
@@ -68,7 +73,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float) -> None:
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
     looked_s = time.monotonic()
     heard_s = 0.0  # for how long this process has listened
-    until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s)
+    until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s, hangs_after_s)
     with bus.subscribe(Control, TrainCmd) as inbox:
         while True:
             bus.standing.check_controller()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 CLIENT_LOST = "client lost"
+CLIENT_SILENT = "client silent"
 TRAINING_FAILED = "training failed"
 
 
@@ -29,7 +30,7 @@ class Round:
 
     def __init__(
         self, round_id: int, expected: Iterable[int], *, minimum: int, quorum: float, now_s: float, deadline_s: float,
-        grace_s: float, accepted: Iterable[int] = (),
+        grace_s: float, accepted: Iterable[int] = (), silent: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """Open the round.
 
@@ -40,12 +41,14 @@ class Round:
             quorum: share of the clients expected at the start that suffices after the grace.
             now_s: the time now. deadline_s: how long it may take. grace_s: what follows the quorum.
             accepted: clients whose updates count already, from an earlier attempt at the same round.
+            silent: clients that live and say nothing: expected as soon as they are heard, and not before.
         """
         self.round_id = round_id
         self.accepted = set(accepted)
         self.expected = set(expected) | self.accepted
         self.minimum = minimum
         self.failed: dict[int, str] = {}
+        self.silent = set(silent) - self.expected
         # Less a hair: 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
         self._quorum = max(minimum, math.ceil(quorum * len(self.expected) - 1e-9))
         self._grace_s = grace_s
@@ -85,6 +88,23 @@ class Round:
         if client_id not in self.accepted:
             self.expected.discard(client_id)
             self.failed.pop(client_id, None)
+
+    def follow(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
+        """The table of members has changed. Who is no longer ``present`` is lost; of the ``silent`` ones that only
+        until they are heard.
+
+        Returns:
+            Those that were lost, and those that were found again, both ascending.
+        """
+        lost = sorted(self.open - set(present))
+        for client_id in lost:
+            self.lose(client_id)
+            if client_id in silent:
+                self.silent.add(client_id)
+        found = sorted(self.silent.intersection(present) - set(silent) - self.accepted)
+        self.silent.difference_update(found)
+        self.expected.update(found)
+        return lost, found
 
     def fail(self, client_id: int, reason: str) -> None:
         """The client lives, but it will not answer in this round."""

@@ -66,7 +66,9 @@ class FederatedConfig(Settings):
         round_timeout_s: deadline of a round, from its command.
         max_attempts: a round with too few updates is tried so often.
         heartbeat_s: how often controller and clients say that they live.
-        dead_after_s: a client that says nothing for so long is dead.
+        dead_after_s: a client that lives, does not train, and says nothing for so long hangs: it is not waited for
+            until it is heard again. That a process is dead is told by the kernel, or by DDS when the lease ends. One
+            that trains may be silent for as long as ``round_timeout_s``.
         subset_size: samples a client trains on in a round; 0: all of its own.
         epochs: passes over them. lr: learning rate of the clients. seed: of everything random.
         codec: of the clients' updates. density: share of values kept by s4 and sq8. chunk_elems: values that share a
@@ -104,7 +106,7 @@ class FederatedConfig(Settings):
     round_timeout_s: Positive = 300.0
     max_attempts: Annotated[int, Field(ge=1)] = 3
     heartbeat_s: Positive = 0.5
-    dead_after_s: Positive = 2.5
+    dead_after_s: Positive = 30.0
     subset_size: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     epochs: Annotated[int, Field(ge=1, le=0x7FFF_FFFF)] = 1
     lr: Positive = 0.01

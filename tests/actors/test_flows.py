@@ -108,20 +108,31 @@ def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_curre
     assert [event["round"] for event in late.all("training")] == [3, 4, 5, 6]
 
 
-def test_a_suspended_client_is_dead_and_comes_back_when_it_goes_on(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_on(tmp_path: Path) -> None:
+    first, third = tmp_path / "first", tmp_path / "third"
     with Federation(domain=next(_domains), silence_s=MORTAL["lease_s"]) as federation:
         controller = federation.controller(rounds=4, num_clients=2)
-        client = federation.client(0, hold={"3": str(gate)})
-        sleeper = federation.client(1, hold={"2": NEVER})
-        sleeper.wait_for("training", round=2)
+        client = federation.client(0, hold={"1": str(first), "3": str(third)})
+        sleeper = federation.client(1)
+        controller.wait_for("takes part", client=1)
+        sleeper.wait_for("phase", phase="training", round=1)
+        sleeper.wait_for("phase", phase="idle")  # one that trains would be waited for until the deadline
         sleeper.signal(signal.SIGSTOP)
+        first.touch()
         controller.wait_for("round", round_id=2, clients=[0])
         sleeper.signal(signal.SIGCONT)
-        controller.wait_for("takes part", client=1, from_round=4)
-        gate.touch()
+        controller.wait_for("takes part", client=1)
+        third.touch()
         reports = finish(controller, client, sleeper)
     assert reports[3]["clients"] == [0, 1]
+
+
+def test_a_client_whose_training_holds_the_interpreter_is_counted_in_every_round(federation: Federation) -> None:
+    controller = federation.controller(rounds=2, num_clients=2, heartbeat_s=0.1, dead_after_s=0.6)
+    clients = [federation.client(0), federation.client(1, gil_s=2.5)]
+    reports = finish(controller, *clients)
+    assert [report["clients"] for report in reports] == [[0, 1], [0, 1]]
+    assert not any("client" in reason for report in reports for reason in report["dropped"])
 
 
 def test_without_any_client_the_controller_says_who_is_missing(federation: Federation) -> None:
@@ -200,7 +211,8 @@ def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
     # 100 MB fill every queue on the way to a client that does not read. In memory they would fill none.
     network = {"shared_memory": False}
     with Federation(domain=next(_domains), dim=25_000_000, silence_s=DEAD_AFTER_S, network=network) as federation:
-        controller = federation.controller(rounds=3, num_clients=2, round_timeout_s=100.0)
+        # It says that it trains, so in one round it is waited for as long as the rules say.
+        controller = federation.controller(rounds=3, num_clients=2, round_timeout_s=100.0, quorum=0.5, grace_s=1.0)
         clients = [federation.client(0), federation.client(1, block_loop_in=1)]
         reports = finish(controller, clients[0])
     assert reports[-1]["clients"] == [0]

@@ -116,27 +116,49 @@ def test_a_repeated_hello_does_not_change_the_first_round_of_a_client() -> None:
     assert members.ready(2) == [0]
 
 
-def test_a_silent_client_is_dead_and_comes_back_for_the_next_round() -> None:
+def test_a_silent_client_is_not_waited_for_until_it_is_heard_again() -> None:
     members = new_members()
     join(members, 0)
     join(members, 1)
     members.heard(1, 100, 2.0)
-    assert members.expire(DEAD_AFTER_S) == []
-    assert [member.client_id for member in members.expire(DEAD_AFTER_S + 0.1)] == [0]
+    assert members.find_silent(DEAD_AFTER_S) == []
+    assert [member.client_id for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [0]
     assert members.ready(1) == [1]
-    assert members.heard(0, 100, 3.0) is None
-    assert greet(members, 0, now_s=3.0, next_round=2, session=SESSION)[0] is Answer.WELCOME  # hears its new first round
-    assert members.ready(1) == [1]
-    assert members.ready(2) == [0, 1]
+    assert (members.taking_part(1), members.unheard(1), members.heard_from()) == ({1}, {0}, 1)
+    assert members.find_silent(DEAD_AFTER_S + 0.2) == []  # once is enough
+    assert members.heard(0, 100, 3.0) is not None
+    assert (members.ready(1), members.unheard(1)) == ([0, 1], set())
 
 
-def test_with_a_client_that_expires_what_was_known_of_its_rival_is_forgotten() -> None:
+@pytest.mark.parametrize("phase", ["training", "preparing"])
+def test_a_client_that_says_that_it_trains_may_say_nothing_for_as_long_as_it_likes(phase: str) -> None:
+    members = new_members()
+    join(members)
+    greet(members, session=SESSION, phase=phase, round_id=1)
+    assert members.find_silent(3600.0) == []
+    assert (members.ready(1), members.taking_part(1)) == ([0], {0})
+    assert (members.ready(2), members.unheard(2)) == ([], {0})  # the next round does not begin by waiting for it
+    greet(members, session=SESSION, now_s=3601.0)
+    assert members.ready(2) == [0]
+    assert members.find_silent(3602.0 + DEAD_AFTER_S) != []  # and from now on it has nothing to do that takes so long
+
+
+def test_who_may_be_gone_has_a_few_seconds_to_say_something_also_where_it_trained() -> None:
+    members = Members(dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=60.0, rival_after_s=RIVAL_AFTER_S)
+    join(members)
+    greet(members, session=SESSION, phase="training", round_id=1)
+    members.wait_for(0, 100, 10.0)
+    assert members.find_silent(14.9) == []
+    assert [member.client_id for member in members.find_silent(15.1)] == [0]
+
+
+def test_with_a_silent_client_that_is_heard_again_its_rival_is_refused() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
-    assert [member.incarnation for member in members.expire(DEAD_AFTER_S + 0.1)] == [100]
-    assert greet(members, incarnation=100, now_s=3.0)[0] is Answer.WELCOME  # it had only stood still
-    assert greet(members, incarnation=200, now_s=10.0)[0] is Answer.NOTHING  # a wait of its own, from here on
+    assert greet(members, incarnation=200, now_s=2.4)[0] is Answer.NOTHING
+    assert [member.incarnation for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [100]
+    assert greet(members, incarnation=100, now_s=3.3, session=SESSION)[0] is Answer.NOTHING  # it had only stood still
+    assert greet(members, incarnation=200, now_s=3.7)[0] is Answer.REFUSE
     assert members.get(0, 100) is not None
 
 
@@ -144,10 +166,10 @@ def test_while_the_controller_could_not_hear_nobody_is_silent() -> None:
     members = new_members()
     join(members)
     members.could_not_hear(10.0, 10.0)
-    assert members.expire(10.0 + DEAD_AFTER_S) == []
+    assert members.find_silent(10.0 + DEAD_AFTER_S) == []
     assert members.heard_at_s(0) == 0.0
     members.heard(0, 100, 11.0)  # from here on it can
-    assert [member.client_id for member in members.expire(11.1 + DEAD_AFTER_S)] == [0]
+    assert [member.client_id for member in members.find_silent(11.1 + DEAD_AFTER_S)] == [0]
 
 
 def test_a_standstill_is_forgiven_once_who_is_waited_for_included() -> None:
@@ -155,8 +177,8 @@ def test_a_standstill_is_forgiven_once_who_is_waited_for_included() -> None:
     join(members)
     members.wait_for(0, 100, 10.0)  # said to be gone, before the late heartbeat tells of the standstill
     members.could_not_hear(9.5, 10.0)
-    assert members.expire(10.0 + DEAD_AFTER_S) == []
-    assert [member.client_id for member in members.expire(10.1 + DEAD_AFTER_S)] == [0]
+    assert members.find_silent(10.0 + DEAD_AFTER_S) == []
+    assert [member.client_id for member in members.find_silent(10.1 + DEAD_AFTER_S)] == [0]
 
 
 def test_every_message_of_a_client_is_a_sign_of_life() -> None:
@@ -164,7 +186,7 @@ def test_every_message_of_a_client_is_a_sign_of_life() -> None:
     join(members)
     for now_s in (2.0, 4.0, 6.0):
         assert members.heard(0, 100, now_s) is not None
-        assert members.expire(now_s + 1.0) == []
+        assert members.find_silent(now_s + 1.0) == []
 
 
 def test_words_of_another_start_are_no_sign_of_life() -> None:
@@ -172,7 +194,7 @@ def test_words_of_another_start_are_no_sign_of_life() -> None:
     join(members)
     assert members.heard(0, 99, 2.0) is None
     assert members.heard(0, 101, 2.0) is None
-    assert [member.client_id for member in members.expire(2.6)] == [0]
+    assert [member.client_id for member in members.find_silent(2.6)] == [0]
 
 
 def test_a_client_that_leaves_is_removed_once_and_only_this_start_of_it() -> None:
@@ -185,12 +207,14 @@ def test_a_client_that_leaves_is_removed_once_and_only_this_start_of_it() -> Non
     assert members.ready(1) == []
 
 
-def test_a_restarted_client_replaces_its_older_start_once_that_is_known_to_be_gone() -> None:
+@pytest.mark.parametrize("phase", ["idle", "training"])
+def test_a_second_start_waits_while_the_first_one_lives_and_says_nothing_and_then_takes_its_place(phase: str) -> None:
     members = new_members()
-    join(members, incarnation=100)
+    join(members, incarnation=100, phase=phase)
     assert greet(members, incarnation=200, now_s=1.0, host="host-a:2") == (Answer.NOTHING, "")
-    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S - 0.01) == (Answer.NOTHING, "")
-    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S, next_round=5) == (Answer.WELCOME, "")
+    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S) == (Answer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=DEAD_AFTER_S) == (Answer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=DEAD_AFTER_S + 0.1, next_round=5) == (Answer.WELCOME, "")
     assert members.get(0, 100) is None
     assert members.get(0, 200) is not None
     greet(members, incarnation=200, now_s=3.0, session=SESSION)
@@ -250,7 +274,9 @@ def test_every_further_newcomer_gets_a_wait_of_its_own() -> None:
     join(members, incarnation=100)
     assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
     assert greet(members, incarnation=300, now_s=2.0)[0] is Answer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.0 + RIVAL_AFTER_S)[0] is Answer.WELCOME
+    assert greet(members, incarnation=200, now_s=2.6)[0] is Answer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.7)[0] is Answer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.7 + RIVAL_AFTER_S)[0] is Answer.WELCOME
     assert members.get(0, 300) is not None
 
 
@@ -258,7 +284,7 @@ def test_a_start_that_seems_older_is_a_rival_too_for_clocks_may_be_set_back() ->
     members = new_members()
     join(members, incarnation=200)
     assert greet(members, incarnation=100, now_s=1.0)[0] is Answer.NOTHING
-    assert greet(members, incarnation=100, now_s=1.0 + RIVAL_AFTER_S)[0] is Answer.WELCOME  # the other was silent
+    assert greet(members, incarnation=100, now_s=DEAD_AFTER_S + 0.1)[0] is Answer.WELCOME  # the other was silent
     assert members.get(0, 100) is not None
 
 

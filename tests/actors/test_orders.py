@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from gradbus.actors import orders as orders_module
 from gradbus.actors.orders import Orders
 from gradbus.runtime.control import Bye, Welcome
+from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.messages import TrainCmd
 
 WELCOME = Welcome(
@@ -111,3 +113,35 @@ def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() 
     orders.ended = Bye(5, True, "all rounds are done")
     assert orders.superseded(command(3))
     assert not orders.holds_for(SESSION)
+
+
+def test_a_client_that_could_not_hear_does_not_take_its_controller_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
+    orders = welcomed()
+    orders.begin()
+    for _ in range(7):
+        now_s += 1.0
+        orders.listen()
+    now_s += 3600.0  # its training has held the interpreter
+    orders.check_controller("")
+    for _ in range(5):
+        now_s += 1.0
+        orders.listen()
+    with pytest.raises(BarrierTimeout):
+        orders.check_controller("")
+
+
+def test_a_client_of_a_controller_with_a_slow_heartbeat_still_notices_that_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
+    orders = welcomed()
+    orders.begin()
+    orders.listen(again_within_s=8.0)
+    for _ in range(3):
+        now_s += 4.0
+        orders.listen(again_within_s=8.0)
+    with pytest.raises(BarrierTimeout):
+        orders.check_controller("")

@@ -1,4 +1,4 @@
-"""The controller's heartbeat: who says nothing is dead, and who could not be heard is not."""
+"""The controller's heartbeat: who says nothing is not waited for, and who could not be heard is."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class Scene:
         )  # fmt: skip
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(self.presence.beat())
-        return sorted(member.client_id for member in self.members)
+        return sorted(member.client_id for member in self.members if not member.silent)
 
 
-def test_who_is_silent_for_too_long_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_silent_for_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     for client_id in (0, 1):
         scene.hello(client_id)
@@ -138,8 +138,8 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     asyncio.run(reception._handle(PeerGone(0, 1, why), None))  # type: ignore[arg-type]
     assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
     if stays:
-        assert scene.members.expire(scene.now_s + DEAD_AFTER_S) == []
-        assert len(scene.members.expire(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
+        assert scene.members.find_silent(scene.now_s + DEAD_AFTER_S) == []
+        assert len(scene.members.find_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
 
 
 def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_the_configurations_that_are_not_run_are_right_as_well(root: Path, tmp_p
     for kind in (ControllerFile, ClientFile):
         assert load(kind, tmp_path / "several.json").bus.peers == ("192.0.2.10", "192.0.2.11")
     for kind, setting, default in (
-        (ControllerFile, "federated.dead_after_s", "2.5 s"), (ClientFile, "client.controller_timeout_s", "10 minutes"),
+        (ControllerFile, "federated.dead_after_s", "30 s"), (ClientFile, "client.controller_timeout_s", "10 minutes"),
     ):  # fmt: skip
         part, key = setting.split(".")
         value = getattr(getattr(kind(), part), key)

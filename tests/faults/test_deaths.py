@@ -95,18 +95,20 @@ def test_a_client_that_stood_still_brings_a_late_update_which_is_refused_and_goe
     federation: Federation, tmp_path: Path
 ) -> None:
     gate, late = tmp_path / "gate", tmp_path / "late"
-    controller = federation.controller(rounds=4, num_clients=2, dead_after_s=PATIENT_S)
+    controller = federation.controller(rounds=4, num_clients=2, dead_after_s=DYING["lease_s"])
     client = federation.client(0, hold={"3": str(gate)})
     faults = "delay offer round=2 seconds=6"  # more than this machine may need to stop it
     sleeper = federation.client(1, hold={"2": str(late)}, faults=faults, network=DYING)
     sleeper.wait_for("training", round=2)
     late.touch()
     until(lambda: when(federation, "1", "offered", round=2))
+    sleeper.wait_for("phase", phase="offering", round=2)
+    controller.wait_for("takes part", client=1)
     sleeper.signal(signal.SIGSTOP)  # what it has to say of round 2 is still in this process
     controller.wait_for("round", round_id=2, clients=[0])
     sleeper.signal(signal.SIGCONT)
     until(lambda: when(federation, "1", "receipt", round=2, accepted=False))
-    controller.wait_for("takes part", client=1, from_round=4)
+    controller.wait_for("takes part", client=1)
     gate.touch()
     done = controller.wait_for("done")
     assert [client.wait(), sleeper.wait()] == [0, 0]

@@ -118,6 +118,7 @@ class Schedules(RuleBasedStateMachine):
         self.round = Round(
             self.round_id + 1, ready, minimum=self.minimum, quorum=self.quorum, now_s=self.now_s,
             deadline_s=DEADLINE_S, grace_s=GRACE_S, accepted=self.carried,
+            silent=self.members.unheard(self.round_id + 1),
         )  # fmt: skip
 
     def look_whether_the_round_is_over(self, dies_before_commit: bool) -> None:
@@ -159,9 +160,9 @@ class Schedules(RuleBasedStateMachine):
     def gone(self, client_id: int) -> None:
         """As the controller does when its table has changed."""
         if self.round is not None:
-            taking_part = {m.client_id for m in self.members if m.from_round <= self.round.round_id}
-            for lost in self.round.open - taking_part:
-                self.round.lose(lost)
+            round_id = self.round.round_id
+            lost, found = self.round.follow(self.members.taking_part(round_id), self.members.unheard(round_id))
+            assert not set(lost) & set(found)
 
     # Clients, and what the network brings of them
 
@@ -252,6 +253,7 @@ class Schedules(RuleBasedStateMachine):
             round_ = self.round
             if round_ is None or self.members.heard(client_id, incarnation, self.now_s) is None:
                 continue
+            self.gone(client_id)  # or rather found again, if it was silent
             if self.round_id + 1 + round_offset != round_.round_id or round_.may_send(client_id) is not None:
                 continue
             payload = self.fp32.encode(delta(client_id, round_.round_id, incarnation))
@@ -270,7 +272,7 @@ class Schedules(RuleBasedStateMachine):
     def time_passes(self, seconds: float, clients: set[int]) -> None:
         self.now_s += seconds
         self.words_arrive(clients)  # in the meantime
-        for member in self.members.expire(self.now_s):
+        for member in self.members.find_silent(self.now_s):
             assert self.now_s - member.heard_s > DEAD_AFTER_S
             self.gone(member.client_id)
 
@@ -286,7 +288,7 @@ class Schedules(RuleBasedStateMachine):
     def nobody_is_waited_for_who_is_not_there(self) -> None:
         if getattr(self, "round", None) is not None:
             assert self.round is not None
-            assert self.round.open <= {member.client_id for member in self.members}
+            assert self.round.open <= self.members.taking_part(self.round.round_id)
             assert self.round.accepted == set(self.counted)
 
 

@@ -6,6 +6,7 @@ Started as ``python federation_node.py JSON``, with JSON lines on stdout, or for
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -32,6 +33,7 @@ import gradbus
 from gradbus.actors import Client, Controller, intake, model_memory, presence
 from gradbus.actors import controller as controller_module
 from gradbus.actors.members import Answer, Members
+from gradbus.actors.rounds import Round
 from gradbus.models import NullTask
 from gradbus.runtime import failpoints, logs, sealed_memory
 from gradbus.runtime.control import Hello, Offer
@@ -96,6 +98,7 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             say({"event": "training", "round": round_id})
             _after_round(spec, round_id)
             time.sleep(spec.get("train_s", 0.0))
+            ctypes.PyDLL(None).usleep(int(spec.get("gil_s", 0.0) * 1e6))  # in one call into C, with the interpreter
             gate = hold.get(str(round_id))
             while gate is not None and not Path(gate).exists() and not arguments["should_stop"]():
                 time.sleep(0.005)
@@ -197,12 +200,17 @@ def _read_late(delay_s: float) -> None:
 
 
 def _tell_what_is_said(say: Say, *, dies: bool) -> None:
-    """Tell of a command, and the how manieth it is for its round; and of a client that says it is ready. ``dies``: when
+    """Tell of a command, and the how manieth it is for its round; and of a client that says it is ready, or what else
+    it does than before. ``dies``: when
     it has offered an update, before it hears an answer."""
-    publish, commands, told = gradbus.Bus.publish, Counter[int](), set[int]()
+    publish, commands, told, phase = gradbus.Bus.publish, Counter[int](), set[int](), ""
 
     async def watched(self: gradbus.Bus, sender: Identity, message: Any) -> None:
+        nonlocal phase
         await publish(self, sender, message)
+        if isinstance(message, Hello) and message.phase != phase:
+            phase = message.phase
+            say({"event": "phase", "phase": phase, "round": message.round_id})
         if isinstance(message, TrainCmd):
             commands[message.round_id] += 1
             say({"event": "attempt", "round": message.round_id, "number": commands[message.round_id]})
@@ -216,7 +224,8 @@ def _tell_what_is_said(say: Say, *, dies: bool) -> None:
 
 
 def _tell_who_takes_part(say: Say) -> None:
-    """Tell of a client that the controller counts as ready, and from which round on, if that has not begun yet: only
+    """Tell of a client that the controller counts as ready, and from which round on, if that has not begun yet, or
+    that is heard again after it was silent: only
     then is its word not on its way any more, and whatever else the controller is waiting for may end."""
     hello, told = Members.hello, set[tuple[int, int, int]]()
 
@@ -230,6 +239,14 @@ def _tell_who_takes_part(say: Say) -> None:
                 say({"event": "takes part", "client": client_id, "from_round": member.from_round})
         return answer
 
+    def follow(self: Round, *table: Any) -> tuple[list[int], list[int]]:
+        lost, found = follows(self, *table)
+        for client_id in found:
+            say({"event": "takes part", "client": client_id, "from_round": self.round_id})
+        return lost, found
+
+    follows = Round.follow
+    Round.follow = follow  # type: ignore[method-assign]
     Members.hello = watched  # type: ignore[method-assign]
 
 
