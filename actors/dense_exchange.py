@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ class DenseExchange:
     equal on all ranks, so all find the same. A rank whose loss is not finite, but whose gradients are, sends NaN.
     """
 
+    name = "dense"
     density = 1.0
+    options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those that are trained, by name, in the order of the model."""

@@ -39,6 +39,8 @@ class DgcExchange:
     steps before keeps the weight it had then.
     """
 
+    name = "dgc"
+
     def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those that are trained, by name, in the order of the model."""
         self._config = config
@@ -65,6 +67,11 @@ class DgcExchange:
         self._payload = b""
         self._finite: Tensor | None = None  # the loss of this step, on this rank
         self._handle: Handle[list[bytes]] | None = None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Which tensors are compressed decides what the state is of."""
+        return {"min_numel": self._config.min_numel}
 
     @property
     def in_flight(self) -> Sequence[Handle[list[bytes]]]:

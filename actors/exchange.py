@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives import Handle
-from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.errors import CheckpointError, ConfigError
+
+MAX_NAME_CHARS = 100
+MAX_OPTIONS_CHARS = 10_000  # ranks send them to each other when they meet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +37,14 @@ class Exchange(Protocol):
     if skipped_by is None:
         exchange.apply()
     """
+
+    @property
+    def name(self) -> str:
+        """What logs, checkpoints and reports call it: ``dense``, ``dgc``, or a name of its own."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What must be equal on all ranks, and stay so over a resume, as plain data (JSON). It may be empty."""
 
     @property
     def density(self) -> float:
@@ -89,6 +101,54 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Let go of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLabel:
+    """Which exchange a rank uses: ranks compare it when they meet, and with their checkpoint.
+
+    Attributes:
+        name: of the exchange. options: JSON text, with sorted keys.
+    """
+
+    name: str
+    options: str
+
+    @classmethod
+    def of(cls, exchange: Exchange, own_names: Mapping[str, type]) -> Self:
+        """Ask the exchange.
+
+        A class of the user's that inherits one of our names is called by its class: what it sends may differ.
+
+        Args:
+            own_names: the exchanges that a configuration can name, by name.
+
+        Raises:
+            ConfigError: the name or the options are none that can be compared.
+        """
+        kind = type(exchange)
+        called = f"{kind.__module__}:{kind.__qualname__}"
+        name, options = getattr(exchange, "name", None), getattr(exchange, "options", {})
+        if name is None or own_names.get(name, kind) is not kind:
+            name = called
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise ConfigError(f"{called}.name must be text of 1 to {MAX_NAME_CHARS} printable characters, got {name!r}")
+        try:
+            text = json.dumps(options, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{called}.options must be a dictionary of plain data, as JSON has it: {error}. Give numbers, text, "
+                f"lists"
+            ) from None
+        if not isinstance(options, Mapping) or len(text) > MAX_OPTIONS_CHARS:
+            raise ConfigError(
+                f"{called}.options must be a dictionary of at most {MAX_OPTIONS_CHARS} characters as JSON, "
+                f"got {type(options).__name__} of {len(text)}"
+            )
+        return cls(name, text)
+
+    def __str__(self) -> str:
+        return self.name if self.options == "{}" else f"{self.name} {self.options}"
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:

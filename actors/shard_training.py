@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradbus.actors.dense_exchange import DenseExchange
 from gradbus.actors.dgc_exchange import DgcExchange
 from gradbus.actors.epoch_plan import EpochPlan
-from gradbus.actors.exchange import Exchange
+from gradbus.actors.exchange import Exchange, ExchangeLabel
 from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.worker_state import Position
 from gradbus.codecs.finite import are_finite
@@ -65,6 +65,8 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 MakeExchange = Callable[[DataParallelConfig, Group, Mapping[str, Tensor]], Exchange]
 """Takes the parameters that are trained, by name, in the order of the model."""
 
+_EXCHANGES: dict[str, type[DenseExchange] | type[DgcExchange]] = {"dense": DenseExchange, "dgc": DgcExchange}
+
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
 
 
@@ -104,18 +106,19 @@ class ShardTraining:
     """One rank's model, data and exchange. Every method is for the compute thread.
 
     Attributes:
-        model: the live module. exchange: what makes steps of its gradients.
+        model: the live module. exchange: what makes steps of its gradients. label: its name and options.
     """
 
     model: nn.Module
     exchange: Exchange
+    label: ExchangeLabel
 
     def __init__(
         self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool], *,
         make_exchange: MakeExchange | None = None,
     ) -> None:  # fmt: skip
         """``make_exchange``: in place of the one that ``config.exchange`` names."""
-        self._make_exchange = make_exchange or (DgcExchange if config.exchange == "dgc" else DenseExchange)
+        self._make_exchange = make_exchange or _EXCHANGES[config.exchange]
         self._config = config
         self._group = group
         self._task = task
@@ -125,13 +128,19 @@ class ShardTraining:
         self._step_loss = torch.zeros_like(self._loss_sum)
 
     def open(self) -> None:
-        """Load the data, build the model. Raises ValueError: nothing in the model is trained. And as the task does."""
+        """Load the data, build the model.
+
+        Raises:
+            ValueError: nothing in the model is trained.
+            ConfigError: the exchange has no name or options that can be compared. And as the task does.
+        """
         self._task.prepare_shard(self._group.rank, self._group.world)
         self.model = self._task.build_model()
         trained: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
         self.exchange = self._make_exchange(self._config, self._group, trained)
+        self.label = ExchangeLabel.of(self.exchange, _EXCHANGES)
         self._buffers = _Buffers(self.model)
         device = next(iter(trained.values())).device
         self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)

@@ -63,7 +63,8 @@ class Worker:
             task: model, data and loss.
             config: the rules, equal on all ranks.
             on_open: called once the ranks fit together and the state is restored: from then on it is this run.
-            make_exchange: of gradients, in place of the one that ``config.exchange`` names; the same on all ranks.
+            make_exchange: of gradients, in place of the one that ``config.exchange`` names; the same on all ranks: the
+                ``name`` and the ``options`` of what it makes are compared, also with the checkpoint of a resume.
             fail_at: a fail point for tests; by default from the environment.
         """
         self._group = group
@@ -94,6 +95,12 @@ class Worker:
         return self._training.model
 
     @property
+    def exchange(self) -> str:
+        """Name of the exchange of gradients, its own once the run has started."""
+        label = getattr(self._training, "label", None)
+        return self._config.exchange if label is None else label.name
+
+    @property
     def step(self) -> int:
         """Steps done, those before a resume included."""
         return self._position.step
@@ -106,7 +113,7 @@ class Worker:
             rank=self._group.rank, world=self._group.world, epochs=self._position.epoch, steps=self._position.step,
             accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
             params_hash=self._params_hash, skipped_steps=self.skipped_steps, bytes_out=stats.bytes_out,
-            bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(),
+            bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), exchange=self.exchange,
         )  # fmt: skip
 
     async def run(self) -> WorkerSummary:
@@ -161,9 +168,12 @@ class Worker:
         config, group = self._config, self._group
         await self._compute.run(self._training.open)
         if config.state_dir is not None:
-            self._state = await self._compute.run(WorkerState, config, group.rank, group.world)
+            self._state = await self._compute.run(
+                WorkerState, config, group.rank, group.world, exchange=self._training.label
+            )
+        label = self._training.label
         hello = {
-            "settings": config.shared(),
+            "settings": {**config.shared(), "exchange": label.name, "exchange_options": label.options},
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
             "steps": [] if self._state is None else self._state.steps(),
@@ -188,7 +198,7 @@ class Worker:
         shared = await self._replicas.spread_named("worker/shared", self._training.exchange.shared_state())
         await self._compute.run(self._training.exchange.load_shared_state, shared)
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
-        self._log.info("started", world=group.world, step=self.step, exchange=config.exchange)
+        self._log.info("started", world=group.world, step=self.step, exchange=str(label))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         if self._group.rank == 0:

@@ -64,7 +64,7 @@ class WorkerSummary:
         params_hash: of the parameters at the end.
         skipped_steps: since this process started.
         bytes_out, bytes_in: payload of this rank, all collectives included. seconds: of this process.
-        profile: where the time went.
+        profile: where the time went. exchange: name of the exchange of gradients.
     """
 
     rank: int
@@ -79,3 +79,4 @@ class WorkerSummary:
     bytes_in: int
     seconds: float
     profile: ProfileSummary
+    exchange: str = "dense"

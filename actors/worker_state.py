@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.exchange import Exchange, OwnState
+from gradbus.actors.exchange import Exchange, ExchangeLabel, OwnState
 from gradbus.actors.replicas import describe_layout
 from gradbus.actors.worker_report import EpochReport
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
@@ -22,7 +22,7 @@ from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.parallel_settings import DataParallelConfig
 
 # What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
-_KEPT = ("exchange", "seed", "accumulation_steps", "min_numel")
+_KEPT = ("seed", "accumulation_steps")
 _COMPLETED = "saved-by-all"
 
 
@@ -52,8 +52,9 @@ class Position:
 class WorkerState:
     """The checkpoints of one rank. Its methods block: they are for the compute thread."""
 
-    def __init__(self, config: DataParallelConfig, rank: int, world: int) -> None:
+    def __init__(self, config: DataParallelConfig, rank: int, world: int, *, exchange: ExchangeLabel) -> None:
         """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
+        self._exchange = exchange
         assert config.state_dir is not None
         self._config = config
         self._rank = rank
@@ -136,7 +137,8 @@ class WorkerState:
         return checkpoint
 
     def _settings(self) -> dict[str, Any]:
-        return {key: getattr(self._config, key) for key in _KEPT}
+        kept = {key: getattr(self._config, key) for key in _KEPT}
+        return {**kept, "exchange": self._exchange.name, "exchange_options": self._exchange.options}
 
     def close(self) -> None:
         """Let another process use the directory."""

@@ -67,13 +67,18 @@ def page_of(run: Run) -> Page:
 
 
 def exchange_look(run: Run) -> Look:
-    """How curves of the exchange look that ``worker.exchange`` names."""
-    name = str(run.setting("worker", "exchange", "dense"))
+    """How curves of its exchange look."""
+    name = _exchange(run) or "dense"
     return style.look_of(name) if name == "dense" or name in style.CODECS else style.nth_look(0, name)
 
 
+def _exchange(run: Run) -> str:
+    """Its name: of the one that was used, as the summary has it, else of the one that was asked for."""
+    return str(run.summary.get("exchange") or run.setting("worker", "exchange") or "")
+
+
 def _lead(run: Run) -> str:
-    exchange = run.setting("worker", "exchange")
+    exchange = _exchange(run)
     world = run.summary.get("world") or run.config.get("world") or len(run.profiles) or None
     what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", exchange {exchange}" if exchange else "")
     return f"{what}; {told}." if (told := task_of(run)) else f"{what}."

@@ -191,7 +191,6 @@ class _Run:
             self._directory.finish(
                 outcome=self._end, **values, best_accuracy=max(accuracies, default=None),
                 wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job, data=self._task.note,
-                exchange=self._file.worker.exchange,
                 profiles=[profile.to_json() for profile in self._profiles or [summary.profile]],
             )  # fmt: skip
         except OSError as error:  # what ended the run matters more

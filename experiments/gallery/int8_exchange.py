@@ -8,6 +8,7 @@ what rounding loses is forgotten. All tensors of a step travel in one message, w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ class Int8Exchange:
     NaN or infinity in the loss or in a gradient all scales are NaN, and all ranks skip the step.
     """
 
+    name = "int8"
     density = 1.0
+    options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those that are trained, by name, in the order of the model; on the CPU."""

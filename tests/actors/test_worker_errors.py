@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from gradbus.actors import Worker
+from gradbus.actors.dense_exchange import DenseExchange
 from gradbus.models import ClassificationTask
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.errors import ConfigError, PeerLost, ReplicasDiverged, TrainingDiverged
@@ -42,6 +44,62 @@ def test_other_settings_on_a_rank_are_named_on_all() -> None:
     for outcome in train(make_task(), configs=configs, world=3):
         assert isinstance(outcome.error, ConfigError)
         assert "lr is 0.1, but rank 2 has 0.2" in str(outcome.error)
+
+
+class Halved(DenseExchange):
+    """A dense exchange of one's own, by inheritance, and without a name."""
+
+
+class Named(DenseExchange):
+    name = "mine"
+
+    def __init__(self, *arguments: Any, bits: int = 8) -> None:
+        super().__init__(*arguments)
+        self.options = {"bits": bits}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "told"),
+    [
+        ((Named, None), "exchange is 'mine', but rank 1 has 'dense'"),
+        ((None, Halved), "exchange is 'dense', but rank 1 has 'tests.actors.test_worker_errors:Halved'"),
+        ((Named, partial(Named, bits=4)), """exchange_options is '{"bits": 8}', but rank 1 has '{"bits": 4}'"""),
+    ],
+)
+def test_another_exchange_of_gradients_on_a_rank_is_named_on_all_at_once(exchanges: Any, told: str) -> None:
+    started_s = time.monotonic()
+    for outcome in train(make_task(), exchanges=exchanges):
+        assert isinstance(outcome.error, ConfigError)
+        assert told in str(outcome.error)
+    assert time.monotonic() - started_s < 20  # a collective waits for 60
+
+
+def test_an_exchange_of_ones_own_is_called_by_its_name_in_log_and_summary() -> None:
+    with capture_logs() as lines:
+        outcomes = succeeded(train(make_task(), exchanges=(Named, Named)))
+    assert {line["exchange"] for line in lines if line["event"] == "started"} == {'mine {"bits": 8}'}
+    for outcome in outcomes:
+        assert outcome.summary is not None
+        assert outcome.summary.exchange == outcome.worker.exchange == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("", {}, r"name must be text of 1 to 100 printable characters, got ''"),
+        ("a\nb", {}, "name must be text"),
+        ("mine", {"rate": float("nan")}, "options must be a dictionary of plain data"),
+        ("mine", [1], "options must be a dictionary of at most"),
+    ],
+)
+def test_an_exchange_must_say_what_it_is_in_a_way_that_can_be_compared(name: str, options: Any, told: str) -> None:
+    class Odd(DenseExchange):
+        pass
+
+    Odd.name, Odd.options = name, options
+    for outcome in train(make_task(), world=1, exchanges=[Odd]):
+        with pytest.raises(ConfigError, match=told):
+            succeeded([outcome])
 
 
 def test_another_model_on_a_rank_is_named_on_all() -> None:

@@ -14,6 +14,7 @@ from ddp_scene import Outcome, make_task, succeeded, train
 from torch import nn
 
 from gradbus.actors import Worker
+from gradbus.actors.dense_exchange import DenseExchange
 from gradbus.actors.worker_state import WorkerState, newest_common
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore
@@ -175,6 +176,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change: dict[
     saved_run(tmp_path)
     for error in errors(train(make_task(), epochs=2, state_dir=tmp_path, **change)):
         assert text in error
+
+
+class Own(DenseExchange):
+    """An exchange that no configuration names."""
+
+    name = "own"
+
+
+def test_a_run_with_an_exchange_of_ones_own_goes_on_with_it_alone(tmp_path: Path) -> None:
+    saved_run(tmp_path, exchanges=(Own, Own))
+    for error in errors(train(make_task(), epochs=2, state_dir=tmp_path)):
+        assert "made with exchange='own', now it is 'dense'" in error
+    succeeded(train(make_task(), epochs=2, state_dir=tmp_path, exchanges=(Own, Own)))
 
 
 def test_another_model_or_other_data_are_refused(tmp_path: Path) -> None:

@@ -69,12 +69,14 @@ def train(
     *tasks: Any,
     world: int = 2,
     configs: Sequence[DataParallelConfig] = (),
+    exchanges: Sequence[Any] = (),
     play: Play | None = None,
     timeout_s: float = 60.0,
     **settings: Any,
 ) -> list[Outcome]:
     """Run all ranks to their ends. One task for all, or one for each; ``settings`` or one of ``configs`` for each.
 
+    ``exchanges``: ``make_exchange`` of each rank, where one has any.
     ``play``: called for each rank in place of ``Worker.run()``. An error of a rank is in its outcome.
     """
     torch.set_num_threads(1)
@@ -89,7 +91,8 @@ def train(
                 gradbus.connect(job=job, domain=domain) as bus,
                 join_group(bus, rank=rank, world=len(tasks), timeout_s=20.0, collective_timeout_s=20.0) as group,
             ):
-                outcome = Outcome(Worker(group, tasks[rank], configs[rank]))
+                make_exchange = exchanges[rank] if exchanges else None
+                outcome = Outcome(Worker(group, tasks[rank], configs[rank], make_exchange=make_exchange))
                 if play is not None:
                     await play(group, outcome.worker)
                 else:
