@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import DistBackendError
 
 from gradbus.runtime.errors import BarrierTimeout, BusError, JobTaken, JoinRefused
+from gradbus.runtime.user_errors import user_error
 from gradbus.torch.comm_thread import Lane
 from gradbus.torch.groups import TorchGroup
 from gradbus.torch.meeting import WORLD
@@ -127,23 +129,32 @@ class DdsBackend(Backend):
         return DdsBackend(PrefixStore("dds/", store), list(ranks).index(self.rank()), len(ranks), options)
 
     def shutdown(self) -> None:
-        """Leave the group. What is under way fails."""
-        self._leave("")
+        """Leave the group. What is under way fails. Where that is done because of an exception, the others are told."""
+        error = sys.exception()
+        self._leave("" if error is None else f"failed with {user_error(error)}", abruptly=False)
 
     def abort(self) -> None:
         """Leave the group because something is wrong: what the others have under way fails, too."""
         self._leave(f"rank {self._group.rank} has aborted it")
 
     def leave_at_exit(self) -> None:
-        """Leave the group, and no more: the process takes the rest with it, and new threads may not be had any more."""
-        self._leave("", keep_bus=True)
+        """Leave the group, and no more: the process takes the rest with it, and new threads may not be had any more.
 
-    def _leave(self, reason: str, *, keep_bus: bool = False) -> None:
+        The interpreter keeps the exception that ended the program. Where there is none, the program ended without
+        destroy_process_group, by sys.exit or at its last line.
+        """
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if error is not None:
+            self._leave(f"failed with {user_error(error)}", keep_bus=True)
+        else:
+            self._leave("its program has ended without destroy_process_group", abruptly=False, keep_bus=True)
+
+    def _leave(self, reason: str, *, abruptly: bool = True, keep_bus: bool = False) -> None:
         if self not in _alive:
             return
         _alive.discard(self)
         if self._process == os.getpid():  # a forked child has none of the threads
-            self._group.close(reason, keep_bus=keep_bus)
+            self._group.close(reason, abruptly=abruptly, keep_bus=keep_bus)
             self._lane.close()
 
     # Collectives

@@ -86,11 +86,12 @@ class TorchGroup:
         else:
             self._thread.call(function)
 
-    def close(self, reason: str = "", *, keep_bus: bool = False) -> None:
+    def close(self, reason: str = "", *, abruptly: bool = True, keep_bus: bool = False) -> None:
         """Leave the group.
 
         Args:
-            reason: why it cannot go on; the others' collectives then fail at once.
+            reason: why it cannot go on, for the others. abruptly: what they have under way then fails at once, and not
+                only where it misses something of this rank.
             keep_bus: do not close the bus, also if nobody uses it any more.
         """
         self.engine.close(BusClosed(f"process group {self.name!r} is destroyed{reason and ': '}{reason}"))
@@ -98,7 +99,7 @@ class TorchGroup:
         if thread is None or self._life is None:
             return
         try:
-            self._life.end(thread, reason)
+            self._life.end(thread, reason, abruptly=abruptly)
         finally:
             if self._claim is not None:
                 self._claim.release()
@@ -113,6 +114,7 @@ class _Life:
         self._watch = watch
         self._leave = asyncio.Event()
         self._reason = ""
+        self._abruptly = True
         self._joined: Future[Group] = Future()
         self._task: Future[None] | None = None
 
@@ -120,8 +122,8 @@ class _Life:
         self._task = thread.start(self._live(thread, rank, world, name, timeout_s))
         return self._joined.result()
 
-    def end(self, thread: bus_thread.BusThread, reason: str) -> None:
-        self._reason = reason
+    def end(self, thread: bus_thread.BusThread, reason: str, *, abruptly: bool) -> None:
+        self._reason, self._abruptly = reason, abruptly
         thread.call(self._leave.set)
         if self._task is not None:
             with contextlib.suppress(TimeoutError, CancelledError):  # the bus closes under it, or has done so
@@ -136,7 +138,9 @@ class _Life:
             ) as group:  # fmt: skip
                 self._joined.set_result(group)
                 await self._watch_until_left(name)
-                if self._reason:
+                if self._reason and not self._abruptly:
+                    group.farewell = self._reason
+                elif self._reason:
                     last_word = GradbusError(self._reason)  # leaving with an error is what the others are told of
                     raise last_word
         except Exception as error:

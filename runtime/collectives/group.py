@@ -27,7 +27,7 @@ from gradbus.runtime.collectives import exchanges
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
 from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
-from gradbus.runtime.collectives.membership import Membership
+from gradbus.runtime.collectives.membership import DONE, Membership
 from gradbus.runtime.collectives.objects import ObjectCollectives
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import (
@@ -38,7 +38,8 @@ from gradbus.runtime.collectives.reductions import (
     shard_bounds,
 )
 from gradbus.runtime.collectives.tensors import check_sendable, plain
-from gradbus.runtime.errors import BarrierTimeout, ConfigError
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError
+from gradbus.runtime.user_errors import user_error
 
 MAX_WORLD = 1024
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
@@ -72,6 +73,9 @@ class Group(ObjectCollectives):
     any order, and use a name again. Buffers belong to the collective until its handle has ended.
 
     Every collective takes ``round_id`` (0 .. 2**32 - 1, part of the name) and ``timeout_s`` (by default the group's).
+
+    Attributes:
+        farewell: what the others are told when this rank leaves without an error.
     """
 
     def __init__(self, bus: Bus, membership: Membership, name: str, timeout_s: float, max_bytes: int) -> None:
@@ -83,6 +87,7 @@ class Group(ObjectCollectives):
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self.name = name
+        self.farewell = DONE
         self.rank = membership.identity.sender
         self.world = membership.formation.world
 
@@ -321,6 +326,13 @@ def _barrier_timeout(operation: Operation, timeout_s: float) -> Exception:
     )  # fmt: skip
 
 
+def _why(error: BaseException) -> str:
+    """What the others are told of an error that ends this rank's part."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "was stopped"
+    return str(error) if type(error) is GradbusError else f"failed with {user_error(error)}"
+
+
 @contextlib.asynccontextmanager
 async def join_group(
     bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
@@ -365,10 +377,11 @@ async def join_group(
     ok, reason = False, "could not form the group"
     try:
         await membership.form(timeout_s)
-        yield Group(bus, membership, name, collective_timeout_s, max_payload_bytes)
-        ok, reason = True, "done"
+        group = Group(bus, membership, name, collective_timeout_s, max_payload_bytes)
+        yield group
+        ok, reason = True, group.farewell
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = _why(error)
         raise
     finally:
         await membership.close(ok=ok, reason=reason)

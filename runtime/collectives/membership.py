@@ -27,6 +27,7 @@ from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to those that have not formed it yet
+DONE = "done"  # the reason of a rank that leaves because all is done
 MAX_PROBES = 4096  # that wait for the loop; a group of the largest size sends half as many
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
 
@@ -315,7 +316,8 @@ class Membership:
             for lost in said.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
                     self._lose(lost, f"gone, as rank {rank} says")
-            (self.engine.leave if said.ok else self._lose)(rank, f"left: {said.reason}")
+            how = f"left: {DONE}" if said.ok and said.reason == DONE else said.reason
+            (self.engine.leave if said.ok else self._lose)(rank, how)
 
         # It said so after all its frames had come to this machine. When those are taken, what is missing stays missing.
         self._port.after_drain(end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,53 @@ def one_leaves_first() -> float:
 def test_who_ends_without_destroying_the_group_leaves_in_order() -> None:
     first, _ = play("end_scenes", "one_leaves_first", just_end=True)
     assert first["cause"] == "PeerLost"
-    assert "left" in first["text"]
+    assert "rank 1: its program has ended without destroy_process_group" in first["text"]
+
+
+# Rank 1 has a bug, with a `finally` that leaves in order, or without one. Rank 0 needs it.
+FAILING = """
+import sys
+import torch
+import torch.distributed as dist
+
+def read_batch():
+    raise ValueError("a bad batch")
+
+rank = int(sys.argv[2])
+dist.init_process_group("dds", init_method="file://" + sys.argv[1], rank=rank, world_size=3)
+dist.barrier()
+try:
+    if rank:
+        read_batch()
+    dist.all_reduce(torch.ones(4))
+finally:
+    if rank != 1:
+        dist.destroy_process_group()
+"""
+
+
+def test_the_others_are_told_what_a_rank_failed_with(tmp_path: Path) -> None:
+    """Also where the failed one leaves the group as it fails, or not at all."""
+    (tmp_path / "train.py").write_text(FAILING)
+    environment = {
+        **os.environ, "GRADBUS_BUS__DOMAIN": str(random.randrange(40, 100)), "GRADBUS_BUS__LEASE_S": str(LEASE_S),
+    }  # fmt: skip
+    command = [sys.executable, "-P", "train.py", str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    try:
+        told = [process.communicate(timeout=90.0)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    for text in told[1:]:
+        assert text.strip().splitlines()[-1].endswith("ValueError: a bad batch")
+    last = told[0].strip().splitlines()[-1]
+    assert "left: done" not in last
+    assert re.search(r"rank [12]: failed with ValueError: a bad batch, at train.py:7 in read_batch", last), told[0]
 
 
 # Groups, messages and works are forgotten. What is registered first runs last: when the groups have been left.

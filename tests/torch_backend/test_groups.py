@@ -90,4 +90,4 @@ def test_a_group_whose_loop_has_been_ended_can_be_left() -> None:
     life = _Life(lambda now_s: None)
     life._task = groups.Future()
     life._task.cancel()
-    life.end(SimpleNamespace(call=lambda function: function()), "")  # type: ignore[arg-type]
+    life.end(SimpleNamespace(call=lambda function: function()), "", abruptly=False)  # type: ignore[arg-type]

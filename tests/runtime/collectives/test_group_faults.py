@@ -110,7 +110,7 @@ def test_a_rank_that_raises_ends_the_others_at_once_and_they_know_why() -> None:
         nodes = ranks.start_all(rank_2={"raise_in_step": 6})
         for end in ends_of(nodes[:2]):
             assert (end["kind"], end["ranks"]) == ("PeerLost", [2])
-            assert "rank 2: left: RuntimeError: a mistake of the program" in end["text"]
+            assert "rank 2: failed with RuntimeError: a mistake of the program, at " in end["text"]
         assert nodes[2].wait() == 1
 
 
