@@ -25,6 +25,7 @@ from gradbus.torch.p2p import Messages
 from gradbus.torch.register import NAME
 from gradbus.torch.shapes import signed
 from gradbus.torch.task import Task, together
+from gradbus.torch.untraced import untraced
 from gradbus.torch.works import DdsWork, Several
 
 _ORDERED = "c"  # all collectives share a name: where ranks call different ones, that is noticed at once
@@ -43,6 +44,7 @@ def _leave_all() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_leave_all)
 
 
+@untraced
 class DdsBackend(Backend):
     """One rank of one process group."""
 

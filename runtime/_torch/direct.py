@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 
+from gradbus.torch.untraced import untraced
+
 if TYPE_CHECKING:
     from torch.distributed import Work
 
@@ -46,6 +48,7 @@ def nobody_looks_on(*lists: Sequence[Tensor]) -> bool:
     return True
 
 
+@untraced
 class DirectCalls(ProcessGroup):
     """Collectives as ``torch.distributed`` calls them: with all arguments, the options last. torch's C++ code calls
     them so as well, that of DistributedDataParallel for one, and comes here. Other ways to call them lead through C++.

@@ -19,12 +19,14 @@ from gradbus.torch.backend import DdsBackend
 from gradbus.torch.direct import DirectCalls
 from gradbus.torch.monitored_barrier import monitored_barrier
 from gradbus.torch.register import NAME
+from gradbus.torch.untraced import untraced
 from gradbus.torch.works import DdsWork
 
 _CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM
 
 
+@untraced
 class DdsProcessGroup(DirectCalls):
     """One rank's view of the ranks that work together."""
 

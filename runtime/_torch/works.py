@@ -16,6 +16,7 @@ from torch.futures import Future
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveTimeout
 from gradbus.torch.task import Task
+from gradbus.torch.untraced import untraced
 
 if TYPE_CHECKING:
     from gradbus.torch.comm_thread import Lane
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _NO_LIMIT = timedelta(0)
 
 
+@untraced
 class DdsWork(Work):
     """A call under way. It has ended when all its operations have.
 
@@ -259,6 +261,7 @@ class DdsWork(Work):
         return self.source
 
 
+@untraced
 class Several(Work):
     """Calls that are waited for as one."""
 

@@ -85,10 +85,12 @@ class Ranks(AbstractContextManager["Ranks"]):
             node.end()
 
 
-def play(file: str, scene: str, world: int = 2, backend: str = "dds", **options: Any) -> list[Any]:
+def play(
+    file: str, scene: str, world: int = 2, backend: str = "dds", *, timeout_s: float = 60.0, **options: Any
+) -> list[Any]:
     """Run a scene to its end. Returns what it returned, rank by rank."""
     with Ranks(file, scene, world, backend, **options) as ranks:
-        return ranks.results()
+        return ranks.results(timeout_s)
 
 
 def _start(spec: dict[str, Any]) -> Node:
