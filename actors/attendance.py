@@ -15,7 +15,10 @@ from gradbus.runtime.control import Refused
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Identity, TrainCmd
+from gradbus.runtime.missing_peers import WaitLog
 from gradbus.runtime.settings import FederatedConfig
+
+_SHOWN = 20  # clients that a line names
 
 log = get_logger("controller")
 
@@ -53,13 +56,21 @@ class Attendance:
             minimum=config.min_clients, expected=config.num_clients, now_s=time.monotonic(),
             timeout_s=config.start_timeout_s, grace_s=config.start_grace_s,
             what=f"round {round_id} cannot start{kept_out}: clients", excused=out,
-            doubt=lambda: self._bus.doubt,
+            doubt=lambda: self._bus.doubt, hint=self._bus.reach.advice,
         )  # fmt: skip
+        waiting = WaitLog(log, self._bus.reach, job=self._bus.job, round=round_id)
         while not gathering.may_start(ready := sorted({*accepted, *self.ready(round_id)}), time.monotonic()):
+            waiting.look(self._absent(gathering.missing(ready)), doubt=self._bus.doubt)
             # Nothing tells when our own side has matched, which may be after the client's last word.
             await self._sleep_until(min(gathering.next_check_s(), time.monotonic() + config.heartbeat_s))
         if len(ready) < (config.num_clients or 0) - len(out):
             log.warning("starting without all clients", ready=ready, expected=config.num_clients)
+
+    def _absent(self, missing: Collection[int]) -> list[str]:
+        """Clients that are waited for, for a line; one that has come and loads its data is no stranger."""
+        here = {member.client_id for member in self._members}
+        named = [f"client {number}{' (is here, not ready yet)' * (number in here)}" for number in missing]
+        return named[:_SHOWN] or ["some client"]
 
     def ready(self, round_id: int) -> list[int]:
         """Clients that said they are ready, as far as our own side is matched as well."""

@@ -40,6 +40,7 @@ from gradbus.runtime.messages import (
     TrainCmd,
     new_incarnation,
 )
+from gradbus.runtime.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.probe import Probe
 from gradbus.runtime.settings import ClientConfig
@@ -79,6 +80,7 @@ class Client:
         self._probe = Probe(f"client-{client_id}", self._config.history_dir)
         self._delivery = Delivery(bus, self._identity, self._probe)
         self._rounds = self._refused = 0
+        self._waiting = WaitLog(log, bus.reach, client=client_id)
         self._failure = ""  # of the training here, the newest one
 
     @property
@@ -273,9 +275,11 @@ class Client:
     async def _wait(self, timeout_s: float) -> None:
         """Until something was heard, or the time is over. Raises BarrierTimeout: no controller for too long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
-        self._orders.check_controller(self._bus.doubt)
+        doubt = self._bus.doubt
+        self._orders.check_controller(doubt, self._bus.reach.advice())
+        self._waiting.look(f"the controller of job {self._bus.job!r}", began_s=self._orders.heard_s, doubt=doubt)
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
         orders, round_id, session = self._orders, command.round_id, self._orders.session
@@ -314,7 +318,7 @@ class Client:
 
     def _same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there is none any more."""
-        self._orders.check_controller(self._bus.doubt)
+        self._orders.check_controller(self._bus.doubt, self._bus.reach.advice())
         return self._orders.holds_for(session)
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:

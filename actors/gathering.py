@@ -16,12 +16,12 @@ class Gathering:
 
     def __init__(
         self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float, what: str,
-        excused: Collection[int] = (), doubt: Callable[[], str] = str,
+        excused: Collection[int] = (), doubt: Callable[[], str] = str, hint: Callable[[], str] = str,
     ) -> None:  # fmt: skip
         """
         Args:
             what: begins the error. excused: ids that are not waited for, as far as they are among those expected.
-            doubt: what the bus has noticed of those who are missing, see ``Bus.doubt``.
+            doubt: what the bus has noticed of those who are missing, see ``Bus.doubt``. hint: what to do about them.
         """
         self._minimum = minimum
         self._expected = expected
@@ -33,6 +33,7 @@ class Gathering:
         self._grace_until_s: float | None = None
         self._what = what
         self._doubt = doubt
+        self._hint = hint
 
     def may_start(self, ready: Sequence[int], now_s: float) -> bool:
         """Whether to start with these clients now.
@@ -48,12 +49,16 @@ class Gathering:
             return now_s >= self._grace_until_s
         self._grace_until_s = None
         if now_s >= self._deadline_at_s:
-            here = {*ready, *self._excused}
             raise BarrierTimeout(
-                self._what, missing=[i for i in range(self._expected or 0) if i not in here], ready=len(ready),
-                needed=self._minimum, timeout_s=self._timeout_s, doubt=self._doubt(),
+                self._what, missing=self.missing(ready), ready=len(ready), needed=self._minimum,
+                timeout_s=self._timeout_s, doubt=self._doubt(), hint=self._hint(),
             )  # fmt: skip
         return False
+
+    def missing(self, ready: Sequence[int]) -> list[int]:
+        """Ids of expected clients that are not among these, as far as ids are expected."""
+        here = {*ready, *self._excused}
+        return [number for number in range(self._expected or 0) if number not in here]
 
     def next_check_s(self) -> float:
         """When the answer may change although nobody came or went."""

@@ -9,11 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gradbus.experiments.choices import LoopName
-from gradbus.experiments.doctor_facts import Finding, Verdict, address_of, machine, port_range
+from gradbus.experiments.doctor_facts import Finding, Verdict, machine
 from gradbus.experiments.doctor_probe import MET_WITHIN_S, Measured, measure
 from gradbus.experiments.doctor_security import measurable, protected, security
 from gradbus.experiments.lifecycle import run_loop
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.missing_peers import address_of, port_range
 from gradbus.runtime.settings import BusSettings
 
 _STYLES = {Verdict.OK: "green", Verdict.ADVICE: "yellow", Verdict.BAD: "red"}

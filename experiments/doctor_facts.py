@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from gradbus.experiments.versions import versions
+from gradbus.runtime.missing_peers import port_range
 from gradbus.runtime.settings import BusSettings
 
 WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
-MAX_PROCESSES = 120  # of a machine and domain
 _JUMBO_MTU = 9000
-_SIOCGIFADDR = 0x8915
 
 
 class Verdict(Enum):
@@ -91,25 +88,6 @@ def _buffer() -> Finding:
 
 def _ports(domain: int) -> Finding:
     return Finding("UDP ports", f"{port_range(domain)} (domain {domain})")
-
-
-def port_range(domain: int) -> str:
-    """The ports that DDS processes of this domain listen on: two each, for up to 120 processes of a machine.
-
-    That is RTPS's formula for participant indices 0 to MaxAutoParticipantIndex - 1; docs/operations.md tells more.
-    """
-    first = 7400 + 250 * domain + 10
-    return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
-
-
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface of this machine; None if it has none, or the system does not tell."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _mtu(interface: str) -> int | None:

@@ -48,6 +48,7 @@ class Bus:
         self.stall_timeout_s = stall_timeout_s
         self.memory = PayloadMemory(switched_on=node.shared_memory)
         self.standing = node.standing  # what its security says of this process
+        self.reach = node.reach  # who can be met on it
         self._node = node
         self._loop = loop
         self._waiter = Waiter(node)

@@ -32,6 +32,7 @@ from cyclonedds.util import duration
 from gradbus.runtime import c_topics, ddsc, domains, idl_types, malloc
 from gradbus.runtime.enveloping import Seals
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.missing_peers import Reach
 from gradbus.runtime.network import NetworkConfig, build_xml, leaves_machine
 from gradbus.runtime.security.standing import Standing
 from gradbus.runtime.topics import Topic
@@ -219,6 +220,7 @@ class Node:
         self._is_open = True
         self.leaves_machine = leaves_machine(xml)
         self.shared_memory = network.shared_memory
+        self.reach = Reach.of(domain_id, network)
         try:
             qos = Qos(Policy.Partition(partitions=[partition]))
             self._publisher = self.keep(Publisher(self.participant, qos=qos))

@@ -89,14 +89,16 @@ class BarrierTimeout(GradbusError, TimeoutError):
     """
 
     def __init__(
-        self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float, doubt: str = ""
-    ) -> None:
-        """``doubt``: what else was noticed and may be the reason, see ``Bus.doubt``."""
+        self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float, doubt: str = "",
+        hint: str = "",
+    ) -> None:  # fmt: skip
+        """``doubt``: what else was noticed and may be the reason, see ``Bus.doubt``. ``hint``: what to do, see
+        ``Reach.advice``."""
         names = f", missing {list(missing)}" if missing else ""
         super().__init__(
-            f"{what}: {ready} of {needed} ready after {timeout_s:g} s{names}. Start the missing ones, and check that "
-            f"all use the same job, domain and network interface ('gradbus doctor' shows them)"
-            + (f". It was heard that {doubt}" if doubt else "")
+            f"{what}: {ready} of {needed} ready after {timeout_s:g} s{names}. "
+            + (f"It was heard that {doubt}. " if doubt else "")
+            + (hint or "Start the missing ones, with the same job, domain and network settings")
         )
         self.missing = tuple(missing)
         self.ready = ready

@@ -18,6 +18,7 @@ from pydantic import Field
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradbus.runtime.bus import Bus, connect
+from gradbus.runtime.missing_peers import Reach
 from gradbus.runtime.network import NetworkConfig
 from gradbus.runtime.security.settings import Security, rank_security
 from gradbus.runtime.settings import BusSettings, Settings, load_settings
@@ -37,6 +38,19 @@ def settings_from_environment() -> BusSettings:
     """The settings of the bus: ``GRADBUS_BUS__DOMAIN=3`` and so on. Raises ConfigError."""
     ours = {name: text for name, text in os.environ.items() if name.startswith(_PREFIX)}
     return load_settings(_Environment, environment=ours).bus
+
+
+def reach() -> Reach:
+    """How far the bus of this process will reach. Raises ConfigError."""
+    settings = settings_from_environment()
+    return Reach.of(settings.domain, _network(settings))
+
+
+def _network(settings: BusSettings) -> NetworkConfig:
+    return NetworkConfig(
+        profile=settings.network, interface=settings.interface, peers=settings.peers, multicast=settings.multicast,
+        lease_s=settings.lease_s, shared_memory=settings.shared_memory,
+    )  # fmt: skip
 
 
 def job_of(store: Store, settings: BusSettings) -> str:
@@ -91,13 +105,9 @@ class BusThread:
 
     async def _hold(self) -> None:
         settings = self._settings
-        network = NetworkConfig(
-            profile=settings.network, interface=settings.interface, peers=settings.peers,
-            multicast=settings.multicast, lease_s=settings.lease_s, shared_memory=settings.shared_memory,
-        )  # fmt: skip
         try:
             async with connect(
-                self.job, domain=settings.domain, network=network, stall_timeout_s=settings.stall_timeout_s,
+                self.job, domain=settings.domain, network=_network(settings), stall_timeout_s=settings.stall_timeout_s,
                 security=self._security,
             ) as bus:  # fmt: skip
                 self._opened.set_result(bus)

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 
 from torch._C._distributed_c10d import Store
 
@@ -17,10 +18,11 @@ from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch import bus_thread
-from gradbus.torch.meeting import WORLD, Claim, agreed_name
+from gradbus.torch.meeting import WORLD, Claim, Places, agreed_name
 from gradbus.torch.stall import WARNING_S
 
 WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
+_CHECK_S = 2.0  # how often to look whether a group that does not form ever can
 _LEAVE_S = 10.0
 _FORM_S = 10.0  # so long may a group take to form, also if its collectives may not
 
@@ -68,11 +70,13 @@ class TorchGroup:
             if label == WORLD:
                 claim = Claim(store, rank, world, label)
                 undo.callback(claim.release)
-            name = agreed_name(store, rank, world, label, timeout_s)
+            reach = bus_thread.reach()
+            name = agreed_name(store, rank, world, label, timeout_s, reach)
             thread = bus_thread.acquire(store, job_rank)
             undo.callback(bus_thread.release, thread)
+            places = Places(store, name, rank, world, thread.bus.reach)
             life = _Life(watch)
-            group = life.begin(thread, rank, world, name, timeout_s)
+            group = life.begin(thread, rank, world, name, timeout_s, partial(places.check, label))
             undo.pop_all()
         group.calls_may_block()
         formed = cls(group._engine, name)
@@ -118,9 +122,24 @@ class _Life:
         self._joined: Future[Group] = Future()
         self._task: Future[None] | None = None
 
-    def begin(self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float) -> Group:
+    def begin(
+        self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float,
+        check: Callable[[], None],
+    ) -> Group:  # fmt: skip
+        """Wait until the group has formed. ``check`` is called now and then, and raises where it never will."""
         self._task = thread.start(self._live(thread, rank, world, name, timeout_s))
-        return self._joined.result()
+        while True:
+            try:
+                return self._joined.result(_CHECK_S)
+            except TimeoutError:
+                if self._joined.done():  # a BarrierTimeout is one, too
+                    return self._joined.result()
+            try:
+                check()
+            except ConfigError:
+                time.sleep(2 * _CHECK_S)  # the others look as well, and rank 0 may take the store away with it
+                self._task.cancel()
+                raise
 
     def end(self, thread: bus_thread.BusThread, reason: str, *, abruptly: bool) -> None:
         self._reason, self._abruptly = reason, abruptly

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import socket
 import sys
 import time
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
+from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.missing_peers import EVERY_S, Reach, WaitLog, network_place
 
 WORLD = "world"  # the label of the group of all
 _HANDOVER_S = 2.0  # how long a process that ends may keep the rank that another one takes over
 _LOOK_S = 0.05
+_MAX_PLACE_BYTES = 4096
+
+log = get_logger("torch")
 
 
-def agreed_name(store: Store, rank: int, world: int, label: str, timeout_s: float) -> str:
+def agreed_name(store: Store, rank: int, world: int, label: str, timeout_s: float, reach: Reach | None = None) -> str:
     """A name that no group had before, also not one with the same store: rank 0 makes it up.
 
     Stores may outlive process groups (torchrun's does), and with them what the groups wrote. So each rank counts how
     often it has been here, and reads the name of that time.
+
+    Args:
+        reach: of the bus that will be opened, for what is said while rank 0 does not come.
 
     Raises:
         BarrierTimeout: rank 0 has not come. ConfigError: it says that it is alone.
@@ -38,11 +49,18 @@ def agreed_name(store: Store, rank: int, world: int, label: str, timeout_s: floa
         store.set(key, f"{readable}_{secrets.token_hex(6)} {world}")
     else:
         try:
-            store.wait([key], timedelta(seconds=timeout_s))
+            _wait(store, key, timeout_s, None if reach is None else WaitLog(log, reach, group=label, rank=rank))
         except DistStoreError as error:
             again = f", for the {time_no}th time: if another process is rank {rank}, too, give each its own"
             what = f"process group {label!r}, rank {rank}{again if time_no > 1 else ''}"
-            raise BarrierTimeout(what, missing=[0], ready=world - 1, needed=world, timeout_s=timeout_s) from error
+            raise BarrierTimeout(
+                what,
+                missing=[0],
+                ready=world - 1,
+                needed=world,
+                timeout_s=timeout_s,
+                hint="" if reach is None else reach.advice(),
+            ) from error
     name, _, its_world = store.get(key).decode().partition(" ")
     if its_world == "1" and world > 1:  # it will not be met, and could not say so itself
         raise ConfigError(
@@ -50,6 +68,90 @@ def agreed_name(store: Store, rank: int, world: int, label: str, timeout_s: floa
             f"with the same WORLD_SIZE"
         )
     return name
+
+
+def _wait(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> None:
+    """Wait for a key, and say now and then that rank 0 has not written it. Raises DistStoreError: not in time."""
+    until_s = time.monotonic() + timeout_s
+    while (left_s := until_s - time.monotonic()) > EVERY_S:
+        try:
+            store.wait([key], timedelta(seconds=EVERY_S))
+            return
+        except DistStoreError:
+            if waiting is not None:
+                waiting.look([0], reason="the store is there, and rank 0 has not begun this process group")
+    store.wait([key], timedelta(seconds=max(0.001, left_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, as it tells the others through the store.
+
+    Attributes:
+        host: host name and process id, for people. network: see :func:`network_place`.
+        domain: of DDS. leaves_machine: whether its bus reaches other machines. interface: of its bus.
+    """
+
+    host: str
+    network: str
+    domain: int
+    leaves_machine: bool
+    interface: str
+
+    @classmethod
+    def here(cls, reach: Reach) -> Place:
+        """That of this process."""
+        host = f"{socket.gethostname()} (process {os.getpid()})"
+        return cls(host, network_place(), reach.domain, reach.leaves_machine, reach.interface)
+
+    def never_meets(self, other: Place) -> bool:
+        """Whether it is certain that the buses of the two cannot find each other."""
+        apart = bool(self.network and other.network) and self.network != other.network
+        return self.domain != other.domain or (apart and not (self.leaves_machine and other.leaves_machine))
+
+
+class Places:
+    """Where the ranks of a process group are: found out while it does not form, for the case that it never will."""
+
+    def __init__(self, store: Store, name: str, rank: int, world: int, reach: Reach) -> None:
+        """Tell the others where this rank is. ``name``: of the group, one that no group had before."""
+        self._store = store
+        self._key = f"gradbus/place/{name}"
+        self._rank = rank
+        self._reach = reach
+        self._unknown = [other for other in range(world) if other != rank]
+        self._own = Place.here(reach)
+        store.set(f"{self._key}/{rank}", json.dumps(asdict(self._own)))
+
+    def check(self, label: str) -> None:
+        """Raise ConfigError: some rank will never be met."""
+        apart: dict[int, Place] = {}
+        try:
+            for rank in list(self._unknown):
+                if self._store.check([f"{self._key}/{rank}"]):
+                    self._unknown.remove(rank)
+                    place = Place(**parse_json(self._store.get(f"{self._key}/{rank}")[:_MAX_PLACE_BYTES].decode()))
+                    if self._own.never_meets(place):
+                        apart[rank] = place
+        except (DistError, TypeError, ValueError):  # whose store is gone finds out elsewhere
+            return
+        if not apart:
+            return
+        rank, place = next(iter(apart.items()))
+        domains = f" in DDS domain {place.domain}" if place.domain != self._own.domain else ""
+        advice = self._reach.advice(elsewhere=True)
+        if domains:
+            advice = "Set the same GRADBUS_BUS__DOMAIN on all"
+        elif self._own.leaves_machine:
+            advice = (
+                "Give it the settings of this one (GRADBUS_BUS__INTERFACE, GRADBUS_BUS__NETWORK, the peers and key)"
+            )
+        own = f" in DDS domain {self._own.domain}" if domains else ""
+        raise ConfigError(
+            f"process group {label!r}: ranks {sorted(apart)} cannot be met. Rank {rank} is on {place.host}, its bus on "
+            f"{place.interface}{domains}; rank {self._rank} is on {self._own.host}, its bus on "
+            f"{self._own.interface}{own}. {advice}"
+        )
 
 
 class Claim:

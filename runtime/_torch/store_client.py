@@ -20,6 +20,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import new_incarnation
+from gradbus.runtime.missing_peers import WaitLog
 from gradbus.runtime.topics import store_topic
 from gradbus.torch.store_messages import (
     MAX_OPEN,
@@ -39,7 +40,6 @@ from gradbus.torch.store_messages import (
 from gradbus.torch.store_pending import Backlog, Pending
 
 JOIN_S = 0.1  # how often to ask to be let in
-LOUD_S = 20.0  # how often to say in the log that nobody answers
 REPEAT_S = 0.25  # when to repeat a request first, then after twice as long, up to
 MAX_REPEAT_S = 1.0
 _BYTES_PER_S = 10e6  # a large request is not repeated while it may still be on its way
@@ -89,14 +89,12 @@ class Client:
         heard = ""
         held_s: float | None = None
         next_s = time.monotonic()
-        loud_s = next_s + LOUD_S
+        waiting = WaitLog(log, self._bus.reach, store=self._name, rank=self._rank)
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._arbiter:
                     now_s = time.monotonic()
-                    if now_s > loud_s:
-                        log.warning("still waiting", store=self._name, rank=self._rank, reason=heard or self._nobody())
-                        loud_s += LOUD_S
+                    waiting.look([0], reason=heard or self._nobody(), doubt=self._bus.doubt)
                     if self._bus.standing.refusal:
                         raise DistNetworkError(f"{self._name}: rank {self._rank}: {self._bus.standing.refusal}")
                     if now_s >= next_s:  # an answer that says no is none to ask again for at once
@@ -121,8 +119,10 @@ class Client:
                     if held_s is not None and time.monotonic() - held_s > patience_s:
                         raise DistNetworkError(f"{self._name}: {heard}")
         except TimeoutError:
+            doubt = f" It was heard that {self._bus.doubt}." if self._bus.doubt else ""
             raise DistNetworkError(
-                f"{self._name}: rank {self._rank} could not join within {timeout_s:g} s: {heard or self._nobody()}"
+                f"{self._name}: rank {self._rank} could not join within {timeout_s:g} s: {heard or self._nobody()}."
+                f"{doubt} {self._bus.reach.advice()}"
             ) from None
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{self._rank}")
 
@@ -139,10 +139,8 @@ class Client:
 
     def _nobody(self) -> str:
         what = "there is a rank 0, which does not answer" if self._writer.matched else "there is no rank 0"
-        doubt = f". It was heard that {self._bus.doubt}" if self._bus.doubt else ""
-        if self._bus.standing.absence:
-            doubt = f". Here that is {self._bus.standing.absence}{doubt}"
-        return f"{what}. Start it, and check that all use the same domain, job and network interface{doubt}"
+        absence = self._bus.standing.absence
+        return f"{what}. Here that is {absence}" if absence else what
 
     # Requests
 

@@ -18,6 +18,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import new_incarnation
+from gradbus.runtime.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.topics import store_topic
 from gradbus.torch.store_messages import (
     VERSION,
@@ -194,8 +195,11 @@ class Arbiter:
     # Who is there
 
     async def _watch(self) -> None:
+        waiting = WaitLog(log, self._bus.reach, store=self._name, rank=0)
         try:
             while True:
+                if self._absent and not self.closing:
+                    waiting.look(self._absent[:16], doubt=self._bus.doubt)
                 if self._bus.standing.refusal:
                     self._fail(self._bus.standing.refusal)
                     return
@@ -205,7 +209,7 @@ class Arbiter:
                     await asyncio.sleep(HERE_S)
                 else:
                     with contextlib.suppress(BarrierTimeout):
-                        await self._bus.matched(self._has_news, timeout_s=_LOOK_S)
+                        await self._bus.matched(self._has_news, timeout_s=EVERY_S if self._absent else _LOOK_S)
                 for peer in [peer for peer in self._peers.values() if not peer.look()]:
                     self._forget(peer)
         except BusError as error:

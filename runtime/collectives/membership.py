@@ -23,6 +23,7 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigEr
 from gradbus.runtime.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
+from gradbus.runtime.missing_peers import WaitLog
 from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
 
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
@@ -134,6 +135,7 @@ class Membership:
             JoinRefused, JobTaken: this process may not take part.
         """
         self._note_change()  # a rank alone has formed its group
+        waiting = WaitLog(log, self._bus.reach, group=self.formation.group, rank=self.formation.me.rank)
         matches = asyncio.create_task(self._watch_matches(timeout_s), name="gradbus-group-matches")
         try:
             async with asyncio.timeout(timeout_s):
@@ -143,6 +145,8 @@ class Membership:
                         self._bus.standing.check_ids(self.formation.me.rank)
                     self._changed.clear()
                     wait_s = await self._introduce()
+                    missing, reason = self._absent()
+                    waiting.look(missing, reason=reason, doubt=self._bus.doubt)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
                             await self._changed.wait()
@@ -207,17 +211,21 @@ class Membership:
 
     def _timed_out(self, timeout_s: float) -> BarrierTimeout:
         formation = self.formation
-        missing, unlinked = formation.missing, formation.unlinked
-        what = f"group {formation.group!r}, rank {formation.me.rank}"
-        if not missing and unlinked:
-            what += f" (ranks {list(unlinked)} were heard, but data does not get through both ways)"
-        if absence := self._bus.standing.absence:
-            what += f": {absence}"
-        owed = missing or unlinked
+        missing, reason = self._absent()
+        what = f"group {formation.group!r}, rank {formation.me.rank}" + (f" ({reason})" if reason else "")
         return BarrierTimeout(
-            what, missing=owed, ready=formation.world - len(owed), needed=formation.world, timeout_s=timeout_s,
-            doubt=self._bus.doubt,
+            what, missing=missing, ready=formation.world - len(missing), needed=formation.world, timeout_s=timeout_s,
+            doubt=self._bus.doubt, hint=self._bus.reach.advice(),
         )  # fmt: skip
+
+    def _absent(self) -> tuple[list[int], str]:
+        """Ranks that this rank waits for, and what is known of why."""
+        missing, unlinked = self.formation.missing, self.formation.unlinked
+        reason = self._bus.standing.absence
+        if not missing and unlinked:
+            not_linked = f"ranks {list(unlinked)} were heard, but data does not get through both ways"
+            reason = f"{not_linked}; {reason}" if reason else not_linked
+        return list(missing or unlinked), reason
 
     # What comes in
 

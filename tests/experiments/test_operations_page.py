@@ -16,10 +16,11 @@ from doc_pages import fenced_blocks, rows, section
 from pydantic import BaseModel
 
 from gradbus.experiments import exit_codes
-from gradbus.experiments.doctor_facts import MAX_PROCESSES, WANTED_BUFFER_BYTES, port_range
+from gradbus.experiments.doctor_facts import WANTED_BUFFER_BYTES
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.runtime.bus import connect
 from gradbus.runtime.collectives import layout
+from gradbus.runtime.missing_peers import MAX_PROCESSES, port_range
 from gradbus.runtime.network import NetworkConfig, build_xml
 from gradbus.runtime.settings import BusSettings
 

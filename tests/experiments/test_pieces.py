@@ -21,13 +21,14 @@ from gradbus.actors.timeline import ClientTimeline
 from gradbus.experiments import bench_rows, lookup, versions
 from gradbus.experiments.demo import DemoOptions, plan
 from gradbus.experiments.doctor import judge
-from gradbus.experiments.doctor_facts import Verdict, port_range
+from gradbus.experiments.doctor_facts import Verdict
 from gradbus.experiments.doctor_probe import Measured
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
 from gradbus.experiments.live import LiveTable, PlainLines, rounds_table, size
 from gradbus.experiments.logfile import LogFile
 from gradbus.experiments.run_dir import RunDirectory
 from gradbus.runtime import errors
+from gradbus.runtime.missing_peers import port_range
 from gradbus.runtime.settings import BusSettings
 
 REPORT = RoundReport(

@@ -12,6 +12,8 @@ from torch.distributed import DistNetworkError
 
 from gradbus.runtime import frames
 from gradbus.runtime.frames import Frame
+from gradbus.runtime.missing_peers import Reach
+from gradbus.runtime.network import NetworkConfig
 from gradbus.torch import store_client
 from gradbus.torch.store_client import Client
 from gradbus.torch.store_messages import Join, Message, NotNow, Welcome, decode, frame_of
@@ -37,6 +39,7 @@ class Bus:
         self.answer = answer
         self.standing = SimpleNamespace(refusal="", absence="")
         self.doubt = ""
+        self.reach = Reach.of(0, NetworkConfig())
         self.take: Callable[[Frame], None] = lambda frame: None
 
     def frame_port(self) -> Any:
