@@ -29,10 +29,10 @@ def _parties() -> tuple[NodeKey, NodeKey, Door, Applicant]:
 def _read_joining(data: bytes) -> None:
     """As it is, as a message of each kind, and as what is said about keys and by the controller."""
     server, _, door, applicant = _parties()
-    for head in (b"", *(b"GBJ\0\1" + bytes([kind]) for kind in join_messages.Kind)):
+    for head in (b"", *(b"GBJ\0" + bytes([join_messages.VERSION, kind]) for kind in join_messages.Kind)):
         with contextlib.suppress(FrameError):
             signed = join_messages.parse(memoryview(head + data))
-            must(signed.whole == head + data, "a message is not what its bytes were")
+            must(signed.whole + signed.stamp == head + data, "a message is not what its bytes were")
             must(join_messages.pack(signed.message) == signed.said, "a message comes back as another one")
         for hear in (door.hear, applicant.hear, lambda data, now_s: applicant.hear_beacon(data, 1, now_s)):
             try:
@@ -59,6 +59,7 @@ def _joining_seeds() -> list[bytes]:
     to_ranks = epoch.HandedToRanks(3, key, ((0, 3), (9, 9)), (some, some))
     words = [epoch.pack(word) for word in (epoch.Have(3), epoch.Handed(3, key, (1, 2, 3), (4, 5)), to_ranks)]
     packed = [join_messages.pack(message) + bytes(64) for message in messages]
+    packed += [one + bytes(join_messages.STAMP_BYTES) for one in packed]
     return [*packed, *(one[6:] for one in packed), *words, bytes(200), b""]
 
 

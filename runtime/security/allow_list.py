@@ -117,7 +117,7 @@ class AllowList:
         if len(entries) > MAX_ENTRIES:
             raise ConfigError(f"{where}: {len(entries)} nodes, at most {MAX_ENTRIES}")
         self._by_name = {entry.name: entry for entry in entries}
-        self._keys = frozenset(entry.public for entry in entries)
+        self._keys = {entry.public: entry for entry in entries}
         if len(self._by_name) < len(entries) or len(self._keys) < len(entries):
             seen: set[str | bytes] = set()
             for entry in entries:
@@ -148,6 +148,10 @@ class AllowList:
     def has_key(self, public: bytes) -> bool:
         """Whether some node has this key."""
         return public in self._keys
+
+    def of_key(self, public: bytes) -> Entry | None:
+        """The node that has this key."""
+        return self._keys.get(public)
 
     def owner_of(self, client_id: int) -> str | None:
         """The name of the node that may speak for a client."""

@@ -26,6 +26,7 @@ from gradbus.runtime.security.membership_keys import MembershipKeys
 from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.seal import Envelope
 from gradbus.runtime.security.shared_keys import IncomingStreams, SharedKey
+from gradbus.runtime.security.stamp import Stamps
 
 # A Hello that has led to nothing is followed by another one, later each time: the answer to the one before is worth
 # nothing then, so the time must come to be longer than a controller takes whom a thousand nodes ask at once.
@@ -89,6 +90,7 @@ class Applicant:
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
         self.on_joined: Callable[[], None] = lambda: None
         self._beacons = Beacons(job, pinned)
+        self._stamps = Stamps(job, key)
         self._asked: _Asked | None = None
         self._joined: _Asked | None = None
         self._attempts = self._in_vain = 0
@@ -209,7 +211,7 @@ class Applicant:
             private.public_key().public_bytes_raw(), self.key.public, self.pinned, ROLES.index(self.role),
             self.key.name,
         )  # fmt: skip
-        packed = handshake.signed(self.job, self.key, hello)
+        packed = self._stamps.stamped(handshake.signed(self.job, self.key, hello), self.pinned)
         if target.beacon.public == self.pinned:  # of others no answer is waited for
             self._lacks = False
             self._in_vain += 1
@@ -243,6 +245,7 @@ class Applicant:
             case Refusal(to=self.session) as refusal:
                 digests = {hashlib.sha256(one.hello.whole).digest() for one in (self._asked, self._joined) if one}
                 if refusal.hello in digests:
+                    self._stamps.check(signed, self.pinned)
                     self._check_budget(now_s)
                     handshake.check(self.job, signed, self.pinned)
                     self.refusal, self._asked = refusal.why, None
@@ -254,6 +257,7 @@ class Applicant:
     def _hear_welcome(self, signed: Signed, asked: _Asked, now_s: float) -> list[bytes]:
         if asked.private is None:
             raise FrameError("replay", "a second welcome to one hello")
+        self._stamps.check(signed, self.pinned, asked.hello)  # forgeries take nothing of what is checked in a second
         self._check_budget(now_s)
         confirm, asked.secrets = handshake.accept(self.job, self.key, asked.hello, asked.private, signed)
         asked.private = None

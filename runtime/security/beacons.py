@@ -16,6 +16,9 @@ from gradbus.runtime.security.join_messages import Beacon, parse
 MAX_BEACONS = 8
 MAX_SOURCES = 8
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures: 0.15 ms each
+# Of these as many for one DDS writer: a controller has one of its own, which says no more than one beacon.
+WRITER_PER_S, WRITER_AT_ONCE = 2, 8
+_MAX_WRITERS = 1024  # that are remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,7 @@ class Beacons:
         self._pinned = pinned
         self._heard: dict[tuple[bytes, bytes], Heard] = {}  # by session and key: sessions can be read by everybody
         self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._writers: dict[int, Budget] = {}  # by handle
 
     def __iter__(self) -> Iterator[Heard]:
         return iter(self._heard.values())
@@ -77,7 +81,7 @@ class Beacons:
         if known is not None and known.whole == signed.whole:
             known.said_by(source)
             return None
-        if not self._checks.take(now_s):
+        if not self._share_of(source).take(now_s) or not self._checks.take(now_s):
             raise FrameError("busy", "more beacons came than are checked in a second")
         handshake.check(self._job, signed, beacon.public)
         if len(self._heard) >= MAX_BEACONS:
@@ -85,6 +89,14 @@ class Beacons:
         heard = self._heard[beacon.session, beacon.public] = Heard(beacon, signed.whole, now_s)
         heard.said_by(source)
         return heard
+
+    def _share_of(self, source: int) -> Budget:
+        share = self._writers.get(source)
+        if share is None:
+            if len(self._writers) >= _MAX_WRITERS:
+                del self._writers[next(iter(self._writers))]
+            share = self._writers[source] = Budget(WRITER_PER_S, WRITER_AT_ONCE)
+        return share
 
     def _make_room(self, joined: bytes | None) -> None:
         """Forget a controller: one with another key before one with the right one, an earlier start before a later."""

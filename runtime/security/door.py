@@ -29,11 +29,17 @@ from gradbus.runtime.security.rotation import Rotation
 from gradbus.runtime.security.said import Speaker
 from gradbus.runtime.security.seal import Envelope
 from gradbus.runtime.security.shared_keys import IncomingStreams, OutgoingStreams, SharedKey, opened_header
+from gradbus.runtime.security.stamp import Stamps
 from gradbus.runtime.security.waiting import MAX_PENDING_EACH, PENDING_S, Pending, WaitingRoom, with_tag
 
 SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
 LEADS_S = 10.0  # after so long with members the job is this controller's, whoever began before it
-CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures: 0.15 ms each
+CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures of nodes on the list: 0.15 ms each
+# Of these each key has a share of its own, for each process that may have it: a node that has turned, or recordings of
+# its messages, cannot take what is for the others.
+SHARE_PER_S, SHARE_AT_ONCE = 4, 16
+OTHERS_PER_S, OTHERS_AT_ONCE = 50, 100  # signatures of all who are not on the list
+RIVALS_PER_S, RIVALS_AT_ONCE = 20, 50  # signatures of other controllers with this key
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
 
 
@@ -66,10 +72,14 @@ class Door:
         self._members: dict[str, Joined] = {}
         self._by_key: dict[bytes, tuple[Joined, IncomingStreams]] = {}
         self._waiting = WaitingRoom()
+        self._stamps = Stamps(job, key)
         self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._shares: dict[bytes, Budget] = {}  # by public key
+        self._others = Budget(OTHERS_PER_S, OTHERS_AT_ONCE)
+        self._from_rivals = Budget(RIVALS_PER_S, RIVALS_AT_ONCE)
         self._refusals = {known: Budget(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
         self._leads_since_s = now_s
-        self._rivals = RivalControllers(job, key, self.session, self.start)
+        self._rivals = RivalControllers(job, key, self.session, self.start, self._stamps)
         self.rotation = Rotation(job, self.session, now_s)
         self.ranks = ranks
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
@@ -165,23 +175,53 @@ class Door:
             case Confirm(controller=self.session) as confirm if not self._rivals.holds_up(now_s):
                 return self._hear_confirm(signed, confirm, now_s)
             case Refusal(to=self.session) as refusal if self._may_go(now_s) and self._rivals.is_answer(refusal):
-                self._check(signed, self.key.public, now_s)
+                self._stamps.check(signed, self.key.public)
+                self._check(signed, self.key.public, self._from_rivals, now_s)
                 self.refusal = refusal.why
                 self._rivals.stop()
                 self.on_refused()
             case Beacon(public=self.key.public) as beacon if self._may_go(now_s) and self._rivals.is_news(
                 beacon, now_s
             ):
-                self._check(signed, self.key.public, now_s)
+                self._check(signed, self.key.public, self._from_rivals, now_s)
                 return [self._rivals.ask(beacon, now_s)]
             case _:
                 pass  # for others
         return []
 
-    def _check(self, signed: Signed, public: bytes, now_s: float) -> None:
-        if not self._checks.take(now_s):
-            raise FrameError("busy", "more signatures came than are checked in a second")
+    def _check(self, signed: Signed, public: bytes, budget: Budget, now_s: float) -> None:
+        self._take(budget, now_s)
         handshake.check(self.job, signed, public)
+
+    def _take(self, budget: Budget, now_s: float) -> None:
+        if not budget.take(now_s):
+            raise FrameError("busy", "more signatures came than are checked in a second")
+
+    def _share_of(self, public: bytes) -> Budget:
+        """Of a key that is on the list, or this controller's own."""
+        share = self._shares.get(public)
+        if share is None:
+            entry = self._own if public == self.key.public else self.allowed.of_key(public)
+            count = 1 if entry is None else most_processes(entry)
+            share = self._shares[public] = Budget(SHARE_PER_S * count, SHARE_AT_ONCE * count)
+        return share
+
+    def _check_hello(self, signed: Signed, hello: Hello, now_s: float) -> None:
+        """Whether it is from the holder of the key in it. Who is on the list shows that first with a stamp, which costs
+        little: so only its own Hellos, and recordings of them, take something of its share.
+
+        Raises:
+            FrameError: ``stamp``, ``signature``: it is not. ``busy``: that was not checked.
+        """
+        is_known = hello.public == self.key.public or self.allowed.has_key(hello.public)
+        if (
+            not is_known or hello.pinned != self.key.public
+        ):  # who expects another controller makes no stamp for this one
+            self._check(signed, hello.public, self._others, now_s)
+            return
+        self._stamps.check(signed, hello.public)
+        self._take(self._share_of(hello.public), now_s)
+        self._check(signed, hello.public, self._checks, now_s)
 
     def _may_go(self, now_s: float) -> bool:
         """Whether an earlier start that lives has the job. Not when this one has led it for a while: an earlier one
@@ -200,7 +240,7 @@ class Door:
         )
         if hello.attempt <= newest:
             raise FrameError("replay", f"a hello of {hello.name} that was heard before")
-        self._check(signed, hello.public, now_s)
+        self._check_hello(signed, hello, now_s)
         entry = self._entry_of(hello)
         why = self._why_not(hello, entry, known, now_s)
         if entry is None or why:
@@ -211,7 +251,7 @@ class Door:
         )
         pending = Pending(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S)
         self._waiting.add(pending, max(MAX_PENDING_EACH, most_processes(entry)))
-        return [welcome]
+        return [self._stamps.stamped(welcome, hello.public, signed)]
 
     def _entry_of(self, hello: Hello) -> Entry | None:
         is_own = self.ranks is not None and ROLES[hello.role] == "worker" and hello.public == self.key.public
@@ -246,8 +286,13 @@ class Door:
         self.events.refused_again(hello.name, why, known=known, now_s=now_s)
         if not self._refusals[known].take(now_s):
             return []
-        digest = hashlib.sha256(signed.whole).digest()
-        return [handshake.signed(self.job, self.key, Refusal(hello.session, self.session, digest, why))]
+        return [self._refusal_to(signed, why)]
+
+    def _refusal_to(self, asked: Signed, why: str) -> bytes:
+        hello = asked.message
+        assert isinstance(hello, Hello)
+        refusal = Refusal(hello.session, self.session, hashlib.sha256(asked.whole).digest(), why)
+        return self._stamps.stamped(handshake.signed(self.job, self.key, refusal), hello.public)
 
     def _hear_confirm(self, signed: Signed, confirm: Confirm, now_s: float) -> list[bytes]:
         waiting = self._waiting.of(confirm.session)
@@ -256,10 +301,9 @@ class Door:
         pending = with_tag(waiting, confirm.tag)  # before anything that costs: forgeries have no tag
         if pending is None:
             raise FrameError("signature", "a confirm that was made without the keys of its exchange")
-        # The first one with the tag needs no share of the checks that a flood of Hellos uses up. Of those that others
-        # make with it, as it can be read, any number may come.
-        if pending.was_checked and not self._checks.take(now_s):
-            raise FrameError("busy", "more signatures came than are checked in a second")
+        # Those that others make with the tag, as it can be read, take of the share of this node alone.
+        if pending.was_checked:
+            self._take(self._share_of(pending.hello.public), now_s)
         pending.was_checked = True
         handshake.check_confirm(self.job, signed, pending.signed, pending.secrets, pending.welcome_signature)
         self._waiting.take(pending)
@@ -305,8 +349,7 @@ class Door:
 
     def _refusal_of(self, member: Joined, why: str) -> bytes:
         """To one that had been let in, and is a member no more."""
-        digest = hashlib.sha256(member.hello.whole).digest()
-        return handshake.signed(self.job, self.key, Refusal(member.session, self.session, digest, why))
+        return self._refusal_to(member.hello, why)
 
     def _forget_keys(self, member: Joined) -> None:
         for streams in (member.incoming, member.former):
@@ -329,6 +372,7 @@ class Door:
     def allow(self, allowed: AllowList, now_s: float) -> list[bytes]:
         """There is another list. Who is not on it any more, as what it was, is told so, and a new epoch begins."""
         self.allowed = allowed
+        self._shares.clear()
         gone = [member for member in self._members.values() if not self._is_allowed(member.entry)]
         self._waiting.keep(lambda one: self._is_allowed(one.entry))
         said = []

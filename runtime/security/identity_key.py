@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import KEY_FILE_VARIABLE, key_file, read_secret_file
@@ -16,6 +18,7 @@ from gradbus.runtime.security.job_key import KEY_FILE_VARIABLE, key_file, read_s
 PUBLIC_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_NAME_BYTES = 64
+_FIELD = 2**255 - 19  # of Curve25519
 _PREFIX = "gradbus-identity-1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(rf"{_PREFIX} (\S+) ([0-9a-f]{{64}})\s*")
@@ -108,6 +111,21 @@ class NodeKey:
     def sign(self, data: bytes) -> bytes:
         """64 bytes."""
         return self.private.sign(data)
+
+    def exchange(self, public: bytes) -> bytes:
+        """A secret of 32 bytes that only this node and the holder of another key have, the same for both.
+
+        Both keys are taken as those of the same curve in its other form (RFC 7748, section 4.1; the private half as RFC
+        8032, section 5.1.5 makes its scalar). It never changes, so nothing that must stay secret is sealed with it.
+
+        Raises:
+            ValueError: there is none with that key.
+        """
+        scalar = hashlib.sha512(self.private.private_bytes_raw()).digest()[:32]
+        y = int.from_bytes(public, "little") & (1 << 255) - 1
+        u = (1 + y) * pow(1 - y, -1, _FIELD) % _FIELD
+        other = X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+        return X25519PrivateKey.from_private_bytes(scalar).exchange(other)
 
 
 def new_node_key(name: str) -> NodeKey:

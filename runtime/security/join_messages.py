@@ -16,8 +16,9 @@ from gradbus.runtime.security.identity_key import MAX_NAME_BYTES, SIGNATURE_BYTE
 
 JOIN_TOPIC = "train/join"
 MAGIC = b"GBJ\0"
-VERSION = 1
+VERSION = 2
 MAX_WHY_BYTES = 255
+STAMP_BYTES = 16
 MAX_MESSAGE_BYTES = 1024
 _HEAD = struct.Struct("<4sBBH")  # magic, version, kind, bytes of the text
 
@@ -105,24 +106,31 @@ _BODIES: dict[Kind, tuple[type[Message], struct.Struct]] = {
     Kind.REFUSAL: (Refusal, struct.Struct("<16s16s32s")),
 }
 _TEXTS = {Kind.HELLO: MAX_NAME_BYTES, Kind.REFUSAL: MAX_WHY_BYTES}  # kinds that end with a text
+_STAMPED = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)  # messages from one to one
 _KINDS = {body: kind for kind, (body, _) in _BODIES.items()}
 
 
 class Signed(NamedTuple):
-    """A message as it came: ``said`` are the bytes that its signature is over, together with more."""
+    """A message as it came.
+
+    Attributes:
+        said: the bytes that its signature is over, together with more.
+        stamp: what shows cheaply that it comes from whom it says, see :mod:`.stamp`; empty in kinds that have none.
+    """
 
     message: Message
     said: bytes
     signature: bytes
+    stamp: bytes = b""
 
     @property
     def whole(self) -> bytes:
-        """All its bytes."""
+        """All its bytes but the stamp."""
         return self.said + self.signature
 
 
 def pack(message: Message) -> bytes:
-    """Bytes of a message, without its signature."""
+    """Bytes of a message, without signature and stamp."""
     kind = _KINDS[type(message)]
     fields: tuple[object, ...] = tuple(message)
     text = b""
@@ -133,7 +141,7 @@ def pack(message: Message) -> bytes:
 
 
 def parse(data: memoryview) -> Signed:
-    """The message in ``data``. Its signature is not looked at.
+    """The message in ``data``. Its signature and its stamp are not looked at.
 
     Raises:
         FrameError: with ``reason`` one of short, not sealed, version, join.
@@ -148,7 +156,8 @@ def parse(data: memoryview) -> Signed:
     kind = Kind(number)
     body, layout = _BODIES[kind]
     end = _HEAD.size + layout.size + text_bytes
-    if text_bytes > _TEXTS.get(kind, 0) or len(data) != end + SIGNATURE_BYTES:
+    signed = end + SIGNATURE_BYTES
+    if text_bytes > _TEXTS.get(kind, 0) or len(data) != signed + (STAMP_BYTES if kind in _STAMPED else 0):
         raise FrameError("join", f"{kind.name} of {len(data)} bytes says that {text_bytes} of them are text")
     fields = layout.unpack_from(data, _HEAD.size)
     if kind in _TEXTS:
@@ -159,4 +168,4 @@ def parse(data: memoryview) -> Signed:
     message = body(*fields)
     if isinstance(message, Hello) and message.role >= len(ROLES):
         raise FrameError("join", f"HELLO with role {message.role}, of {len(ROLES)}")
-    return Signed(message, bytes(data[:end]), bytes(data[end:]))
+    return Signed(message, bytes(data[:end]), bytes(data[end:signed]), bytes(data[signed:]))

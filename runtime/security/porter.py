@@ -37,8 +37,8 @@ def _none(sample: Any) -> Message | Frame:
     raise FrameError("join", "what is said about joining is no message")
 
 
-_JOIN = Topic(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
-_BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
+JOIN = Topic(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
+BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
 
 
 class _JoinReader(Reader):
@@ -88,8 +88,8 @@ class Porter:
         self._list_file = list_file
         self._looked_s = self._ticked_s = time.monotonic()
         self._is_pressing = False
-        self._writer = node.plain_writer(_JOIN)
-        reader = _JoinReader(node.plain_reader(_JOIN), self)
+        self._writer = node.plain_writer(JOIN)
+        reader = _JoinReader(node.plain_reader(JOIN), self)
         self._beacons: _JoinReader | None = None
         if isinstance(self._party, Door):
             events = self._party.events
@@ -98,11 +98,11 @@ class Porter:
             self._party.on_refused = node.refused
             events.rotated = lambda epoch, why: _tell(log.info, "new epoch", epoch=epoch, why=why)
             # What is kept is the newest, and no reader that takes nothing can hold it up.
-            self._beacon = node.plain_writer(replace(_BEACON, keep_last=True))
+            self._beacon = node.plain_writer(replace(BEACON, keep_last=True))
             self._say_beacon(self._party, self._ticked_s)
         else:
             self._party.on_joined = self._on_joined
-        self._beacons = _JoinReader(node.plain_reader(_BEACON), self)
+        self._beacons = _JoinReader(node.plain_reader(BEACON), self)
         for one in (reader, self._beacons):
             receiver.add(Channel(one, _nobody, take=_no_frame))
         receiver.add(self._writer)

@@ -13,6 +13,7 @@ from gradbus.runtime.security import handshake
 from gradbus.runtime.security.allow_list import ROLES
 from gradbus.runtime.security.identity_key import NodeKey
 from gradbus.runtime.security.join_messages import Beacon, Hello, Refusal
+from gradbus.runtime.security.stamp import Stamps
 
 PROBES, PROBE_S = 20, 0.1  # so often, and so fast, one is asked
 AGAIN_S = 30.0  # one that did not answer, and still says that it is there, is asked again: it may have been busy
@@ -34,8 +35,10 @@ class _Probe:
 class RivalControllers:
     """Of one start of a controller."""
 
-    def __init__(self, job: str, key: NodeKey, session: bytes, start: int) -> None:
+    def __init__(self, job: str, key: NodeKey, session: bytes, start: int, stamps: Stamps) -> None:
+        """``stamps``: of this controller."""
         self._job = job
+        self._stamps = stamps
         self._key = key
         self._session = session
         self._start = start
@@ -76,8 +79,9 @@ class RivalControllers:
             self._session, beacon.session, self._start, 1, secrets.token_bytes(32), bytes(32), public,
             public, ROLES.index("controller"), self._key.name,
         )  # fmt: skip
-        data = handshake.signed(self._job, self._key, hello)
-        self._probes[beacon.session] = _Probe(beacon.start, data, hashlib.sha256(data).digest(), now_s)
+        whole = handshake.signed(self._job, self._key, hello)
+        data = self._stamps.stamped(whole, public)
+        self._probes[beacon.session] = _Probe(beacon.start, data, hashlib.sha256(whole).digest(), now_s)
         return data
 
     def is_answer(self, refusal: Refusal) -> bool:

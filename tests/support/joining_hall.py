@@ -10,6 +10,7 @@ from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.identity_key import NodeKey, new_node_key
 from gradbus.runtime.security.rank_keys import RankKeys
 from gradbus.runtime.security.seal import Opener, Seal
+from gradbus.runtime.security.stamp import Stamps
 
 JOB = "mnist"
 SERVER, ONE, TWO, STRANGER = (new_node_key(name) for name in ("server", "robot-1", "robot-2", "stranger"))
@@ -17,6 +18,11 @@ LIST = AllowList(
     (Entry(ONE.name, "client", ONE.public, ((0, 3),)), Entry(TWO.name, "client", TWO.public, ((7, 7),)))
 )  # fmt: skip
 UPDATES, CONTROL, COMMANDS, MODELS = "train/client_update", epoch.CONTROL, epoch.COMMANDS, epoch.MODELS
+
+
+def stamped(key: NodeKey, data: bytes, to: NodeKey = SERVER) -> bytes:
+    """A message with the stamp that the holder of a key makes for another."""
+    return Stamps(JOB, key).stamped(data, to.public)
 
 
 class Hall:

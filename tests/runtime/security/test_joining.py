@@ -9,19 +9,34 @@ from types import FunctionType, ModuleType
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, STRANGER, TWO, UPDATES, Hall, upload
+from joining_hall import (
+    COMMANDS,
+    CONTROL,
+    JOB,
+    LIST,
+    MODELS,
+    ONE,
+    SERVER,
+    STRANGER,
+    TWO,
+    UPDATES,
+    Hall,
+    stamped,
+    upload,
+)
 
 from gradbus.runtime import control, frames
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.idl_types import FrameType
-from gradbus.runtime.security import door, envelope, epoch, handshake, waiting
+from gradbus.runtime.security import applicant, beacons, door, envelope, epoch, handshake, waiting
 from gradbus.runtime.security.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
 from gradbus.runtime.security.applicant import ASK_S, Applicant
 from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.identity_endpoints import ControllerSide
 from gradbus.runtime.security.identity_key import NodeKey
-from gradbus.runtime.security.join_messages import JOIN_TOPIC, Hello, Welcome, parse
+from gradbus.runtime.security.join_messages import JOIN_TOPIC, VERSION, Beacon, Hello, Welcome, parse
 from gradbus.runtime.security.shared_keys import OutgoingStreams, SharedKey
+from gradbus.runtime.security.stamp import Stamps
 
 
 def test_members_and_controller_understand_each_other_and_nobody_else() -> None:
@@ -102,22 +117,78 @@ def test_who_is_not_let_in_leaves_nothing_behind_and_both_sides_know_why(
     assert node.seal(UPDATES, (b"x",)) is None
 
 
-def test_a_forged_hello_costs_a_check_and_no_memory_and_checks_are_bounded() -> None:
+def test_a_hello_in_the_name_of_another_costs_no_check_and_no_memory_and_takes_nothing_from_it() -> None:
     hall = Hall()
     one = Applicant(JOB, ONE, SERVER.public, "client")
     (hello,) = one.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
-    reasons = []
-    for number in range(door.CHECKS_AT_ONCE + 50):
+    for number in range(2000):
         forged = bytearray(hello)
-        forged[-1 - number % 64] ^= 1 + number // 64
+        forged[-1 - number % 80] ^= 1 + number // 80
+        with pytest.raises(FrameError) as caught:
+            hall.door.hear(memoryview(forged), hall.now_s)
+        assert caught.value.reason == "stamp"
+    assert not hall.door.is_busy
+    assert hall.door.hear(memoryview(hello), hall.now_s)
+
+
+def test_hellos_of_strangers_are_checked_within_bounds_and_take_nothing_from_those_on_the_list() -> None:
+    hall = Hall()
+    stranger = Applicant(JOB, STRANGER, SERVER.public, "client")
+    (hello,) = stranger.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    reasons = []
+    for number in range(door.OTHERS_AT_ONCE + 50):
+        forged = bytearray(hello)
+        forged[-17 - number % 64] ^= 1 + number // 64
         with pytest.raises(FrameError) as caught:
             hall.door.hear(memoryview(forged), hall.now_s)
         reasons.append(caught.value.reason)
-    assert set(reasons[: door.CHECKS_AT_ONCE]) == {"signature"}
-    assert set(reasons[door.CHECKS_AT_ONCE :]) == {"busy"}
+    assert set(reasons[: door.OTHERS_AT_ONCE]) == {"signature"}
+    assert set(reasons[door.OTHERS_AT_ONCE :]) == {"busy"}
+    hall.nodes.append(Applicant(JOB, ONE, SERVER.public, "client"))
+    hall.meet(hall.nodes[0])
+    assert hall.nodes[0].keys is not None
     assert not hall.door.is_busy
+
+
+def test_a_node_on_the_list_that_has_turned_uses_up_no_more_than_its_own_share_of_checks() -> None:
+    hall = Hall()
+    turned = Applicant(JOB, TWO, SERVER.public, "client")
+    (hello,) = turned.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    reasons = []
+    for number in range(door.SHARE_AT_ONCE + 10):
+        forged = stamped(TWO, hello[:-80] + number.to_bytes(64, "little"))  # it can make stamps, and need not sign
+        with pytest.raises(FrameError) as caught:
+            hall.door.hear(memoryview(forged), hall.now_s)
+        reasons.append(caught.value.reason)
+    assert reasons == ["signature"] * door.SHARE_AT_ONCE + ["busy"] * 10
+    hall.nodes.append(Applicant(JOB, ONE, SERVER.public, "client"))
+    hall.meet(hall.nodes[0])
+    assert hall.nodes[0].keys is not None
+
+
+def test_welcomes_that_others_make_up_do_not_keep_a_node_from_taking_the_true_one() -> None:
+    hall = Hall()
+    node = Applicant(JOB, ONE, SERVER.public, "client")
+    (first,) = node.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
+    (former,) = hall.door.hear(memoryview(first), hall.now_s)  # which is recorded, and comes too late
     hall.now_s += 1.0
-    assert hall.door.hear(memoryview(hello), hall.now_s)
+    (hello,) = node.tick(hall.now_s)
+    (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
+    for number in range(4 * applicant.CHECKS_AT_ONCE):
+        forged = former if number % 2 else welcome[:-80] + number.to_bytes(80, "little")
+        with pytest.raises(FrameError, match="not made with the key"):
+            node.hear(memoryview(forged), hall.now_s)
+    assert len(node.hear(memoryview(welcome), hall.now_s)) == 1
+
+
+def test_beacons_that_one_writer_makes_up_do_not_hide_that_of_the_controller() -> None:
+    hall = Hall()
+    node = Applicant(JOB, ONE, SERVER.public, "client")
+    for number in range(4 * beacons.CHECKS_AT_ONCE):
+        forged = handshake.signed(JOB, STRANGER, Beacon(number.to_bytes(16, "little"), number, SERVER.public))
+        with pytest.raises(FrameError):
+            node.hear_beacon(memoryview(forged), 99, hall.now_s)
+    assert len(node.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)) == 1
 
 
 def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm() -> None:
@@ -295,8 +366,10 @@ def test_a_welcome_is_taken_once_and_only_for_the_hello_that_it_answers() -> Non
     forged, _ = handshake.answer(
         JOB, TWO, asked, session=message.session, start=message.start, epoch=1, nonce=bytes(32)
     )  # fmt: skip
-    with pytest.raises(FrameError, match="not signed with the key"):
-        one.hear(memoryview(forged), hall.now_s)
+    with pytest.raises(FrameError, match="not made with the key"):
+        one.hear(memoryview(Stamps(JOB, TWO).stamped(forged, ONE.public, asked)), hall.now_s)
+    with pytest.raises(FrameError, match="not signed with the key"):  # the server stamps what it has not signed
+        one.hear(memoryview(Stamps(JOB, SERVER).stamped(forged, ONE.public, asked)), hall.now_s)
     assert len(one.hear(memoryview(welcome), hall.now_s)) == 1
     with pytest.raises(FrameError, match="second welcome"):
         one.hear(memoryview(welcome), hall.now_s)
@@ -309,7 +382,7 @@ def test_bytes_on_the_topic_of_joining_that_are_none_are_counted_and_nothing_mor
     hall = Hall(ONE)
     rng = random.Random(1)
     for _ in range(300):
-        data = rng.choice((b"GBJ\0\1", b"GBS\0\1\3", b"")) + rng.randbytes(rng.randrange(400))
+        data = rng.choice((b"GBJ\0" + bytes([VERSION]), b"GBS\0\1\3", b"")) + rng.randbytes(rng.randrange(400))
         for party in (hall.door, hall.nodes[0]):
             try:
                 assert party.hear(memoryview(data), hall.now_s) == []

@@ -16,13 +16,11 @@ def test_no_secret_is_in_what_objects_say_of_themselves() -> None:
     late.hear(memoryview(welcome), hall.now_s)  # both wait for the last step
     assert late._asked is not None
     assert late._asked.secrets is not None
-    joined = hall.nodes[0]._joined
-    assert joined is not None
-    assert joined.secrets is not None
+    (waiting,) = hall.door._waiting.of(late.session)
     group = hall.door.group.key
     handed = epoch.parse(memoryview(epoch.pack(epoch.Handed(group.epoch, group.secret, (1, 2, 3), (4, 5)))))
-    said = repr([handed, group, joined, *(vars(party) for party in (hall.door, late, hall.nodes[0]))])
-    for secrets in (late._asked.secrets, joined.secrets):
+    said = repr([handed, group, waiting, *(vars(party) for party in (hall.door, late, hall.nodes[0]))])
+    for secrets in (late._asked.secrets, waiting.secrets):
         for secret in (secrets.up, secrets.down, secrets.confirm):
             assert repr(secret)[2:-1] not in said
     assert repr(group.secret)[2:-1] not in said
