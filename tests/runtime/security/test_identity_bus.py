@@ -90,7 +90,8 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 forger = OutgoingStreams(group, keys.controller)  # as if it were the controller
                 body = control.encode(Bye(1, True, "says the traitor"))
                 ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
-                sample = FrameType.prefix(len(head) + len(data)), head, data
+                signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
+                sample = FrameType.prefix(len(head) + len(data)), head, data, signed
                 says = raw_writer(traitor, Control)
                 await until(lambda: matched(says) >= 2)
                 for _ in range(50):  # past the counters that the controller has used
