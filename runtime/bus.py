@@ -20,10 +20,10 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from gradbus.runtime import control, frames
+from gradbus.runtime import control, frames, peer_processes
 from gradbus.runtime.channel import Channel
 from gradbus.runtime.dds import Node, Waiter, Writer
-from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.frame_port import FramePort
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
@@ -38,6 +38,7 @@ from gradbus.runtime.switch_interval import short_switch_interval
 from gradbus.runtime.topics import READABLE, TOPICS
 
 _MAX_JOBS = 16
+_MAX_VOICES = 4096  # senders that others are told of when the bus closes
 
 
 class Bus:
@@ -52,7 +53,9 @@ class Bus:
         self._node = node
         self._loop = loop
         self._waiter = Waiter(node)
-        self._receiver = Receiver(self._waiter, loop, self._on_matched, self._on_fault)
+        self._receiver = Receiver(
+            self._waiter, loop, self._on_matched, self._on_fault, node.look_around, lease_s=node.lease_s
+        )
         self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
         self._writers: dict[type[Any], Writer] = {}
@@ -65,6 +68,7 @@ class Bus:
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[None]] = []
         self._messages_out = 0
+        self._voices: dict[Identity, None] = {}  # who has spoken through it
         self._closed = False
         self._receiver.start()
         try:
@@ -96,10 +100,9 @@ class Bus:
         if isinstance(message, TrainCmd):
             kind, sample = TrainCmd, (astuple(message), ())
         else:
-            self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
-            key = FrameKey(Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out)
-            (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
-            kind, sample = Control, ((), frame)
+            kind, sample = Control, self._control_sample(sender, message)
+            if len(self._voices) < _MAX_VOICES:
+                self._voices[sender] = None
         self.open_writer(kind)
         self._check_open()
         writer = self._writers[kind]
@@ -107,6 +110,26 @@ class Bus:
             self._sender.sent_bytes[writer.topic.name] += sum(len(part) for part in sample[1])
         else:  # some reader's queue is full: wait off the loop
             await self._submit(writer, iter([sample]))
+
+    def _control_sample(self, sender: Identity, message: control.Body) -> Sample:
+        self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
+        key = FrameKey(
+            Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, peer_processes.own_claim()
+        )
+        (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
+        return (), frame
+
+    def _say_closing(self) -> None:
+        """Tell the others, who would otherwise have to wait and see: what DDS says of a process that lives is a doubt.
+        Who does not take it at once finds out so."""
+        writer = self._writers.get(Control)
+        if writer is None:
+            return
+        with contextlib.suppress(GradbusError):  # the writer may be what has failed
+            for sender in self._voices:
+                if not writer.write(*self._control_sample(sender, control.Closing("its bus was closed"))):
+                    break
+        self._voices.clear()
 
     async def drain(self, kind: type[Any], timeout_s: float) -> bool:
         """Whether all readers have taken over what was published on a topic, within so long."""
@@ -295,6 +318,7 @@ class Bus:
                         for _ in range(_MAX_JOBS):  # all slots are ours: all jobs are done
                             await self._slots.acquire()
         finally:
+            self._say_closing()
             self._subscriptions.close()
             self._on_matched()
             self._sender.stop()
@@ -352,7 +376,8 @@ async def connect(
         network: profile ``loopback`` or ``network``, or all settings at once.
         interface: network interface; default ``lo``: nothing leaves this machine.
         peers: addresses of other machines.
-        lease_s: after so long a silence others take this process for dead; by default 1 s, and 3 s with ``network``.
+        lease_s: after so long a silence other machines take this process for dead; by default 60 s, and 10 s with
+            ``network``.
         stall_timeout_s: sending fails when DDS takes nothing for so long.
         shared_memory: large data between processes of one machine goes through memory they share.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.

@@ -274,6 +274,17 @@ class Bye:
     final: bool = False
 
 
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Closing:
+    """Whoever says this goes: the bus that it speaks through is being closed. Said for each sender of the bus.
+
+    Attributes:
+        reason: for people.
+    """
+
+    reason: Text
+
+
 Body = (
     Hello
     | Welcome
@@ -288,6 +299,7 @@ Body = (
     | Failed
     | Leave
     | Bye
+    | Closing
     | GroupHello
     | GroupLeave
     | Pulse
@@ -309,6 +321,7 @@ _KINDS: dict[str, type[Any]] = {
         Failed,
         Leave,
         Bye,
+        Closing,
         GroupHello,
         GroupLeave,
         Pulse,

@@ -1,6 +1,6 @@
 """DDS entities: topics, readers and writers with the quality of service that each topic asks for.
 
-Only this module, ``domains``, ``c_topics``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
+Only this module, ``domains``, ``discovery``, ``c_topics``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ class Node:
             ConfigError: wrong interface or configuration. BusError: no participant could be made.
         """
         self.needs_crc = True  # over the payload of frames
+        self.lease_s = network.effective_lease_s
         self.standing = Standing()
         self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         malloc.keep_memory()
@@ -233,6 +234,12 @@ class Node:
         except BaseException:
             self.close()
             raise
+
+    def look_around(self) -> None:
+        """Take note of what discovery has found, and have others find this process. Called now and then, and when
+        matched endpoints change."""
+        self._lease.discovery.look()
+        self._lease.announcer.announce()
 
     def start(self, receiver: Any) -> None:
         """What it has to say by itself, it says from now on, on the receive thread of its bus."""

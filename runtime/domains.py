@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cyclonedds.core import DDSException
-from cyclonedds.domain import Domain, DomainParticipant
+from cyclonedds.domain import Domain
 
+from gradbus.runtime import peer_processes
+from gradbus.runtime.discovery import Announcer, Discovery, make_participant
 from gradbus.runtime.errors import BusError, ConfigError
 
 
@@ -30,6 +32,8 @@ class Participant:
 
     domain_id: int
     entity: Any
+    announcer: Announcer
+    discovery: Discovery  # of its domain
     partitions: set[str] = field(default_factory=set)
 
 
@@ -38,6 +42,7 @@ class _OpenDomain:
     xml: str
     entity: Any
     users: int = 0
+    discovery: Discovery | None = None
     participants: list[Participant] = field(default_factory=list)
 
 
@@ -108,7 +113,10 @@ def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> Partici
     for participant in domain.participants:
         if partition not in participant.partitions:
             return participant
-    participant = Participant(domain_id, DomainParticipant(domain_id))
+    entity = make_participant(domain_id)
+    if domain.discovery is None:
+        domain.discovery = Discovery(domain_id, entity)
+    participant = Participant(domain_id, entity, Announcer(entity), domain.discovery)
     domain.participants.append(participant)
     return participant
 
@@ -117,6 +125,9 @@ def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
     if domain.users > 0:
         return
     del _domains[domain_id]
+    if domain.discovery is not None:
+        domain.discovery.close()
+    peer_processes.watched.rest()
     for participant in domain.participants:
         delete(participant.entity)
     domain.entity = None  # the binding deletes the domain with its object

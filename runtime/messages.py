@@ -85,12 +85,14 @@ class Control:
     Attributes:
         number: 32 bits: among those of its bus, and so of its sender. One that had to wait for DDS is overtaken by the
             next: who keeps only the newest of a kind asks :func:`is_later`.
+        process: that its sender is in, as :mod:`.peer_processes` names it; empty: it does not say.
     """
 
     sender: int
     incarnation: int
     body: Body
     number: int = field(default=0, compare=False, repr=False)
+    process: str = field(default="", compare=False, repr=False)
 
 
 def is_later(number: int, than: int) -> bool:
@@ -100,7 +102,8 @@ def is_later(number: int, than: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """Local event: DDS no longer sees the process that this peer sent from, or, with ``why``, it is shut out."""
+    """Local event: the process that this peer sent from has ended or has left the bus (:mod:`.liveness` has how that is
+    known), or, with ``why``, it is shut out."""
 
     sender: int
     incarnation: int

@@ -15,14 +15,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradbus.runtime import peer_processes
 from gradbus.runtime.channel import Channel
+from gradbus.runtime.control import Closing
 from gradbus.runtime.dds import Waiter, Writer
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Frame
 from gradbus.runtime.idl_types import SampleError
-from gradbus.runtime.messages import Control, Message
+from gradbus.runtime.liveness import Liveness
+from gradbus.runtime.messages import Control, Message, PeerGone
 from gradbus.runtime.rejections import Rejections
-from gradbus.runtime.speakers import Speakers
 from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
@@ -33,6 +35,7 @@ CARE_S = 0.002  # how often functions are called that look after something
 # less time than with 100 us here; without any of it, a sixth more.
 SPIN_S = 500e-6
 VISIT_S = 0.2  # the longest sleep of a visitor: signals are handled in between
+IDLE_S = 1.0  # the longest sleep of the thread
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
 
 
@@ -52,14 +55,17 @@ class Receiver(threading.Thread):
 
     def __init__(
         self, waiter: Waiter, loop: asyncio.AbstractEventLoop, on_matched: Callable[[], None],
-        on_fault: Callable[[], None],
+        on_fault: Callable[[], None], look_around: Callable[[], None], *, lease_s: float,
     ) -> None:  # fmt: skip
-        """Both are called on the loop. ``on_fault``: the thread cannot go on, see ``fault``."""
+        """Both are called on the loop. ``on_fault``: the thread cannot go on, see ``fault``.
+        ``look_around``: called when matched endpoints change, and now and then. ``lease_s``: after so long a silence
+        those that DDS has lost are gone, unless the kernel knows better."""
         super().__init__(name="gradbus-receive", daemon=True)
         self._waiter = waiter
         self._loop = loop
         self._on_matched = on_matched
         self._on_fault = on_fault
+        self._look_around = look_around
         self._stop_flag = False
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
@@ -78,7 +84,13 @@ class Receiver(threading.Thread):
         self._cares: list[Callable[[], bool]] = []
         self._new_cares: deque[Callable[[], bool]] = deque()
         self.each_turn: Callable[[], None] | None = None  # called on the thread, at least once a second
-        self._speakers = Speakers()
+        self._liveness = Liveness(
+            lease_s,
+            lambda claim: peer_processes.watched.watch(claim, self._on_ended),
+            lambda claim: peer_processes.watched.unwatch(claim, self._on_ended),
+            peer_processes.is_stopped,
+        )
+        self._endings: deque[str | tuple[int, int]] = deque()  # processes that have, and senders who say that they go
         self.rejections = Rejections()
         self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
@@ -112,11 +124,19 @@ class Receiver(threading.Thread):
     def shut_out(self, sources: Collection[int], why: str) -> None:
         """Tell of those who speak through these DDS writers that they are gone: nothing of theirs is taken any more. On
         the thread."""
-        lost = self._speakers.left(sources, why)
+        self._tell_gone(self._liveness.shut_out(sources, why))
+
+    def _tell_gone(self, gone: list[PeerGone]) -> None:
         for channel in self._channels:
-            if lost and channel.reader.topic.to_message is TOPICS[Control].to_message:
-                channel.taken += len(lost)
-                self._post(channel.deliver, lost)
+            if gone and channel.reader.topic.to_message is TOPICS[Control].to_message:
+                channel.taken += len(gone)
+                self._post(channel.deliver, list(gone))
+
+    def _on_ended(self, claim: str) -> None:
+        """On a thread of the kernel's news: what the process has sent is taken before it is told of."""
+        self._endings.append(claim)
+        if not self._stop_flag:
+            self._waiter.wake()
 
     def consumed(self, channel: Channel, count: int) -> None:
         """The loop has consumed messages; a reader that was left alone is looked at again when half is free."""
@@ -197,12 +217,13 @@ class Receiver(threading.Thread):
                     continue
                 parked_s = PARKED_S
                 with self._turn:
-                    self._take_turn(1.0)
+                    self._take_turn(IDLE_S)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._turn.acquire(timeout=2 * VISIT_S)  # for good: DDS may be closed when this thread has ended
+            self._liveness.close()
             self._cares, self._new_cares = [], deque()  # they hold what they look after
 
     def _fail(self, error: BaseException) -> None:
@@ -226,9 +247,13 @@ class Receiver(threading.Thread):
             self.each_turn()
         if self._cares:
             self._cares = [function for function in self._cares if function()]
+        if gone := self._liveness.look(time.monotonic()):
+            self._tell_gone(gone)
+        if not numbers and timeout_s >= IDLE_S:
+            self._look_around()
         if not numbers and not self._after_drain:
             return False
-        waiting = len(self._after_drain)  # those that came before this turn
+        waiting, endings = len(self._after_drain), len(self._endings)  # those that came before this turn
         if Waiter.WOKEN in numbers:  # seldom: something is to be attached, removed, resumed or told
             channels: Collection[Channel] = self._channels
             changes = self._look([*channels, *self._writers])
@@ -241,6 +266,9 @@ class Receiver(threading.Thread):
             self._drain(channel)
         if changes is not _NO_CHANGES:
             self._tell(changes)
+        for _ in range(endings if Waiter.WOKEN in numbers else 0):  # all topics were drained
+            one = self._endings.popleft()
+            self._tell_gone(self._liveness.ended(one) if isinstance(one, str) else self._liveness.closed(one))
         for _ in range(waiting):
             self._after_drain.popleft()()
         return True
@@ -295,16 +323,14 @@ class Receiver(threading.Thread):
             # One that came while data was taken is not gone; of one that went meanwhile DDS will say so again.
             self._note_departures(channel, sources | channel.reader.sources())
         if changes.any:
+            self._look_around()
             self._post(self._on_matched)
 
     def _note_departures(self, channel: Channel, now: set[int]) -> None:
         gone = channel.sources - now
         if channel.reader.topic.to_message is TOPICS[Control].to_message:
-            gone |= self._speakers.writers - now
-        lost = self._speakers.left(gone)
-        if lost:
-            channel.taken += len(lost)
-            self._post(channel.deliver, lost)
+            gone |= set(self._liveness.writers) - now
+        self._liveness.departed(gone)
         channel.sources = now
 
     def _drain(self, channel: Channel) -> None:
@@ -368,7 +394,11 @@ class Receiver(threading.Thread):
             self.rejected["sample"] += 1
             return None
         if isinstance(message, Control):
-            self._speakers.heard(source, message)
+            if isinstance(message.body, Closing):
+                self._endings.append((message.sender, message.incarnation))
+                self._waiter.wake()
+                return None
+            self._liveness.heard(source, message)
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.reader.topic.name] += len(data)
         return message

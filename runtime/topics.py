@@ -74,7 +74,7 @@ def _control(sample: Any) -> Control:
     if frame.key.kind is not frames.Kind.CONTROL or frame.seq_cnt != 1:
         raise FrameError("mismatch", f"control topic: frame of {frame.key} in {frame.seq_cnt} parts")
     key = frame.key
-    return Control(key.sender, key.incarnation, control.decode(frame.data), key.transfer)
+    return Control(key.sender, key.incarnation, control.decode(frame.data), key.transfer, key.name)
 
 
 class Overheard:

@@ -21,7 +21,7 @@ MAY_IMPORT = {
 }
 FOLDERS = sorted(ALL - {"front", "torch"})
 MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
-DDS_ONLY_IN = {f"runtime/{name}.py" for name in ("dds", "ddsc", "domains", "c_topics", "idl_types")}
+DDS_ONLY_IN = {f"runtime/{name}.py" for name in ("dds", "ddsc", "discovery", "domains", "c_topics", "idl_types")}
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib", "yaml", "torch.package"}
 # What runs or unpickles what it is given. torch's own object collectives do.

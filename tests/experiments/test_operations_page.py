@@ -105,7 +105,7 @@ def test_the_defaults_are_those_of_the_code(page: str) -> None:
         for name, value in zip(re.findall(r"`([\w.]+)`", names), re.findall(r"[\d.]+", told), strict=False):
             assert defaults[name] in (None, float(value)), name
     leases = [NetworkConfig(profile=profile).effective_lease_s for profile in ("loopback", "network")]
-    assert leases == [1.0, 3.0]
+    assert leases == [60.0, 10.0]
     assert get_args(BusSettings.model_fields["network"].annotation) == ("loopback", "network")
 
 
@@ -116,7 +116,7 @@ def test_the_profiles_are_those_of_the_code(page: str) -> None:
         size = int((document.findtext(".//MaxMessageSize") or "").removesuffix("B"))
         assert f"up to {size:,} B" in told["datagrams"]
         assert document.findtext(".//LeaseDuration") == told["`bus.lease_s`"].replace(" ", "")
-        assert document.findtext(".//SPDPInterval") == {"loopback": "200ms", "network": "1s"}[profile]
+        assert document.findtext(".//SPDPInterval") == "2s"
         assert document.findtext(".//MaxAutoParticipantIndex") == str(MAX_PROCESSES) == "120"
 
 

@@ -40,6 +40,13 @@ def test_every_link_leads_somewhere(root: Path, page: str) -> None:
 def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (root / "runtime").rglob("*.py"))
     started = set(re.findall(r'(?:name|thread_name_prefix)=f?"(gradbus-[\w{}]+)"', sources))
-    assert started == {"gradbus-receive", "gradbus-write", "gradbus-close", "gradbus-late", "gradbus-{name}"}
+    assert started == {
+        "gradbus-receive",
+        "gradbus-write",
+        "gradbus-processes",
+        "gradbus-close",
+        "gradbus-late",
+        "gradbus-{name}",
+    }
     for name in started - {"gradbus-{name}"}:
         assert f"`{name}`" in page

@@ -108,6 +108,7 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
         async with gradbus.connect(**place, fast=False) as bus, gradbus.connect(**place, fast=fast) as writer:
             with bus.subscribe(kind):
                 await reads(writer, kind)
+                await until(lambda: len(bus._receiver._channels) == 1)
                 (reader,) = [channel.reader.entity for channel in bus._receiver._channels]
                 await until(lambda: reader.get_subscription_matched_status().current_count == 1)
                 (handle,) = reader.get_matched_publications()

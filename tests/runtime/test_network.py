@@ -63,11 +63,11 @@ def test_a_partition_heals_and_a_late_peer_is_found_in_both_profiles(profile: ne
     assert tree.find("Domain/Internal/SocketReceiveBufferSize") is not None
 
 
-def test_the_lease_is_short_on_one_machine_and_longer_on_a_network_unless_it_is_given() -> None:
-    assert text(built(NetworkConfig()), "Discovery/LeaseDuration") == "1s"
-    assert text(built(NetworkConfig(profile="network")), "Discovery/LeaseDuration") == "3s"
+def test_the_lease_is_long_where_the_kernel_tells_of_deaths_and_shorter_on_a_network_unless_it_is_given() -> None:
+    assert text(built(NetworkConfig()), "Discovery/LeaseDuration") == "60s"
+    assert text(built(NetworkConfig(profile="network")), "Discovery/LeaseDuration") == "10s"
     tree = built(NetworkConfig(lease_s=0.5))
-    assert (text(tree, "Discovery/LeaseDuration"), text(tree, "Discovery/SPDPInterval")) == ("0.5s", "200ms")
+    assert (text(tree, "Discovery/LeaseDuration"), text(tree, "Discovery/SPDPInterval")) == ("0.5s", "0.2s")
 
 
 @pytest.mark.usefixtures("two_interfaces")

@@ -52,7 +52,7 @@ def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monk
     looks, yields = Looks(news_at=3), list[int]()
     monkeypatch.setattr(receiver_module, "SPIN_S", 60.0)
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(looks.count))
-    receiver = Receiver(cast("Any", looks), cast("Any", None), lambda: None, lambda: None)
+    receiver = Receiver(cast("Any", looks), cast("Any", None), lambda: None, lambda: None, lambda: None, lease_s=1.0)
 
     receiver.pump(lambda: looks.count == 3, time.monotonic() + 60.0)
 
@@ -69,7 +69,9 @@ def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the
                 raise fault
 
         told = asyncio.Event()
-        receiver = Receiver(cast("Any", Broken()), asyncio.get_running_loop(), lambda: None, told.set)
+        receiver = Receiver(
+            cast("Any", Broken()), asyncio.get_running_loop(), lambda: None, told.set, lambda: None, lease_s=1.0
+        )
         receiver.pump(lambda: False, time.monotonic() + 60.0)
         assert receiver.fault is fault
         await told.wait()

@@ -15,10 +15,10 @@ from stillness import again_where_somebody_stood_still, whoever_stands_still
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-NETWORK = {"lease_s": 1.0}
-# A lost rank is noticed when its lease has ended, 1 s after its last sign of life. The rest is for a machine whose
-# cores are busy with other processes: DDS's threads and the loops of the survivors have to get a turn.
-NOTICED_S = 2.0 + 2.0
+NETWORK: dict[str, Any] = {}  # as it is by default: a lease of a minute
+# The kernel tells of a lost rank, within milliseconds. The rest is for a machine whose cores are busy with other
+# processes: the receive threads and loops of the survivors have to get a turn. docs/reliability.md has what it takes.
+NOTICED_S = 2.0
 
 
 def ends_of(nodes: list[Node]) -> list[dict[str, Any]]:
@@ -69,28 +69,28 @@ def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algor
         assert nodes[1].wait() == -signal.SIGKILL
 
 
-@again_where_somebody_stood_still
-def test_a_stopped_rank_is_a_lost_one_and_ends_itself_when_it_goes_on() -> None:
-    with Ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
+@pytest.mark.parametrize("stopped", [[2], [0, 1, 2]], ids=["one", "all at once"])
+def test_stopped_ranks_are_waited_for_and_all_go_on_when_they_do(stopped: list[int]) -> None:
+    with Ranks(steps_until_the_end, 3, network={}, steps=40) as ranks:
         nodes = ranks.start_all()
         for node in nodes:
             node.wait_for("under way")
-        ranks.stopped.add(2)
-        nodes[2].signal(signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        for end in ends_of(nodes[:2]):
-            assert (end["kind"], end["ranks"]) == ("PeerLost", [2])
-            assert end["at_s"] - stopped_s < NOTICED_S
-        nodes[2].signal(signal.SIGCONT)
-        (end,) = ends_of([nodes[2]])
-        assert end["kind"] == "PeerLost"
-        assert set(end["ranks"]) <= {0, 1}
+        ranks.stopped |= set(stopped)
+        for rank in stopped:
+            nodes[rank].signal(signal.SIGSTOP)
+        time.sleep(2.5)  # no event: that is the case
+        for rank in stopped:
+            nodes[rank].signal(signal.SIGCONT)
+        for node in nodes:
+            node.wait_for("done")
+            assert node.wait() == 0
+        assert not any(node.all("ended") for node in nodes)
 
 
 @again_where_somebody_stood_still
 def test_a_rank_whose_loop_hangs_is_named_at_the_deadline_and_ends_when_it_goes_on() -> None:
-    """DDS's own threads renew its lease, so it is not taken for dead."""
-    limits = {"collective_timeout_s": 2.0}  # more than the lease
+    """It lives, and the kernel knows."""
+    limits = {"collective_timeout_s": 2.0}
     with Ranks(steps_until_the_end, 3, network=NETWORK, limits=limits) as ranks:
         nodes = ranks.start_all(rank_1={"block_in_step": 8})
         hung_s = nodes[1].wait_for("blocks")["at_s"]
@@ -125,7 +125,7 @@ def test_a_rank_that_starts_seconds_after_the_others_is_waited_for() -> None:
             assert node.all("done")
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 1.5], ids=["at once", "after its lease"])
+@pytest.mark.parametrize("pause_s", [0.0, 1.5], ids=["at once", "later"])
 @again_where_somebody_stood_still
 def test_a_killed_rank_that_starts_again_forms_the_group_anew_with_the_survivors(pause_s: float) -> None:
     """They use the same names and rounds: nothing of its former life is taken for the new one's."""
