@@ -116,7 +116,7 @@ def _make_keys(folder: Path) -> None:
 def _security(spec: dict[str, Any], level: str) -> Security:
     folder = spec["folder"]
     if level == "none":
-        return Security(insecure=spec["host"] is not None)
+        return Security(level="none", insecure=spec["host"] is not None)
     if level == "psk":
         return Security(level="psk", key_file=folder / "job.key")
     is_rank, number = spec["what"] == "rank", spec["number"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradbus.runtime.faults import parse_rules
 from gradbus.runtime.network import NetworkConfig, build_xml
-from gradbus.runtime.security.settings import Security, check_exposure, rank_security, security_of
+from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.settings import BusSettings
 
 if TYPE_CHECKING:
@@ -24,18 +24,24 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
 
     Raises:
         ConfigError: no such interface, CYCLONEDDS_URI holds no document for Cyclone DDS, the machine would be left
-            without protection, a key or the allow list cannot be read, or faults are no rules.
+            without protection, a key or the allow list cannot be read, no key of this user can be made, or faults are
+            no rules.
     """
     parse_rules(settings.faults)
-    check_exposure(security_of(settings), build_xml(_network(settings), user_document=os.environ.get("CYCLONEDDS_URI")))
-    if settings.security == "psk":
-        from gradbus.runtime.security.job_key import load_job_key  # loads cryptography
+    level = level_in_force(security_of(settings), document_of(settings))
+    if level in ("psk", "user"):
+        from gradbus.runtime.security.user_key import load_key  # loads cryptography
 
-        load_job_key(settings.key_file)
-    if settings.security == "identity":
+        load_key(level, settings.key_file)
+    if level == "identity":
         from gradbus.runtime.security.identity_opening import read_identity
 
         read_identity(_security(settings, rank))
+
+
+def document_of(settings: BusSettings) -> str:
+    """The configuration of DDS. Raises ConfigError: no such interface, or CYCLONEDDS_URI holds none for Cyclone DDS."""
+    return build_xml(_network(settings), user_document=os.environ.get("CYCLONEDDS_URI"))
 
 
 def _security(settings: BusSettings, rank: int | None) -> Security:

@@ -44,7 +44,7 @@ def new(
             return
         key = new_job_key()
         write_secret_file(file, key.text)
-        print(f"{file}: a new job key, id {key.id.hex()}. Use it with bus.security=psk and bus.key_file={file}")
+        print(f"{file}: a new job key, id {key.id.hex()}. Use it with bus.key_file={file}, or GRADBUS_KEY_FILE={file}")
 
     raise typer.Exit(guard("keys", action))
 
@@ -52,20 +52,26 @@ def new(
 @keys.command()
 def show(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="[default: $GRADBUS_KEY_FILE, $GRADBUS_KEY]")
+        Path | None,
+        typer.Argument(metavar="FILE", help="[default: $GRADBUS_KEY_FILE, $GRADBUS_KEY, the key of this user]"),
     ] = None,
 ) -> None:
-    """Check a key. Of a job's it shows the id: processes with the same id have the same key. Of a node's, its name and
-    public key. Neither is a secret."""
+    """Check a key. Of a job's or a user's it shows the id: processes with the same id have the same key. Of a node's,
+    its name and public key. None of them is a secret. A user who has no key yet gets one."""
 
     def action() -> None:
         from gradbus.runtime.security.identity_key import is_identity, load_node_key, public_text
         from gradbus.runtime.security.job_key import key_file, load_job_key, read_secret_file
+        from gradbus.runtime.security.settings import names_key
+        from gradbus.runtime.security.user_key import load_user_key
 
         path = key_file(file)
         if path is not None and is_identity(read_secret_file(path, "key file")):
             node = load_node_key(path)
             print(f"{node.name} {public_text(node.public)}")
+        elif not names_key(file):
+            key, origin = load_user_key()
+            print(f"key of this user, id {key.id.hex()}, in {origin}")
         else:
             print(f"job key, id {load_job_key(file).id.hex()}")
 

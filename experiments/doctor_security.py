@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import tempfile
 import time
@@ -12,22 +11,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from gradbus.experiments.buses import open_bus
+from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor_facts import Finding, Verdict
 from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.status_settings import BusFile
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.messages import Control
+from gradbus.runtime.other_users import other_users
 from gradbus.runtime.security.identity_key import public_text
 from gradbus.runtime.security.identity_opening import read_identity
-from gradbus.runtime.security.job_key import (
-    KEY_FILE_VARIABLE,
-    KEY_VARIABLE,
-    load_job_key,
-    new_job_key,
-    write_secret_file,
-)
-from gradbus.runtime.security.settings import security_of
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.security.settings import level_in_force, names_key, security_of
+from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.settings import BusSettings, load_settings
 
 TRIP_S = 5.0
@@ -80,32 +75,38 @@ async def _identity(settings: BusSettings) -> Finding:
     return Finding("security", f"identity: {value}; measured with a key of this moment")
 
 
-def has_key(settings: BusSettings) -> bool:
-    """Whether a key is configured, used or not."""
-    return settings.security == "psk" or any(os.environ.get(name) for name in (KEY_FILE_VARIABLE, KEY_VARIABLE))
-
-
 async def security(settings: BusSettings) -> Finding:
-    """The level, and with a job key whether a sealed sample comes back. The key's id is said, never the key."""
+    """The level, and with a key whether a sealed sample comes back. The key's id is said, never the key."""
     if settings.security == "identity":
         return await _identity(settings)
-    if not has_key(settings):
-        return Finding("security", "none: for one machine, or a network where you trust everybody")
+    level = level_in_force(security_of(settings), document_of(settings))
+    if level == "none":
+        return _unprotected(settings)
     try:
-        key_id = load_job_key(settings.key_file).id.hex()
-        trip_s = await _trip_s(settings.model_copy(update={"security": "psk"}))
+        key, origin = load_key(level, settings.key_file)
+        trip_s = await _trip_s(settings)
     except (ConfigError, BusError) as error:
-        return Finding("security", "psk: does not work", Verdict.BAD, str(error))
+        return Finding("security", f"{level}: does not work", Verdict.BAD, str(error))
     except TimeoutError:
-        cure = f"key {key_id} is well, but no sealed sample came back within {TRIP_S:g} s: see discovery"
-        return Finding("security", "psk: no sealed sample came back", Verdict.BAD, cure)
-    value = f"psk, key {key_id}: works, {1000 * trip_s:.0f} ms"
-    if settings.security == "psk":
-        return Finding("security", value)
-    return Finding(
-        "security", "none, though there is a key", Verdict.ADVICE,
-        f"no job uses that key ({value}): set bus.security=psk, or GRADBUS_BUS__SECURITY=psk in the environment",
-    )  # fmt: skip
+        cure = f"key {key.id.hex()} is well, but no sealed sample came back within {TRIP_S:g} s: see discovery"
+        return Finding("security", f"{level}: no sealed sample came back", Verdict.BAD, cure)
+    return Finding("security", f"{level}, key {key.id.hex()}: works, {1000 * trip_s:.0f} ms; from {origin}")
+
+
+def _unprotected(settings: BusSettings) -> Finding:
+    """Asked for, or on a network without a key."""
+    if settings.security == "none" and names_key(settings.key_file):
+        return Finding(
+            "security", "none, though there is a key", Verdict.ADVICE,
+            "no job uses that key: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
+        )  # fmt: skip
+    others = other_users()
+    if settings.security == "none" and settings.interface == "lo" and others:
+        return Finding(
+            "security", f"none, and this machine has other users ({', '.join(others)})", Verdict.ADVICE,
+            "they can read the data and join in: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
+        )  # fmt: skip
+    return Finding("security", "none: for a machine of your own, or a network where you trust everybody")
 
 
 async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = (None, None)) -> float:

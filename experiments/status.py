@@ -213,11 +213,16 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
 
 def _about_key(rejected: Mapping[str, int]) -> str:
     """What to do about the key, if members were heard that cannot be understood for want of it."""
+    if rejected.get("other key"):
+        return (
+            "Somebody there has another key than this process, which may be another user: give the key of the job with "
+            "--key-file FILE, or with --config the configuration of a member"
+        )
     if rejected.get("sealed"):
         return (
-            "Somebody there seals what he says: give the key of the job with --key-file FILE, or with --config the "
-            "configuration of a member, or GRADBUS_BUS__SECURITY=psk with GRADBUS_KEY_FILE or GRADBUS_KEY"
+            "Somebody there seals what he says: leave out GRADBUS_BUS__SECURITY, and give the key of the job, if it is "
+            "not that of this user, with --key-file FILE, or with --config the configuration of a member"
         )
     if rejected.get("not sealed"):
-        return "Somebody there does not seal what he says: leave out the key, and GRADBUS_BUS__SECURITY"
+        return "Somebody there does not seal what he says: leave out the key, and set GRADBUS_BUS__SECURITY=none"
     return ""

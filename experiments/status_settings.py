@@ -30,7 +30,7 @@ def settings_of(config: Path | None, options: Mapping[str, Any]) -> BusSettings:
     """
     overrides = [f"bus.{key}={json.dumps(value)}" for key, value in options.items()]
     settings = load_settings(BusFile, config, overrides=overrides).bus
-    if "key_file" in options and settings.security == "none":
+    if "key_file" in options and settings.security in ("none", "user"):
         settings = settings.model_copy(update={"security": "psk"})
     if config is None and "job" not in options and "job" not in settings.model_fields_set:
         raise ConfigError("which job? Name it, as in: gradbus status mnist, or give its configuration with --config")

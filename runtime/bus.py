@@ -366,7 +366,7 @@ async def connect(
     shared_memory: bool = True,
     fast: bool | None = None,
     faults: str = "",
-    security: Level | Security = "none",
+    security: Level | Security = "user",
 ) -> AsyncIterator[Bus]:
     """Join a job on the data bus.
 
@@ -382,8 +382,9 @@ async def connect(
         shared_memory: large data between processes of one machine goes through memory they share.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
         faults: for tests: what goes wrong with what is sent; see :mod:`gradbus.runtime.faults`.
-        security: what protects the data, see docs/security.md. ``none`` is for one machine; ``psk`` takes the key of
-            the job from ``GRADBUS_KEY_FILE`` or ``GRADBUS_KEY``; a :class:`Security` says more, as ``identity`` needs.
+        security: what protects the data, see docs/security.md. ``user`` takes the key that ``GRADBUS_KEY_FILE`` or
+            ``GRADBUS_KEY`` give, else that of this user, which is for one machine; ``psk`` needs one to be given;
+            ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
 
     Raises:
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be

@@ -8,12 +8,15 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from gradbus.runtime.dds import Node
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.network import NetworkConfig, Profile, build_xml
-from gradbus.runtime.security.settings import Level, Security, check_exposure
+from gradbus.runtime.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
+from gradbus.runtime.other_users import other_users
+from gradbus.runtime.security.settings import Level, Security, level_in_force
 
 log = get_logger("bus")
 
@@ -45,25 +48,41 @@ def node_maker(
     """What opens the participant of a job, protected as ``security`` says.
 
     Raises:
-        ConfigError: the network is wrong, or reached without protection, or the key cannot be read.
+        ConfigError: the network is wrong, or reached without protection. What opens it raises it if a key cannot be
+            read or made.
     """
     if not isinstance(security, Security):
         security = Security(level=security)
-    exposed = check_exposure(security, build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI")))
-    if security.level == "none":
-        if exposed:
-            log.warning("not protected", interface=network.interface, effect="anybody there can read and join in")
-        return partial(Node, domain_id=domain, partition=job, network=network, fast=fast)
-    if security.level == "identity":
+    document = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
+    level = level_in_force(security, document)
+    if level == "none":
+        exposed = leaves_machine(document) or has_peers_elsewhere(document)
+        return partial(_open_node, exposed=exposed, domain_id=domain, partition=job, network=network, fast=fast)
+    if level == "identity":
         from gradbus.runtime.security.identity_opening import identity_node  # loads cryptography
 
         return identity_node(job, security, domain_id=domain, network=network, fast=fast)
-    from gradbus.runtime.security.endpoints import SealedNode  # loads cryptography
-    from gradbus.runtime.security.job_key import load_job_key
-    from gradbus.runtime.security.seal import PskKeys, Seal
+    return partial(_sealed_node, level, security.key_file, domain_id=domain, partition=job, network=network, fast=fast)
 
-    seal = Seal(job, PskKeys(job, load_job_key(security.key_file)))
-    return partial(SealedNode, domain_id=domain, partition=job, network=network, fast=fast, seal=seal)
+
+def _sealed_node(level: Level, key_file: Path | None, *, partition: str, **place: Any) -> Node:
+    """With the key of the job, or of the user, which may have to be made."""
+    from gradbus.runtime.security.endpoints import SealedNode  # loads cryptography
+    from gradbus.runtime.security.seal import PskKeys, Seal
+    from gradbus.runtime.security.user_key import load_key
+
+    loaded = load_key(level, key_file)
+    return SealedNode(partition=partition, seal=Seal(partition, PskKeys(partition, *loaded)), **place)
+
+
+def _open_node(*, exposed: bool, network: NetworkConfig, **place: Any) -> Node:
+    """Without protection. Says who can read and join in, if that is anybody."""
+    who = "anybody there" if exposed else "other users of this machine"
+    others = [] if exposed else other_users()
+    if exposed or others:
+        users = {"users": others} if others else {}
+        log.warning("not protected", interface=network.interface, effect=f"{who} can read and join in", **users)
+    return Node(network=network, **place)
 
 
 async def open_node(make: Callable[[], Node]) -> Node:

@@ -43,7 +43,7 @@ class BusSettings(Settings):
     lease_s: Positive | None = None
     stall_timeout_s: Positive = 30.0
     shared_memory: bool = True
-    security: Literal["none", "psk", "identity"] = "none"
+    security: Literal["user", "none", "psk", "identity"] = "user"
     key_file: Path | None = None
     controller_key: str = ""
     allow_file: Path | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,15 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from gradbus.experiments.namespaces import Host
+
+# The key of the user, with which all tests protect what they send, is made in a home of their own. What other programs
+# keep in the true one, such as compiled fonts and browsers, takes them long to make again.
+for _variable, _folder in {"XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config"}.items():
+    os.environ.setdefault(_variable, str(Path.home() / _folder))
+_HOME = tempfile.TemporaryDirectory(prefix="gradbus-tests-home-")
+os.environ["HOME"] = _HOME.name
+for _variable in ("GRADBUS_KEY", "GRADBUS_KEY_FILE"):
+    os.environ.pop(_variable, None)
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib: figures are drawn without a screen
 

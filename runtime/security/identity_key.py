@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.security.job_key import KEY_FILE_VARIABLE, key_file, read_secret_file
+from gradbus.runtime.security.job_key import key_file, read_secret_file
+from gradbus.runtime.security.settings import KEY_FILE_VARIABLE
 
 PUBLIC_BYTES = 32
 SIGNATURE_BYTES = 64

@@ -16,10 +16,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.envelope import KEY_ID_BYTES
+from gradbus.runtime.security.settings import KEY_FILE_VARIABLE, KEY_VARIABLE
 
 KEY_BYTES = 32
-KEY_VARIABLE = "GRADBUS_KEY"
-KEY_FILE_VARIABLE = "GRADBUS_KEY_FILE"
 _PREFIX = "gradbus-key-1"
 _LINE = re.compile(rf"{_PREFIX} ([0-9a-f]{{{2 * KEY_BYTES}}})\s*")
 _MAX_FILE_BYTES = 4096
@@ -55,6 +54,10 @@ def new_job_key() -> JobKey:
 def parse_job_key(text: str, where: str) -> JobKey:
     """The key in a text. Raises ConfigError, which never repeats the text."""
     match = _LINE.fullmatch(text)
+    if match is None and text.startswith("gradbus-identity-"):
+        raise ConfigError(
+            f"{where} holds the key of a node, not of a job: set bus.security to 'identity', or name another"
+        )
     if match is None:
         raise ConfigError(
             f"{where} holds no job key: expected one line '{_PREFIX} ' and {2 * KEY_BYTES} hexadecimal digits, got "
@@ -63,13 +66,19 @@ def parse_job_key(text: str, where: str) -> JobKey:
     return JobKey(bytes.fromhex(match[1]))
 
 
-def read_beginning(path: Path, limit_bytes: int) -> tuple[os.stat_result, bytes]:
+def read_beginning(
+    path: Path, limit_bytes: int = _MAX_FILE_BYTES + 1, *, folder: int | None = None
+) -> tuple[os.stat_result, bytes]:
     """What the file is, and its first bytes; none of what is no regular file. Never waits, as opening a pipe would.
+
+    Args:
+        folder: an open folder that the path is in; what lies there under its name may be no link.
 
     Raises:
         OSError: it cannot be opened or read.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    links = 0 if folder is None else os.O_NOFOLLOW
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=folder)
     try:
         mode = os.fstat(handle)
         if not stat.S_ISREG(mode.st_mode):
@@ -89,9 +98,14 @@ def read_secret_file(path: Path, what: str) -> str:
         ConfigError: it cannot be read, is no text, or is open to others.
     """
     try:
-        mode, data = read_beginning(path, _MAX_FILE_BYTES + 1)
+        mode, data = read_beginning(path)
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Make one with: gradbus keys new") from None
+    return check_secret(mode, data, path, what)
+
+
+def check_secret(mode: os.stat_result, data: bytes, path: Path, what: str) -> str:
+    """The text that :func:`read_beginning` has read from a file. Raises ConfigError: as :func:`read_secret_file`."""
     if not stat.S_ISREG(mode.st_mode) or len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{what} {path}: expected a regular file of at most {_MAX_FILE_BYTES} bytes")
     if mode.st_mode & 0o077:
@@ -111,6 +125,12 @@ def key_file(path: Path | None, environment: Mapping[str, str] | None = None) ->
     """The file that the key of this process is in: ``path``, else the one that ``GRADBUS_KEY_FILE`` names, if any."""
     named = (os.environ if environment is None else environment).get(KEY_FILE_VARIABLE)
     return Path(named) if path is None and named else path
+
+
+def named_key(path: Path | None, environment: Mapping[str, str] | None = None) -> str:
+    """Where the key is that :func:`load_job_key` loads, for people."""
+    path = key_file(path, environment)
+    return str(path) if path is not None else f"environment variable {KEY_VARIABLE}"
 
 
 def load_job_key(path: Path | None, environment: Mapping[str, str] | None = None) -> JobKey:

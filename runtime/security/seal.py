@@ -78,10 +78,12 @@ class PskKeys:
     epoch = 0  # a new key has a new id
     is_in = True
 
-    def __init__(self, job: str, key: JobKey) -> None:
+    def __init__(self, job: str, key: JobKey, origin: str = "") -> None:
+        """``origin``: where the key is from, for people; empty: it is in the settings."""
         self.key_id = key.id
         self._secret = key.secret
         self._salt = salt_of(job)
+        self._origin = f", from {origin}" * bool(origin)
 
     @property
     def current(self) -> PskKeys:
@@ -94,7 +96,9 @@ class PskKeys:
             raise FrameError(
                 "other key",
                 f"a process of this job has another job key: its id is {header.key_id.hex()}, here it is "
-                f"{self.key_id.hex()}. Compare 'gradbus keys show FILE' on both machines",
+                f"{self.key_id.hex()}{self._origin}. Compare 'gradbus keys show' where each of them runs. "
+                f"Processes of two users, as with sudo or in a container, have two keys by default: give both the same "
+                f"one with GRADBUS_KEY_FILE or bus.key_file",
             )
         return self
 

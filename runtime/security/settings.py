@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,8 +12,10 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.settings import BusSettings
 
-Level = Literal["none", "psk", "identity"]
-LEVELS: tuple[Level, ...] = ("none", "psk", "identity")
+Level = Literal["user", "none", "psk", "identity"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+KEY_VARIABLE = "GRADBUS_KEY"
+KEY_FILE_VARIABLE = "GRADBUS_KEY_FILE"
 Joining = Literal["client", "observer", "worker"]  # as what a node may want to join
 JOINING_ROLES: tuple[Joining, ...] = get_args(Joining)
 
@@ -21,11 +25,12 @@ class Security:
     """How a bus is protected.
 
     Attributes:
-        level: ``none``: not at all, for one machine. ``psk``: all members of the job share a key; who has it is a
-            member, and members trust each other. ``identity``: each node has a key of its own, and the controller a
-            list of those that it lets in.
-        key_file: the key of the job, for psk; None: GRADBUS_KEY_FILE or GRADBUS_KEY say it. For identity the key of
-            this node; None: GRADBUS_KEY_FILE says it.
+        level: ``user``: with the key that the process is given, as with psk; where it is given none, with that of
+            its user, which is made at first use and is for one machine. ``psk``: all members of the job share a key;
+            who has it is a member, and members trust each other. ``identity``: each node has a key of its own, and the
+            controller a list of those that it lets in. ``none``: not at all.
+        key_file: the key of the job, for user and psk; None: GRADBUS_KEY_FILE or GRADBUS_KEY say it. For identity the
+            key of this node; None: GRADBUS_KEY_FILE says it.
         controller_key: for identity, the public key that the controller must have. Who has its private half is the
             controller.
         allow_file: for identity, the controller's list of nodes; others do not look at it.
@@ -37,7 +42,7 @@ class Security:
         insecure: let unprotected data leave the machine.
     """
 
-    level: Level = "none"
+    level: Level = "user"
     key_file: Path | None = None
     controller_key: str = ""
     allow_file: Path | None = None
@@ -53,7 +58,7 @@ class Security:
         if self.level == "none" and self.key_file is not None:
             raise ConfigError(
                 f"key_file {str(self.key_file)!r} is given, but security is 'none' and would not use it: set "
-                f"security to 'psk' or 'identity', or leave the file out"
+                f"security to 'psk' or 'identity', or leave one of the two out"
             )
         if self.level != "identity" and (self.controller_key or self.allow_file is not None):
             raise ConfigError(
@@ -86,24 +91,40 @@ def rank_security(settings: BusSettings, rank: int) -> Security:
     return replace(security, role="worker", gives_keys=rank == 0)
 
 
-def check_exposure(security: Security, document: str) -> bool:
-    """Refuse to let unprotected data leave this machine.
+def names_key(path: Path | None, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is given a key: by ``path``, ``GRADBUS_KEY_FILE`` or ``GRADBUS_KEY``."""
+    environment = os.environ if environment is None else environment
+    return path is not None or any(environment.get(name) for name in (KEY_FILE_VARIABLE, KEY_VARIABLE))
+
+
+def level_in_force(security: Security, document: str, environment: Mapping[str, str] | None = None) -> Level:
+    """What protects a bus, and refuse to let unprotected data leave this machine.
+
+    The key of a user is for one machine. It never protects what leaves it, not even where a home that several machines
+    share holds it for all of them, unless ``key_file`` names its file.
 
     Args:
         document: the configuration of DDS.
+        environment: of this process, which may name a key.
 
     Returns:
-        Whether data leaves it.
+        ``psk`` in place of ``user`` where the process is given a key, and ``none`` where it is given none, data leaves
+        the machine, and that is allowed.
 
     Raises:
         ConfigError: with what to do about it.
     """
-    exposed = leaves_machine(document) or has_peers_elsewhere(document)
-    if exposed and security.level == "none" and not security.insecure:
-        raise ConfigError(
-            "this bus leaves the machine (an interface other than lo, or peers elsewhere) and is not protected: "
-            "anybody there could read the data and join in. Set bus.security to 'psk' and give the job a key: 'gradbus "
-            "keys new FILE' makes one; or to 'identity', with "
-            "a key for each node. On a network where you trust everybody: --insecure, or bus.insecure=true"
-        )
-    return exposed
+    level = security.level
+    if level == "user" and names_key(security.key_file, environment):
+        level = "psk"
+    if level in ("psk", "identity") or not (leaves_machine(document) or has_peers_elsewhere(document)):
+        return level
+    if security.insecure:
+        return "none"
+    raise ConfigError(
+        "this bus leaves the machine (an interface other than lo, or peers elsewhere) and is not protected: anybody "
+        "there could read the data and join in; the key of this user is for this machine alone. Give the job a key: "
+        "'gradbus keys new FILE' makes one, and bus.key_file or GRADBUS_KEY_FILE names it on each machine; or set "
+        "bus.security to 'identity', with a key for each node. On a network where you trust everybody: --insecure, or "
+        "bus.insecure=true"
+    )

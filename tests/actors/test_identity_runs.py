@@ -180,7 +180,7 @@ def test_a_second_controller_with_the_same_key_is_told_who_holds_the_job(known: 
 def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says_who_holds_it(
     known: Identities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing_heard(*_: Any) -> None:
+    async def nothing_heard(*_: Any, **__: Any) -> None:
         """As on a machine that is so slow that the answer comes later."""
 
     monkeypatch.setattr("gradbus.actors.controller.claim_job", nothing_heard)

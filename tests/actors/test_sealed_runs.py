@@ -84,7 +84,7 @@ def test_with_another_key_both_sides_say_what_to_compare(key: str, tmp_path: Pat
             error = node.wait_for("error")
             assert error["kind"] == "BarrierTimeout"
             assert "has another job key" in error["text"]
-            assert "Compare 'gradbus keys show FILE' on both machines" in error["text"]
+            assert "Compare 'gradbus keys show' where each of them runs" in error["text"]
 
 
 def test_a_key_file_that_others_can_read_is_refused(key: str) -> None:

@@ -12,9 +12,11 @@ import pytest
 from identities import Identities
 
 from gradbus.experiments import doctor_security
+from gradbus.experiments.buses import check
 from gradbus.experiments.doctor_facts import Finding, Verdict
 from gradbus.runtime.security import allow_list
 from gradbus.runtime.security.job_key import JobKey, new_job_key, write_secret_file
+from gradbus.runtime.security.user_key import load_user_key
 from gradbus.runtime.settings import BusSettings
 
 # A document of the user in place of interface lo: Cyclone would choose the first real one. Nothing here lets it.
@@ -92,14 +94,21 @@ def test_nothing_leaves_the_machine_without_a_key_or_a_word(invoke, configs, mon
 
 
 def test_a_word_or_a_key_is_enough(monkeypatch) -> None:
-    from gradbus.experiments.buses import check
-    from gradbus.runtime.security.job_key import new_job_key
-    from gradbus.runtime.settings import BusSettings
-
     monkeypatch.setenv("CYCLONEDDS_URI", _ELSEWHERE)
     check(BusSettings(insecure=True))
     monkeypatch.setenv("GRADBUS_KEY", new_job_key().text)
     check(BusSettings(security="psk"))
+    check(BusSettings())
+
+
+def test_the_key_of_the_user_does_not_leave_the_machine_unless_it_is_named(invoke, configs, monkeypatch) -> None:
+    shown = invoke("keys", "show")
+    assert re.fullmatch(r"key of this user, id [0-9a-f]{16}, in (/.*/user\.key)\n", shown.out), shown.out
+    monkeypatch.setenv("CYCLONEDDS_URI", _ELSEWHERE)
+    refused = invoke("controller", configs / "controller.conf.json")
+    assert refused.code == 2
+    assert "the key of this user is for this machine alone" in refused.err
+    check(BusSettings(key_file=Path(shown.out.split(" in ")[1].strip())))
 
 
 def test_peers_elsewhere_need_a_key_as_well(invoke, configs) -> None:
@@ -118,7 +127,8 @@ def test_psk_without_a_key_says_where_it_is_looked_for(invoke, configs, monkeypa
 
 
 def test_a_key_that_would_not_be_used_is_an_error(invoke, configs) -> None:
-    refused = invoke("client", configs / "client.conf.json", "--id", 0, "--set", "bus.key_file=job.key")
+    none_with_key = ("--set", "bus.key_file=job.key", "--set", "bus.security=none")
+    refused = invoke("client", configs / "client.conf.json", "--id", 0, *none_with_key)
     assert refused.code == 2
     assert "security is 'none' and would not use it" in refused.err
 
@@ -140,22 +150,33 @@ def id_of(key: JobKey) -> str:
 
 @pytest.mark.usefixtures("_a_late_sample_comes_back")
 def test_the_doctor_tries_the_key_and_says_its_id_and_never_the_key(tmp_path: Path, monkeypatch, domain) -> None:
-    assert doctor_says(domain) == Finding("security", "none: for one machine, or a network where you trust everybody")
+    user, origin = load_user_key()
+    by_default = doctor_says(domain)
     key = new_job_key()
     write_secret_file(tmp_path / "job.key", key.text)
     given = doctor_says(domain, tmp_path / "job.key")
     monkeypatch.setenv("GRADBUS_KEY", key.text)
-    unused = doctor_says(domain)
-    monkeypatch.setenv("GRADBUS_BUS__SECURITY", "psk")
-    used = doctor_says(domain)
-    for found in (given, used):
+    named = doctor_says(domain)
+    for found, told in (
+        (by_default, f"user, key {id_of(user)}: works, N ms; from {origin}"),
+        (given, f"psk, key {id_of(key)}: works, N ms; from {tmp_path / 'job.key'}"),
+        (named, f"psk, key {id_of(key)}: works, N ms; from environment variable GRADBUS_KEY"),
+    ):
         assert (found.verdict, found.cure) == (Verdict.OK, "")
-        assert found.value.startswith(f"psk, key {id_of(key)}: works, ")
-    assert unused.verdict is Verdict.ADVICE
-    assert unused.value == "none, though there is a key"
-    assert f"(psk, key {id_of(key)}: works, " in unused.cure
-    assert "set bus.security=psk" in unused.cure
-    assert key.secret.hex() not in f"{given}{unused}{used}"
+        assert re.sub(r"\d+ ms", "N ms", found.value) == told
+    monkeypatch.setenv("GRADBUS_BUS__SECURITY", "none")
+    unused = doctor_says(domain)
+    assert (unused.verdict, unused.value) == (Verdict.ADVICE, "none, though there is a key")
+    assert key.secret.hex() not in f"{by_default}{given}{unused}{named}"
+
+
+@pytest.mark.parametrize("others", [[], ["someone"]])
+def test_the_doctor_advises_against_no_protection_where_there_are_other_users(monkeypatch, domain, others) -> None:
+    monkeypatch.setenv("GRADBUS_BUS__SECURITY", "none")
+    monkeypatch.setattr(doctor_security, "other_users", lambda: others)
+    found = doctor_says(domain)
+    assert found.verdict is (Verdict.ADVICE if others else Verdict.OK)
+    assert ("other users (someone)" in found.value) == bool(others)
 
 
 def test_the_doctor_finds_a_key_bad_that_others_can_read_and_a_sample_that_does_not_come_back(

@@ -159,15 +159,28 @@ async def told_instead(settings: BusSettings, wanted: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
-def test_who_looks_on_with_the_wrong_security_is_told_what_to_give(sealed: bool, tmp_path: Path) -> None:
-    write_secret_file(tmp_path / "job.key", new_job_key().text)
-    keyed = {"security": "psk", "key_file": str(tmp_path / "job.key")}
+_NONE = {"security": "none"}
+_KEYED = {"key_file": "job.key"}
+
+
+@pytest.mark.parametrize(
+    ("members", "looks", "wanted"),
+    [
+        (_KEYED, {}, "has another key than this process, which may be another user: give the key of the job with"),
+        ({}, _NONE, "leave out GRADBUS_BUS__SECURITY, and give the key of the job, if it is not that of this user"),
+        (_NONE, _KEYED, "leave out the key"),
+        (_NONE, {}, "set GRADBUS_BUS__SECURITY=none"),
+    ],
+)
+def test_who_looks_on_with_the_wrong_security_is_told_what_to_give(
+    members: dict[str, Any], looks: dict[str, Any], wanted: str, tmp_path: Path
+) -> None:
+    write_secret_file(tmp_path / "job.key", new_job_key().text)  # in the folder that the test runs in
 
     async def main() -> str:
         at = {"job": f"keyed-{os.getpid()}", "domain": next(_domains)}
-        member = BusSettings.model_validate({**at, **(keyed if sealed else {})})
-        looking = settings_of(None, {**at, **({} if sealed else keyed)})
+        member = BusSettings.model_validate({**at, **members})
+        looking = settings_of(None, {**at, **looks})
         async with open_bus(member) as bus:
             bus.open_writer(Control)
 
@@ -182,7 +195,6 @@ def test_who_looks_on_with_the_wrong_security_is_told_what_to_give(sealed: bool,
             finally:
                 speaking.cancel()
 
-    wanted = "give the key of the job with --key-file FILE" if sealed else "leave out the key"
     assert wanted in asyncio.run(main())
 
 

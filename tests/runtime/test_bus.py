@@ -60,7 +60,7 @@ def test_each_kind_of_message_arrives_as_it_was_sent(run: Run, fast: bool, place
             await one.send_model(MODEL, b"weights", flags=Flags.DELTA)
             model = await inbox.get()
             assert isinstance(model, ModelBlob)
-            assert (model.round_id, model.frame.key, model.frame.flags) == (3, MODEL, Flags.DELTA)
+            assert (model.round_id, model.frame.key, model.frame.flags) == (3, MODEL, Flags.DELTA | Flags.HEAD_CRC)
             assert bytes(model.frame.data) == b"weights"
             assert not other.rejected
             assert other.received_bytes == one.sent_bytes

@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+from bus_helpers import topics_of
 from cyclonedds.core import DDSException, Policy, Qos
 from cyclonedds.domain import DomainParticipant
 from cyclonedds.pub import Publisher
@@ -16,6 +17,7 @@ from gradbus.runtime import bus, c_topics, dds, ddsc, domains
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.messages import Control
 from gradbus.runtime.network import NetworkConfig, build_xml
+from gradbus.runtime.security.endpoints import SealedNode
 
 DOMAIN = 143
 XML = build_xml(NetworkConfig())
@@ -135,10 +137,10 @@ def test_a_reader_or_writer_that_dds_does_not_give_is_an_error_of_the_bus_and_le
                 patch.setattr(owner, name, fail)
                 with pytest.raises(BusError, match=why):
                     opening(Control)
-            assert one._node.topics.names == []
+            assert topics_of(one) == []
             with one.subscribe(Control):  # all is as if nothing had been tried
                 one.open_writer(Control)
-                assert one._node.topics.names == ["train/control"]
+                assert topics_of(one) == ["train/control"]
 
     asyncio.run(main())
 
@@ -159,7 +161,7 @@ def test_the_receive_thread_of_a_bus_that_cannot_be_opened_has_ended_before_it_l
         async with gradbus.connect(job=job("first"), domain=DOMAIN):
             pass
 
-    monkeypatch.setattr(dds.Node, "start", fail)
+    monkeypatch.setattr(SealedNode, "start", fail)
     monkeypatch.setattr(dds.Node, "close", note)
     with pytest.raises(BusError, match="no greeting"):
         asyncio.run(open_one())

@@ -92,6 +92,12 @@ def test_processes_get_their_faults_from_their_settings(monkeypatch: pytest.Monk
 LEAVES = [Leave(f"{number}") for number in range(6)]
 
 
+@pytest.fixture
+def place(place: dict[str, Any]) -> dict[str, Any]:
+    """Faults are told apart by what they do to frames; what is sealed is refused whole, which has a test of its own."""
+    return {**place, "security": "none"}
+
+
 def heard(
     run: Run, place: dict[str, Any], rules: str, count: int = 6, *, rejected: int = 0
 ) -> tuple[list[str], dict[str, int], dict[str, int]]:

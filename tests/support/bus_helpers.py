@@ -12,6 +12,7 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.control import Bye, Hello, Leave, NeedUpdate, Status, Welcome
 from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.messages import ClientUpdate, Identity, ModelBlob
+from gradbus.runtime.security.peers import GREETING_TOPIC
 from gradbus.runtime.subscription import Subscription
 
 MIB = 1 << 20
@@ -33,6 +34,11 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
     """Wait until so many readers match the bus's writer of the topic."""
     bus.open_writer(kind)
     await bus.matched(lambda: bus.matched_readers(kind) >= count, timeout_s=20)
+
+
+def topics_of(bus: Bus) -> list[str]:
+    """Names of the topics that are open, but for the one on which processes prove that they are alive."""
+    return [name for name in bus._node.topics.names if name != GREETING_TOPIC]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bus_helpers import CLIENT, Run, reads, until
+from bus_helpers import CLIENT, Run, reads, topics_of, until
 from group_node import LEASE_S, as_ranks, joined
 
 import gradbus
@@ -87,7 +87,7 @@ def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
                 with pytest.raises(BusError, match="no reader"):
                     async with gradbus.join_group(bus, rank=0, world=2):
                         raise AssertionError("not reached")
-            await until(lambda: bus._node.topics.names == ["train/control"])
+            await until(lambda: topics_of(bus) == ["train/control"])
             assert bus._ports == []
             await assert_all_is_heard(bus, other)
             async with gradbus.join_group(bus, rank=0, world=1) as group:
@@ -243,7 +243,7 @@ def test_who_is_cancelled_while_its_group_ends_is_cancelled_and_the_group_has_en
             with pytest.raises(asyncio.CancelledError):
                 await leaving
             assert bus._ports == []
-            assert bus._node.topics.names == ["train/control"]
+            assert topics_of(bus) == ["train/control"]
 
     run(main)
 
@@ -270,7 +270,7 @@ def test_a_port_whose_close_is_cancelled_during_a_write_is_closed_in_any_case(ru
             closing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await closing
-            await until(lambda: bus._node.topics.names == [])
+            await until(lambda: topics_of(bus) == [])
             may_return.set()
             assert await writing
 
