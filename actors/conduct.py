@@ -10,7 +10,7 @@ round that is done again is judged again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -117,8 +117,8 @@ class Conduct:
         """What a restart has to know, for JSON."""
         return [strike.to_json() for strike in list(self._last.values())]
 
-    def load_state(self, state: list[Mapping[str, Any]]) -> None:
+    def load_state(self, state: Iterable[Strike]) -> None:
         """Put back what :meth:`state` gave. Nothing, where strikes are switched off by now."""
         if not self._max_strikes:
             return
-        self._last = {strike.client_id: strike for strike in (Strike(**entry) for entry in state)}
+        self._last = {strike.client_id: strike for strike in state}

@@ -167,7 +167,7 @@ def load_optimizer_tensors(
     """Replace the state of the optimizer by copies of these tensors; what is named otherwise is left to others.
 
     Raises:
-        CheckpointError: a tensor for a parameter that is not there, or of another shape.
+        CheckpointError: a tensor for a parameter that is not there, or of another shape or type.
     """
     parameters = dict(zip(names, optimizer.param_groups[0]["params"], strict=True))
     optimizer.state.clear()
@@ -177,7 +177,9 @@ def load_optimizer_tensors(
         if kind != "optimizer":
             continue
         parameter = parameters.get(name)
-        if parameter is None or parameter.shape != tensor.shape:
-            shape = None if parameter is None else tuple(parameter.shape)
-            raise CheckpointError(f"state of the optimizer: {key} of {name!r} is {tuple(tensor.shape)}, here {shape}")
+        if parameter is None or parameter.shape != tensor.shape or parameter.dtype != tensor.dtype:
+            here = None if parameter is None else f"{tuple(parameter.shape)} of {parameter.dtype}"
+            raise CheckpointError(
+                f"state of the optimizer: {key} of {name!r} is {tuple(tensor.shape)} of {tensor.dtype}, here {here}"
+            )
         optimizer.state[parameter][key] = tensor.detach().to(parameter.device, copy=True)

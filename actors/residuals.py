@@ -10,17 +10,29 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
 from gradbus.runtime.errors import CheckpointError
 
 _KEPT = 3
 
 
+class SavedResidual(Meta):
+    """What the checkpoint of a client says beside the residual: the run that it is of."""
+
+    run_id: Hex64
+
+
 class Residuals:
     """The residuals of one client in one run. Methods may block: for the compute thread."""
 
-    def __init__(self, directory: Path | None, client_id: int) -> None:
-        """``directory``: where they are kept; None: in memory only. Raises CheckpointError."""
+    def __init__(self, directory: Path | None, client_id: int, *, dim: int | None = None) -> None:
+        """Raises CheckpointError: the directory cannot be used.
+
+        Args:
+            directory: where they are kept; None: in memory only.
+            dim: length of a residual; None: any.
+        """
+        self._shape = None if dim is None else (dim,)
         self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
         self._run_id = 0
         self._by_round: dict[int, Tensor] = {}
@@ -35,13 +47,17 @@ class Residuals:
             return
         for round_id in self._store.rounds():
             try:
-                checkpoint = self._store.load(round_id)
+                checkpoint = self._store.load(round_id, self._check)
             except CheckpointError:
                 continue  # damaged: the load has named it; an older one counts
-            if checkpoint.meta.get("run_id") == f"{run_id:016x}":
+            if SavedResidual.of(checkpoint).run_id == f"{run_id:016x}":
                 self._by_round[round_id] = checkpoint.tensors["residual"]
             else:
                 self._store.remove(round_id)
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        SavedResidual.of(checkpoint)
+        tensor_of(checkpoint, "residual", self._shape)
 
     def before(self, round_id: int) -> Tensor | None:
         """The residual to start this round with."""

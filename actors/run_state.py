@@ -4,23 +4,58 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import Field, StringConstraints
 from torch import Tensor
 
-from gradbus.actors.conduct import Conduct
+from gradbus.actors.conduct import MAX_KNOWN, Conduct, Strike
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.strategy import Strategy
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
+from gradbus.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    Count,
+    Hex64,
+    Meta,
+    load_weights,
+    restore_random_numbers,
+    tensor_of,
+)
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.history import History, weights_name
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.settings import FederatedConfig
 
 log = get_logger("controller")
+
+
+class SavedRun(Meta):
+    """What the checkpoint of a federated run says beside its tensors. Attributes: see :class:`RunState`."""
+
+    run_id: Hex64
+    incarnation: Count
+    layout: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)]
+    downlink_codec: Annotated[str, StringConstraints(max_length=100)]
+    downlink: Literal["full", "lossy"]
+    conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
+    history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """As :meth:`Meta.of`; rounds are in order, and none is newer than the checkpoint."""
+        saved = super().of(checkpoint)
+        rounds = [0, *(report.round_id for report in saved.history), checkpoint.round_id + 1]
+        if not all(earlier < later for earlier, later in pairwise(rounds)):
+            raise CheckpointError(
+                f"meta.history: its rounds must ascend from 1 to {checkpoint.round_id} at most, got "
+                f"{str(rounds[1:-1])[:80]}"
+            )
+        return saved
 
 
 class RunState:
@@ -68,7 +103,7 @@ class RunState:
     def _open_store(self, config: FederatedConfig) -> None:
         assert self._store is not None
         if config.resume:
-            checkpoint = self._store.load_newest()
+            checkpoint = self._store.load_newest(SavedRun.of)
             if checkpoint is not None:
                 self._restore(checkpoint)
         elif self._store.rounds():
@@ -83,27 +118,27 @@ class RunState:
         self.weights.copy_(vector)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        meta, where = checkpoint.meta, f"checkpoint of round {checkpoint.round_id}"
-        if meta["layout"] != self._layout:
+        saved, where = SavedRun.of(checkpoint), f"checkpoint of round {checkpoint.round_id}"
+        if saved.layout != self._layout:
             raise CheckpointError(
                 f"{where} is of a model with other names or shapes. Use the same model, or another state directory"
             )
-        if meta["downlink_codec"] != self._downlink_codec and "lossy" in (meta["downlink"], self._kind()):
+        if saved.downlink_codec != self._downlink_codec and "lossy" in (saved.downlink, self._kind()):
             raise CheckpointError(
-                f"{where} was made with downlink_codec={meta['downlink_codec']}; go on with the same, or start afresh"
+                f"{where} was made with downlink_codec={saved.downlink_codec}; go on with the same, or start afresh"
             )
-        self._set_weights(checkpoint.tensors["weights"], where)
+        dim = tuple(self.weights.shape)
+        weights = tensor_of(checkpoint, "weights", dim)
+        held = tensor_of(checkpoint, "held", dim) if saved.downlink == "lossy" else None
         self._strategy.load_state(checkpoint.tensors)
-        self.held = checkpoint.tensors.get("held")
-        torch.set_rng_state(checkpoint.tensors["torch_rng"])
-        self.run_id = int(meta["run_id"], 16)
-        self.incarnation = int(meta["incarnation"])
+        restore_random_numbers(checkpoint)
+        self._set_weights(weights, where)
+        self.held = held
+        self.run_id = int(saved.run_id, 16)
+        self.incarnation = saved.incarnation
         self.round_id = checkpoint.round_id
-        self.conduct.load_state(meta.get("conduct", []))
-        known = {field.name for field in fields(RoundReport)}
-        self.history = [
-            RoundReport.from_json({k: v for k, v in entry.items() if k in known}) for entry in meta["history"]
-        ]
+        self.conduct.load_state(saved.conduct)
+        self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
     def note_start(self, history: History) -> None:

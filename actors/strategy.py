@@ -114,7 +114,7 @@ class _WithBuffers(FedAvg):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, buffer in self._buffers.items():
-            if name not in state or state[name].shape != buffer.shape:
+            if name not in state or (state[name].shape, state[name].dtype) != (buffer.shape, buffer.dtype):
                 raise CheckpointError(
                     f"the checkpoint holds no {name!r} of {self._dim} values for {type(self).__name__}: made with "
                     f"another strategy or model. Use the same, or start afresh in another state directory"

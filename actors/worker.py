@@ -22,7 +22,13 @@ from gradbus.actors.replicas import Replicas, check_equal, check_equal_layouts, 
 from gradbus.actors.shard_training import MakeExchange, Sending, ShardTraining
 from gradbus.actors.worker_report import EpochReport, WorkerSummary
 from gradbus.actors.worker_resume import find_checkpoint
-from gradbus.actors.worker_state import Position, WorkerState, position_of, restore_model, restore_own, shared_tensors
+from gradbus.actors.worker_state import (
+    Position,
+    SavedRank,
+    WorkerState,
+    position_of,
+    restore_run,
+)
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
@@ -201,15 +207,12 @@ class Worker:
         self._log.info("started", world=group.world, step=self.step, exchange=str(label))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        if self._group.rank == 0:
-            restore_model(self.model, checkpoint)
-            self._training.exchange.load_shared_state(shared_tensors(checkpoint))
-        restore_own(self._training.exchange, checkpoint)
+        restore_run(self.model, self._training.exchange, checkpoint)
         self._position = position_of(checkpoint)
-        self._run_id = int(checkpoint.meta["run_id"], 16)
-        self._restored_batches = checkpoint.meta["num_batches"]
-        report = checkpoint.meta["report"]
-        self._report = None if report is None else EpochReport.from_json(report)
+        saved = SavedRank.of(checkpoint)
+        self._run_id = int(saved.run_id, 16)
+        self._restored_batches = saved.num_batches
+        self._report = saved.report
 
     # An epoch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradbus.actors.worker_state import Misfit, WorkerState, newest_common
+from gradbus.actors.worker_state import Misfit, SavedRank, WorkerState, newest_common
 from gradbus.runtime.checkpoint import Checkpoint
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
@@ -39,7 +39,7 @@ async def find_checkpoint(
             checkpoint = await compute.run(state.load, step)
         except CheckpointError as error:
             fault, fits = str(error), not isinstance(error, Misfit)
-        run_id = None if checkpoint is None else checkpoint.meta["run_id"]
+        run_id = None if checkpoint is None else SavedRank.of(checkpoint).run_id
         found = await group.all_gather_object(
             "worker/checkpoint", [run_id, fault, fits], round_id=step, timeout_s=timeout_s
         )

@@ -9,21 +9,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from gradbus.actors.exchange import Exchange, ExchangeLabel, OwnState
 from gradbus.actors.replicas import describe_layout
 from gradbus.actors.worker_report import EpochReport
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    Count,
+    Hex64,
+    Meta,
+    Number,
+    restore_random_numbers,
+    tensor_of,
+)
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.parallel_settings import DataParallelConfig
 
 # What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
 _KEPT = ("seed", "accumulation_steps")
 _COMPLETED = "saved-by-all"
+MAX_LAYOUT = 1_000_000  # parameters and buffers of a model
 
 
 @dataclass(slots=True)
@@ -47,6 +58,44 @@ class Position:
     def next_epoch(self) -> Position:
         """The start of the epoch after this one."""
         return Position(step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row)
+
+
+class SavedRank(Meta):
+    """What the checkpoint of a rank says beside its tensors.
+
+    Attributes:
+        run_id: of the run. rank, world: whose it is. layout: of the model, see ``describe_layout``.
+        settings: that a resume must have, too. num_batches: of this rank in the epoch. own: what the exchange remembers
+            for itself and is no tensor. report: the newest one.
+        And as in :class:`Position`.
+    """
+
+    run_id: Hex64
+    rank: Count
+    world: Count
+    layout: Annotated[list[str], Field(max_length=MAX_LAYOUT)]
+    settings: dict[str, Any]
+    epoch: Count
+    epoch_step: Count
+    loss_sum: Number
+    batches: Count
+    skipped: Count
+    skipped_in_row: Count
+    num_batches: Count
+    own: dict[str, Any]
+    report: EpochReport | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """As :meth:`Meta.of`; and the place within the run is one that there can be."""
+        saved, step = super().of(checkpoint), checkpoint.round_id
+        for name, most in (
+            ("epoch", step), ("epoch_step", step), ("skipped", saved.epoch_step), ("skipped_in_row", step),
+            ("batches", saved.num_batches),
+        ):  # fmt: skip
+            if getattr(saved, name) > most:
+                raise CheckpointError(f"meta.{name}: expected 0 to {most} at step {step}, got {getattr(saved, name)}")
+        return saved
 
 
 class WorkerState:
@@ -100,8 +149,7 @@ class WorkerState:
             "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
             "settings": self._settings(), "epoch": position.epoch, "epoch_step": position.epoch_step,
             "loss_sum": position.loss_sum, "batches": position.batches, "skipped": position.skipped,
-            "skipped_in_row": position.skipped_in_row,
-            "num_batches": num_batches, "own": dict(own.meta),
+            "skipped_in_row": position.skipped_in_row, "num_batches": num_batches, "own": dict(own.meta),
             "report": None if report is None else report.to_json(),
         }  # fmt: skip
         return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
@@ -121,17 +169,17 @@ class WorkerState:
 
     def load(self, step: int) -> Checkpoint:
         """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
-        checkpoint = self._store.load(step)
-        meta = checkpoint.meta
-        if (meta["rank"], meta["world"]) != (self._rank, self._world):
+        checkpoint = self._store.load(step, SavedRank.of)
+        saved = SavedRank.of(checkpoint)
+        if (saved.rank, saved.world) != (self._rank, self._world):
             raise Misfit(
-                f"the checkpoint of step {step} is of rank {meta['rank']} of {meta['world']}, this is rank "
+                f"the checkpoint of step {step} is of rank {saved.rank} of {saved.world}, this is rank "
                 f"{self._rank} of {self._world}. Start as many workers as before, or choose another state_dir"
             )
         for key, value in self._settings().items():
-            if meta["settings"].get(key) != value:
+            if saved.settings.get(key) != value:
                 raise Misfit(
-                    f"the checkpoint of step {step} was made with {key}={meta['settings'].get(key)!r}, now it is "
+                    f"the checkpoint of step {step} was made with {key}={saved.settings.get(key)!r:.200}, now it is "
                     f"{value!r}. Go on with the same, or choose another state_dir"
                 )
         return checkpoint
@@ -167,16 +215,11 @@ def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
 
 def position_of(checkpoint: Checkpoint) -> Position:
     """Where the run stood."""
-    meta = checkpoint.meta
+    saved = SavedRank.of(checkpoint)
     return Position(
-        checkpoint.round_id,
-        meta["epoch"],
-        meta["epoch_step"],
-        meta["loss_sum"],
-        meta["batches"],
-        meta["skipped"],
-        meta.get("skipped_in_row", 0),
-    )
+        checkpoint.round_id, saved.epoch, saved.epoch_step, saved.loss_sum, saved.batches, saved.skipped,
+        saved.skipped_in_row,
+    )  # fmt: skip
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -188,25 +231,33 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Rank 0: parameters and buffers as saved. Raises CheckpointError: saved for another model."""
-    if checkpoint.meta["layout"] != describe_layout(model):
+    if SavedRank.of(checkpoint).layout != describe_layout(model):
+        raise CheckpointError("it is of a model with other names, shapes or frozen parts")
+    live = model_tensors(model)
+    saved = {name: tensor_of(checkpoint, name, tensor.shape, tensor.dtype) for name, tensor in live.items()}
+    for name, tensor in live.items():
+        tensor.copy_(saved[name])
+
+
+def restore_run(model: nn.Module, exchange: Exchange, checkpoint: Checkpoint) -> None:
+    """All that this rank has saved: rank 0 the model and what is equal on all ranks, every rank what it remembered, and
+    the state of torch's random numbers.
+
+    Raises:
+        CheckpointError: something does not fit.
+    """
+    saved = SavedRank.of(checkpoint)
+    try:
+        if saved.rank == 0:
+            restore_model(model, checkpoint)
+            exchange.load_shared_state(_below("shared/", checkpoint.tensors))
+        exchange.load_own_state(OwnState(_below("own/", checkpoint.tensors), saved.own))
+    except CheckpointError as error:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.round_id} is of a model with other names, shapes or frozen parts. Use "
-            f"the same model, or another state_dir"
-        )
-    for name, tensor in model_tensors(model).items():
-        tensor.copy_(checkpoint.tensors[name])
-
-
-def restore_own(exchange: Exchange, checkpoint: Checkpoint) -> None:
-    """What this rank remembered, and the state of torch's random numbers."""
-    tensors = checkpoint.tensors
-    exchange.load_own_state(OwnState(_below("own/", tensors), checkpoint.meta["own"]))
-    torch.set_rng_state(tensors["torch_rng"])
-
-
-def shared_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Rank 0: what is equal on all ranks beside the model."""
-    return _below("shared/", checkpoint.tensors)
+            f"checkpoint of step {checkpoint.round_id}: {error}. If the model is the same, it is damaged: restore it "
+            f"from a backup, or choose another state_dir"
+        ) from None
+    restore_random_numbers(checkpoint)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -72,8 +72,14 @@ class DgcState:
         """
         tensors = check_state_dict(saved, self.layout, dict.fromkeys("UV", self.layout.sparse_elems))
         steps, seed = saved.get("steps"), saved.get("seed")
-        if not isinstance(steps, int) or steps < 0 or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-            raise ValueError(f"saved state: steps and seed must be whole numbers >= 0, got {steps!r}, {seed!r}")
+        if (
+            not isinstance(steps, int)
+            or not isinstance(seed, int)
+            or not (0 <= steps < 1 << 63 and 0 <= seed < 1 << 64)
+        ):
+            raise ValueError(
+                f"saved state: steps must be a whole number of 63 bits, seed one of 64, got {steps!r}, {seed!r}"
+            )
         self.U.copy_(tensors["U"])
         self.V.copy_(tensors["V"])
         return replace(self, steps=steps, seed=seed)

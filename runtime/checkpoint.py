@@ -14,12 +14,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -49,6 +50,71 @@ class Checkpoint:
     round_id: int
     tensors: Mapping[str, Tensor]
     meta: Mapping[str, Any]
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Hex64 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{16}$")]  # a number of 64 bits; JSON readers have but 53
+_Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+class Meta(BaseModel):
+    """What a kind of checkpoint says beside its tensors: a subclass names the entries. Others are left alone."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Read it. Raises CheckpointError: an entry is missing, or is not what it must be; the text says which."""
+        return cls.read(checkpoint.meta, "meta")
+
+    @classmethod
+    def read(cls, values: Any, where: str) -> Self:
+        """The same for any JSON; ``where`` it stands."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first, count = error.errors(include_url=False)[0], error.error_count()
+            path = ".".join([where, *map(str, first["loc"])])
+            got = "" if first["type"] == "missing" else f", got {repr(first['input'])[:80]}"
+            more = f"; {count - 1} more entries are wrong" if count > 1 else ""
+            raise CheckpointError(f"{path}: {first['msg']}{got}{more}") from None
+
+
+class _Document(Meta):
+    """The JSON file of a checkpoint, but for its checksum."""
+
+    format: Annotated[int, Field(strict=True)]
+    round_id: Count
+    tensors_sha256: _Sha256
+    meta: dict[str, Any]
+
+
+def tensor_of(
+    checkpoint: Checkpoint, name: str, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """A tensor of a checkpoint. Raises CheckpointError: it is missing, or of another shape or type."""
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None or tensor.dtype != dtype or (shape is not None and tuple(tensor.shape) != tuple(shape)):
+        kind = str(dtype).removeprefix("torch.")
+        wanted = kind if shape is None else f"{kind} of shape {tuple(shape)}"
+        found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")
+        raise CheckpointError(
+            f"checkpoint of round {checkpoint.round_id}: tensor {name!r}: expected {wanted}, found {found}. It is "
+            f"damaged or of another model: restore it from a backup, or choose another state directory"
+        )
+    return tensor
+
+
+def restore_random_numbers(checkpoint: Checkpoint) -> None:
+    """Torch's, on the CPU, from the tensor ``torch_rng``. Raises CheckpointError: it is none of this torch."""
+    try:
+        torch.set_rng_state(tensor_of(checkpoint, "torch_rng", dtype=torch.uint8))
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint of round {checkpoint.round_id}: tensor 'torch_rng' is no state of torch's random numbers: "
+            f"{str(error).splitlines()[0]}. Go on with the version of torch that made it, or restore it from a backup"
+        ) from None
 
 
 class CheckpointStore:
@@ -144,10 +210,13 @@ class CheckpointStore:
         """Rounds that have a checkpoint, ascending."""
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
 
-    def load_newest(self) -> Checkpoint | None:
+    def load_newest(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
         """The newest checkpoint that is whole; None if there is none at all.
 
         A damaged one is named in the log and the one before it is taken.
+
+        Args:
+            check: raises CheckpointError if something in a checkpoint is not what it must be: it counts as damaged.
 
         Raises:
             CheckpointError: there are some, but all are damaged.
@@ -155,7 +224,7 @@ class CheckpointStore:
         faults: list[str] = []
         for round_id in reversed(self.rounds()):
             try:
-                checkpoint = self.load(round_id)
+                checkpoint = self.load(round_id, check)
             except CheckpointError as error:
                 faults.append(str(error))
                 continue
@@ -169,11 +238,17 @@ class CheckpointStore:
             )
         return None
 
-    def load(self, round_id: int) -> Checkpoint:
-        """The checkpoint of this round. Raises CheckpointError: it is damaged; the log names it, too."""
+    def load(self, round_id: int, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint:
+        """The checkpoint of this round. Raises CheckpointError: it is damaged; the log names it, too.
+
+        Args:
+            check: as in :meth:`load_newest`.
+        """
         try:
-            return self._load(round_id)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            checkpoint = self._load(round_id)
+            check(checkpoint)
+            return checkpoint
+        except (OSError, ValueError, RecursionError, CheckpointError, SafetensorError) as error:
             path = self._path(round_id, "json")
             log.warning("damaged checkpoint", file=str(path), fault=str(error))
             raise CheckpointError(f"{path.name}: {error}") from None
@@ -185,17 +260,17 @@ class CheckpointStore:
 
     def _load(self, round_id: int) -> Checkpoint:
         document = parse_json(read_text(self._path(round_id, "json"), MAX_META_BYTES))
-        stated = document.pop("sha256")
-        if stated != _digest_of(document):
+        if not isinstance(document, dict):
+            raise ValueError(f"expected a JSON object, got a {type(document).__name__}")
+        if document.pop("sha256", None) != _digest_of(document):
             raise ValueError("its JSON does not match its checksum")
-        if document["format"] != FORMAT or document["round_id"] != round_id:
-            raise ValueError(
-                f"format {document['format']} of round {document['round_id']}, expected {FORMAT}, {round_id}"
-            )
+        found = _Document.read(document, "its JSON")
+        if found.format != FORMAT or found.round_id != round_id:
+            raise ValueError(f"format {found.format} of round {found.round_id}, expected {FORMAT}, {round_id}")
         data_path = self._path(round_id, "safetensors")
-        if _sha256(data_path) != document["tensors_sha256"]:
+        if _sha256(data_path) != found.tensors_sha256:
             raise ValueError(f"{data_path.name} does not match its checksum")
-        return Checkpoint(round_id, load_file(data_path), document["meta"])
+        return Checkpoint(round_id, load_file(data_path), found.meta)
 
     def _path(self, round_id: int, suffix: str) -> Path:
         return self.directory / f"round-{round_id:06d}.{suffix}"

@@ -7,20 +7,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+_MAX_DIGITS = 40  # of a whole number: 64 bits have 20
 MAX_LINE_CHARS = 16 << 20  # a round with ten thousand clients has some 3 MB
 _STEP_BYTES = 1 << 20
 
 
 def parse_json(text: str, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """The value in ``text``. Raises ValueError: it is not JSON, or lists and objects lie too deep in each other.
+    """The value in ``text``.
+
+    Raises:
+        ValueError: it is not JSON, lists and objects lie too deep in each other, or a whole number has so many digits
+            that floats have no place for it.
 
     Args:
         parse_constant: what to make of ``NaN`` and ``Infinity``, which JSON does not have; by default those floats.
     """
     try:
-        return json.loads(text, parse_constant=parse_constant)
+        return json.loads(text, parse_constant=parse_constant, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a whole number has {len(digits)} digits, at most {_MAX_DIGITS} are taken")
+    return int(digits)
 
 
 def read_text(path: Path, max_bytes: int) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus.actors import conduct as module
-from gradbus.actors.conduct import FOR_GOOD, MAX_TEXT, MAX_TOLD, Conduct
+from gradbus.actors.conduct import FOR_GOOD, MAX_TEXT, MAX_TOLD, Conduct, Strike
 
 
 def struck(conduct: Conduct, client_id: int, *rounds: int) -> None:
@@ -67,7 +67,7 @@ def test_a_restart_in_between_forgives_nothing(rounds: set[int], limit: int, spa
     unbroken, broken = Conduct(limit, span), Conduct(limit, span)
     for round_id in sorted(rounds):
         again = Conduct(limit, span)
-        again.load_state(json.loads(json.dumps(broken.state())))
+        again.load_state(Strike(**entry) for entry in json.loads(json.dumps(broken.state())))
         broken = again
         for conduct in (unbroken, broken):
             if conduct.why_out(3, round_id) is None:
@@ -95,5 +95,5 @@ def test_who_switches_strikes_off_and_resumes_keeps_nobody_out() -> None:
     before = Conduct(1, 0)
     struck(before, 7, 1)
     after = Conduct(0, 0)
-    after.load_state(before.state())
+    after.load_state(Strike(**entry) for entry in before.state())
     assert after.out(2) == {}

@@ -1,0 +1,223 @@
+"""Checkpoints whose checksums are right and whose contents are not: each is refused as such, or does no harm."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange_scene import Scene
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradbus import codecs
+from gradbus.actors.conduct import Strike
+from gradbus.actors.exchange import ExchangeLabel
+from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.report import RoundReport
+from gradbus.actors.residuals import Residuals
+from gradbus.actors.run_state import RunState, SavedRun
+from gradbus.actors.strategies import make_strategy
+from gradbus.actors.worker_report import EpochReport
+from gradbus.actors.worker_state import (
+    Position,
+    WorkerState,
+    position_of,
+    restore_run,
+)
+from gradbus.experiments.run_dir import json_text, totals
+from gradbus.runtime import checkpoint as module
+from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.settings import FederatedConfig
+
+MUTATIONS = 400  # of each kind of checkpoint
+NAMES = "".join(map(chr, range(32)))
+WRONG: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 7, 1 << 31, 1 << 63, (1 << 64) - 1, 10**39, 10**41, 0.5, -1e308,
+    float("nan"), float("inf"), "", "7", "x" * 400, "f" * 16, NAMES, "\u202e", [], [None], [[]], [0] * 30, [{}],
+    {}, {"a": 1}, {"": {"": []}},
+)  # fmt: skip
+
+
+# The three kinds of checkpoint: what makes one, and what goes on from it.
+
+
+def federated(directory: Path) -> RunState:
+    """The state of a controller with all that there is to save; opened again it goes on."""
+    config = FederatedConfig(state_dir=directory, strategy="fedadam", downlink_codec="q8")
+    torch.manual_seed(0)
+    model = FlatModel(torch.nn.Linear(3, 4))
+    strategy = make_strategy(config, model.dim)
+    state = RunState(config, model, strategy)
+    for round_id in range(state.round_id + 1, state.round_id + 3):
+        assert state.held is not None
+        strategy.begin(round_id, state.held)
+        delta = codecs.get("fp32").encode(torch.ones(model.dim))
+        strategy.add(0, codecs.parse(delta, expected_dim=model.dim), 10)
+        strategy.finish(state.weights)
+        state.conduct.strike(4, round_id, "non-finite", "a value is NaN")
+        strikes = (Strike(4, round_id, "stale", "late", 1),)
+        report = RoundReport(round_id=round_id, clients=(0, 3), loss=0.5, strikes=strikes, marks={"clipped": (3,)})
+        state.commit(report, state.held)
+    assert json_text(totals(state.history))
+    assert [json_text(report.to_json()) for report in state.history]
+    assert all(isinstance(client_id, int) for client_id in state.conduct.out(state.round_id))
+    state.close()
+    return state
+
+
+def client(directory: Path) -> None:
+    """What a client still owes. A checkpoint that cannot be used is named in the log, and does not count."""
+    residuals = Residuals(directory, 5, dim=8)
+    try:
+        residuals.start_run(7)
+        owed = residuals.before(99)
+        residuals.accepted(3, torch.ones(8) if owed is None else owed + 1)
+    finally:
+        residuals.close()
+
+
+def rank(directory: Path, exchange: str) -> None:
+    """What rank 0 saves in the midst of an epoch."""
+    scene = Scene(exchange=exchange, state_dir=directory, density=0.1)
+    label = ExchangeLabel.of(scene.exchange, {exchange: type(scene.exchange)})
+    state = WorkerState(scene.config, 0, 1, exchange=label)
+    try:
+        position = Position(step=3, epoch=1, epoch_step=2, loss_sum=1.5, batches=2, skipped=1, skipped_in_row=1)
+        if state.steps():
+            checkpoint = state.load(3)
+            restore_run(scene.net, scene.exchange, checkpoint)
+            position = position_of(checkpoint)
+        scene.step()
+        scene.exchange.start_epoch(position.epoch)
+        report = EpochReport(epoch=0, step=1, loss=0.5)
+        state.save(9, position, scene.net, scene.exchange, num_batches=4, report=report)
+    finally:
+        state.close()
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "controller": federated,
+    "client": client,
+    "dense rank": lambda directory: rank(directory, "dense"),
+    "dgc rank": lambda directory: rank(directory, "dgc"),
+}
+
+
+def newest(directory: Path) -> Path:
+    """The JSON of the newest checkpoint."""
+    return max(directory.rglob("round-*.json"))
+
+
+def sign(path: Path, document: Any) -> None:
+    """Write it with a checksum that is right, as a program with another idea of it would."""
+    body = {key: value for key, value in document.items() if key != "sha256"}
+    path.write_text(json.dumps({**body, "sha256": module._digest_of(body)}))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of every entry, at every depth."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in items:
+        yield (*path, key)
+        yield from places(entry, (*path, key))
+
+
+def mutations(document: Any, draw: random.Random) -> Iterator[tuple[str, Any]]:
+    """Each entry left out; then, at random, others in its place."""
+    found = [place for place in places(document) if place[0] != "sha256"]
+
+    def changed(place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+        whole = copy.deepcopy(document)
+        parent = whole
+        for key in place[:-1]:
+            parent = parent[key]
+        change(parent, place[-1])
+        return whole
+
+    for place in found:
+        yield f"without {place}", changed(place, lambda parent, key: parent.pop(key))
+    for _ in range(MUTATIONS):
+        place, wrong = draw.choice(found), draw.choice(WRONG)
+        yield f"{place}: {wrong!r}", changed(place, lambda parent, key, wrong=wrong: parent.__setitem__(key, wrong))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_that_is_well_formed_and_wrong_is_refused_or_does_no_harm(tmp_path: Path, kind: str) -> None:
+    go_on, refused, taken = KINDS[kind], 0, 0
+    go_on(tmp_path / "good")
+    document = json.loads(newest(tmp_path / "good").read_text())
+    if kind == "controller":
+        for name in (tmp_path / "good").glob("round-000001.*"):
+            name.unlink()
+    for number, (what, wrong) in enumerate(mutations(document, random.Random(15))):
+        directory = tmp_path / str(number)
+        shutil.copytree(tmp_path / "good", directory)
+        sign(newest(directory), wrong)
+        try:
+            go_on(directory)
+            taken += 1
+        except CheckpointError as error:
+            refused += 1
+            text = str(error)
+            assert text.isprintable(), what
+            assert "round-" in text or "checkpoint of" in text, what
+            assert len(text) < 1000, what
+        except Exception as error:
+            pytest.fail(f"{what}: {type(error).__name__}: {error}")
+        shutil.rmtree(directory)
+    assert taken > 10  # a loss, a time, a name of another run
+    assert refused > 200 or kind == "client"
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return load_file(path.with_suffix(".safetensors"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_are_missing_or_of_another_shape_or_type_are_refused(tmp_path: Path, kind: str) -> None:
+    go_on = KINDS[kind]
+    go_on(tmp_path / "good")
+    for name in tensors_of(newest(tmp_path / "good")):
+        for change in (lambda tensor: None, lambda tensor: torch.zeros(2, 2), lambda tensor: tensor.to(torch.int64)):
+            directory = tmp_path / "bad"
+            shutil.copytree(tmp_path / "good", directory)
+            path = newest(directory)
+            tensors: dict[str, Any] = tensors_of(path)
+            tensors[name] = change(tensors[name])
+            save_file({k: v for k, v in tensors.items() if v is not None}, path.with_suffix(".safetensors"))
+            document = json.loads(path.read_text())
+            sign(path, {**document, "tensors_sha256": module._sha256(path.with_suffix(".safetensors"))})
+            is_kept_by_optimizer = "optimizer" in name and tensors[name] is None  # SGD then begins with no momentum
+            if kind == "client" or is_kept_by_optimizer:
+                go_on(directory)
+            else:
+                with pytest.raises(CheckpointError):
+                    go_on(directory)
+            shutil.rmtree(directory)
+
+
+def test_an_entry_that_is_wrong_is_told_with_its_place_and_what_was_expected(tmp_path: Path) -> None:
+    federated(tmp_path)
+    path = newest(tmp_path)
+    document = json.loads(path.read_text())
+    document["meta"]["history"][1]["bytes_up"] = ["many"]
+    sign(path, document)
+    with CheckpointStore(tmp_path) as store, pytest.raises(CheckpointError) as caught:
+        store.load(2, SavedRun.of)
+    assert str(caught.value) == (f"{path.name}: meta.history.1.bytes_up: Input should be a valid integer, got ['many']")
+
+
+def test_a_wrong_checkpoint_counts_as_damaged_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    federated(tmp_path)
+    document = json.loads(newest(tmp_path).read_text())
+    document["meta"]["run_id"] = None
+    sign(newest(tmp_path), document)
+    assert federated(tmp_path).round_id == 3  # two more after round 1
