@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from typing import Any
 
@@ -284,6 +285,7 @@ class Client:
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
         orders, round_id, session = self._orders, command.round_id, self._orders.session
         failure: Exception | None = None
+        began_s, sent_before = time.monotonic(), self._delivery.bytes_up
         self._phase.set("training")
         self._transfers += 1
         await self._greeting.hello()  # from here on it may say nothing for long: training may hold the interpreter
@@ -310,6 +312,12 @@ class Client:
         if receipt.accepted:
             self._rounds += 1
             orders.counted(round_id, session)
+            offer = update.offer
+            log.info(
+                "round done", client=self.client_id, round=round_id, samples=offer.num_samples,
+                loss=round(offer.loss, 6) if math.isfinite(offer.loss) else None,
+                seconds=round(time.monotonic() - began_s, 3), bytes=self._delivery.bytes_up - sent_before,
+            )  # fmt: skip
         else:
             self._refused += 1
             orders.mark_handled(command)

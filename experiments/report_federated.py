@@ -94,8 +94,11 @@ def _tiles(run: Run, wanted: int | None) -> list[Tile]:
         Tile(name="down", value=size(sums["bytes_down"]), note=f"{size(sums['bytes_down'] // len(reports))} a round"),
         Tile(
             name="a round", value=duration(sorted(r.seconds for r in reports)[len(reports) // 2]),
-            note=f"median; {duration(run.summary.get('wall_s'))} in all" if run.summary.get("wall_s") else "median",
+            note="median, without evaluation",
         ),
+        Tile(name="evaluation", value=duration(sums["eval_s"]), note="in all, on the controller; no bytes"),
+        *([Tile(name="the run", value=duration(run.summary["wall_s"]), note="from start to end, all included")]
+          if run.summary.get("wall_s") else []),
     ]  # fmt: skip
 
 

@@ -100,8 +100,24 @@ def _tiles(run: Run) -> list[Tile]:
         Tile(name="steps", value=f"{last.step:,}", note=f"{last.skipped_steps} skipped" if last.skipped_steps else ""),
         Tile(name="step", value=duration(last.step_s_mean), note="mean of the last epoch"),
         Tile(name="of it waiting", value=duration(last.wait_s_mean), note="for others and the network"),
-        Tile(name="sent per step", value=size(round(last.bytes_out_per_step)), note=f"density {last.density:.3g}"),
+        Tile(
+            name="sent per step", value=size(round(last.bytes_out_per_step)),
+            note=f"gradients, density {last.density:.3g}",
+        ),
+        *_totals(run),
     ]  # fmt: skip
+
+
+def _totals(run: Run) -> list[Tile]:
+    """What the summary says of the rank that wrote it."""
+    sent, wall_s = (run.summary.get(key) for key in ("bytes_out", "wall_s"))
+    eval_s = sum(profile.outside.get("eval_s", 0.0) for profile in run.profiles[:1])
+    tiles = []
+    if isinstance(sent, int):
+        tiles.append(Tile(name="sent in all", value=size(sent), note="by rank 0, with evaluation and saving"))
+    if isinstance(wall_s, int | float):
+        tiles.append(Tile(name="the run", value=duration(wall_s), note=f"of it evaluation {duration(eval_s)}"))
+    return tiles
 
 
 def _learning(run: Run, look: Look) -> Figure:

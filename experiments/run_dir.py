@@ -133,6 +133,9 @@ def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
         "train_s": round(sum(report.train_s for report in reports), 3),
         "wire_s": round(sum(report.wire_s for report in reports), 3),
         "aggregate_s": round(sum(report.aggregate_s for report in reports), 3),
+        "checkpoint_s": round(sum(report.checkpoint_s for report in reports), 3),
+        "publish_s": round(sum(report.publish_s for report in reports), 3),
+        "eval_s": round(sum(report.eval_s for report in reports), 3),
         "weights_crc32": reports[-1].weights_crc32 if reports else None,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from gradbus.experiments.place import Place, find_place
 from gradbus.experiments.run_dir import new_path, open_log
 from gradbus.experiments.scalars import open_scalars
 from gradbus.experiments.screen import Screen
-from gradbus.experiments.worker_live import EpochLines, EpochTable
+from gradbus.experiments.worker_live import EpochLines, EpochTable, NoDisplay, RankLines
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import single_error
 
@@ -58,10 +59,12 @@ class _Command:
         self._file = file
         self._place = place
         self._hint = hint
-        # Rank 0 tells its user of each epoch: its log need not do so again. Who asks for a style wants to see the log.
-        tells = place.rank == 0
-        table = Screen(live=live and tells and style is LogStyle.AUTO).table
-        usual = LogLevel.WARNING if tells and not table else LogLevel.INFO
+        # Rank 0 tells its user of each epoch, and the others of their own part: the log need not do so again. Where the
+        # others log JSON, that has an event for each epoch, and lines of text would be in the way of who reads it.
+        is_json = style is LogStyle.JSON or (style is LogStyle.AUTO and not sys.stderr.isatty())
+        self._tells = place.rank == 0 or not is_json
+        table = Screen(live=live and place.rank == 0 and style is LogStyle.AUTO).table
+        usual = LogLevel.WARNING if self._tells and not table else LogLevel.INFO
         self._screen = Screen(live=table, level=level or usual, style=style)
 
     def run(self, loop: LoopName) -> None:
@@ -70,7 +73,8 @@ class _Command:
         from gradbus.experiments.worker_run import Telling  # loads torch
 
         if self._place.rank != 0:
-            self._run(Telling(), loop)
+            shown = RankLines(screen.console, self._file.worker.epochs) if self._tells else NoDisplay()
+            self._run(Telling(display=lambda worker: shown), loop)
             return
         self._hint.append(f"To continue: the same command for all ranks, with --run-dir {self._file.run_dir}")
         with open_scalars(self._file.tensorboard) as scalars:

@@ -1,4 +1,4 @@
-"""What rank 0 shows of a data-parallel run: one plain line per epoch, or a table that follows it."""
+"""What ranks show of a data-parallel run: a plain line per epoch, or, on rank 0, a table that follows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EpochDisplay(Protocol):
 
 
 class NoDisplay:
-    """For the ranks that have nothing to tell."""
+    """Where each epoch is a line of the log."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,7 +42,7 @@ class NoDisplay:
         pass
 
     def epoch_done(self, report: EpochReport) -> None:
-        """Rank 0 says it."""
+        """Nothing is shown: the log has it."""
 
 
 class EpochLines(NoDisplay):
@@ -59,6 +59,23 @@ class EpochLines(NoDisplay):
             f"accuracy {percent(report.accuracy)}, step {_milliseconds(report.step_s_mean)} ms, "
             f"wait {_milliseconds(report.wait_s_mean)} ms, sent {size(round(report.bytes_out_per_step))} per step, "
             f"density {share(report.density)}{skipped}, epoch {report.seconds:.2f} s"
+        )
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class RankLines(NoDisplay):
+    """One short line per epoch, of a rank other than 0: what is its own. The rest is said by rank 0."""
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self._console = console
+        self._epochs = epochs
+
+    def epoch_done(self, report: EpochReport) -> None:
+        skipped = f", {report.skipped_steps} steps skipped" if report.skipped_steps else ""
+        text = (
+            f"epoch {report.epoch + 1}/{self._epochs}: loss {number(report.loss, 4)}, "
+            f"step {_milliseconds(report.step_s_mean)} ms, wait {_milliseconds(report.wait_s_mean)} ms, "
+            f"sent {size(round(report.bytes_out_per_step))} per step{skipped}"
         )
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 

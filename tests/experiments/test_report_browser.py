@@ -78,6 +78,23 @@ def test_a_report_shows_its_figures_and_tables_without_an_error(
     page.close()
 
 
+@pytest.mark.parametrize("name", ["federated", "parallel", "compared"])
+def test_on_a_phone_figures_fit_and_nothing_but_wide_tables_is_scrolled(
+    browser: Any, reports: dict[str, Path], name: str
+) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844}, device_scale_factor=3, is_mobile=True)
+    page.goto(reports[name].as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    for figure in page.locator("figure").all():
+        assert figure.evaluate("one => one.scrollWidth <= one.clientWidth && one.clientWidth <= 390")
+        holder = figure.locator(".picture")
+        assert holder.evaluate("one => one.scrollWidth <= one.clientWidth")
+        box = figure.locator("svg, img").first.bounding_box()
+        assert box["x"] >= 0
+        assert 350 < box["width"] <= 390
+    page.close()
+
+
 def test_no_text_of_a_figure_lies_over_another(browser: Any, reports: dict[str, Path]) -> None:
     """Fonts of a browser are not those that matplotlib has measured."""
     page = browser.new_page(viewport={"width": 1100, "height": 900})

@@ -108,6 +108,8 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_al
     assert lines[1].startswith("2 ranks on this machine, here with ")
     assert [line.split(":")[0] for line in lines if line.startswith("epoch ")] == ["epoch 1/2", "epoch 2/2"]
     assert lines[-1].startswith("done: 2 epochs, 12 steps, accuracy 90.00 %, sent ")
+    of_the_other = [line.removeprefix("[rank 1] ") for line in lines if line.startswith("[rank 1] ")]
+    assert [line.split(",")[0].split(":")[0] for line in of_the_other] == ["epoch 1/2", "epoch 2/2"]
     assert all(text in out for text in ("compute", "wait (network)", "rank 1"))
 
     run = tmp_path / "run"
