@@ -15,8 +15,10 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from gradbus import codecs
 from gradbus.actors.attendance import Attendance
@@ -33,6 +35,7 @@ from gradbus.actors.report import Progress, RoundReport, report_of
 from gradbus.actors.rival import Rivals, claim_job
 from gradbus.actors.rounds import CLIENT_LOST, CLIENT_SILENT, TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
+from gradbus.actors.state_dict import copy_state
 from gradbus.actors.strategies import make_strategy, within_limits
 from gradbus.actors.strategy import Strategy
 from gradbus.actors.task import FederatedTask
@@ -134,6 +137,25 @@ class Controller:
     def weights(self) -> torch.Tensor:
         """The global model, float32, shape (D,). It is changed in place while rounds run."""
         return self._state.weights
+
+    @property
+    def model(self) -> nn.Module:
+        """The live global model, once the run has started. Rounds change it; :meth:`state_dict` gives copies."""
+        if not hasattr(self, "_state"):
+            raise RuntimeError("the controller has not started: there is no model yet")
+        return self._model.module
+
+    async def state_dict(self) -> dict[str, Any]:
+        """The global model as it is after the newest round: tensors by name, for ``model.load_state_dict``.
+
+        They are copies on the CPU, made off the event loop, and never in the midst of a step of the server.
+        """
+        _ = self.model
+        return await self._compute.run_or_follow(self._copy_state)
+
+    def _copy_state(self) -> dict[str, Any]:
+        self._model.hold(self._state.weights)
+        return copy_state(self._model.module)
 
     @property
     def run_id(self) -> int:

@@ -33,6 +33,5 @@ class Evaluation:
         return await self._compute.run(self._evaluate)
 
     def _evaluate(self) -> EvalOutcome | None:
-        if self._model.read().data_ptr() != self._weights.data_ptr():
-            self._model.write(self._weights)
+        self._model.hold(self._weights)
         return self._task.evaluate(self._model.module)

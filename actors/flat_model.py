@@ -19,6 +19,7 @@ class FlatModel:
         module: the module.
         dim: number of elements.
         layout: 64-bit hash over names, shapes and dtypes: two nodes with equal layout mean the same vector.
+        table: name, dtype and shape of each tensor in the vector, in the order in which they follow one another there.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,6 +27,7 @@ class FlatModel:
         self._places: dict[str, slice] = {}  # of every name; tied weights share one, and travel once
         seen: dict[int, slice] = {}
         text: list[str] = []
+        self.table: list[tuple[str, str, list[int]]] = []
         self.dim = 0
         for name, tensor in module.state_dict(keep_vars=True).items():
             if not tensor.is_floating_point():
@@ -34,6 +36,7 @@ class FlatModel:
                 seen[id(tensor)] = slice(self.dim, self.dim + tensor.numel())
                 self.dim += tensor.numel()
                 text.append(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}")
+                self.table.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
             self._places[name] = seen[id(tensor)]
         self.layout = int.from_bytes(hashlib.sha256("\n".join(text).encode()).digest()[:8], "little")
         self._vector: Tensor | None = None
@@ -84,6 +87,11 @@ class FlatModel:
             return
         for tensor, place in self._tensors():
             tensor.copy_(vector[place].view(tensor.shape))
+
+    def hold(self, vector: Tensor) -> None:
+        """Make the model that of this vector, where it does not live in it anyway."""
+        if self.read().data_ptr() != vector.data_ptr():
+            self.write(vector)
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector that a module with these tensors has, float32, shape (D,).

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, StringConstraints
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbus.actors.conduct import MAX_KNOWN, Conduct, Strike
 from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.replicas import fingerprint
 from gradbus.actors.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.strategy import Strategy
 from gradbus.runtime.checkpoint import (
@@ -31,15 +34,25 @@ from gradbus.runtime.history import History, weights_name
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.settings import FederatedConfig
 
+MAX_TENSORS = 1_000_000  # of a model
+
 log = get_logger("controller")
 
 
 class SavedRun(Meta):
-    """What the checkpoint of a federated run says beside its tensors. Attributes: see :class:`RunState`."""
+    """What the checkpoint of a federated run says beside its tensors.
+
+    Attributes:
+        tensors: name, dtype and shape of what the vector of weights holds, in its order.
+        frozen: hash of the parameters that it does not hold.
+        The others are those of :class:`RunState`.
+    """
 
     run_id: Hex64
     incarnation: Count
     layout: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)]
+    tensors: Annotated[list[tuple[str, str, list[Count]]], Field(max_length=MAX_TENSORS)]
+    frozen: Hex64
     downlink_codec: Annotated[str, StringConstraints(max_length=100)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
@@ -56,6 +69,45 @@ class SavedRun(Meta):
                 f"{str(rounds[1:-1])[:80]}"
             )
         return saved
+
+
+@torch.no_grad()
+def restore_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Make a module, as ``build_model`` gives it, that of the checkpoint; what does not travel stays as it is built.
+
+    Raises:
+        CheckpointError: the module is another one.
+    """
+    saved, place = SavedRun.of(checkpoint), 0
+    weights, state = tensor_of(checkpoint, "weights"), module.state_dict(keep_vars=True)
+    where = f"checkpoint of round {checkpoint.round_id}"
+    for name, dtype, shape in saved.tensors:
+        tensor, end = state.get(name), place + math.prod(shape)
+        found = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if tensor is None or found != (dtype, shape) or end > weights.numel():
+            here = "has none" if found is None else f"has {found[0]} of shape {tuple(found[1])}"
+            raise CheckpointError(
+                f"{where} holds {name!r} as {dtype} of shape {tuple(shape)}, the model that is configured {here}. Use "
+                f"the model of the run"
+            )
+        tensor.copy_(weights[place:end].view(shape))
+        place = end
+    if place != weights.numel():
+        raise CheckpointError(f"{where} holds {weights.numel():,} values, its table says {place:,}: it is damaged")
+    if saved.frozen != frozen_hash(module, (name for name, _, _ in saved.tensors)):
+        raise CheckpointError(
+            f"{where} was made with other frozen parameters than the model has that is configured. They do not travel: "
+            f"build_model must give the same in every process, from a file or a fixed seed"
+        )
+
+
+def frozen_hash(module: nn.Module, travelling: Iterable[str]) -> str:
+    """Over the parameters that are not in the vector of weights, 64 bits as hexadecimal digits."""
+    known = set(travelling)
+    state = module.state_dict(keep_vars=True)
+    tied = {id(state[name]) for name in known & state.keys()}
+    frozen = [p for p in state.values() if isinstance(p, nn.Parameter) and id(p) not in tied]
+    return f"{fingerprint(frozen):016x}"
 
 
 class RunState:
@@ -75,7 +127,8 @@ class RunState:
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
         """Raises CheckpointError: the state directory cannot be used, or holds something that does not fit."""
-        self._layout = model.layout
+        self._layout, self._table = model.layout, model.table
+        self._frozen = frozen_hash(model.module, (name for name, _, _ in model.table))
         self._strategy = strategy
         self._downlink_codec = config.downlink_codec
         self._store: CheckpointStore | None = None
@@ -192,7 +245,8 @@ class RunState:
             tensors["held"] = held
         meta = {
             "run_id": f"{self.run_id:016x}",
-            "incarnation": self.incarnation, "layout": self._layout, "downlink_codec": self._downlink_codec,
+            "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table, "frozen": self._frozen,
+            "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.conduct.state(),
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip

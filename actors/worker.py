@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from gradbus.actors.epoch_plan import EpochPlan
 from gradbus.actors.parallel_task import DataParallelTask
 from gradbus.actors.replicas import Replicas, check_equal, check_equal_layouts, describe_layout
 from gradbus.actors.shard_training import MakeExchange, Sending, ShardTraining
+from gradbus.actors.state_dict import copy_state
 from gradbus.actors.worker_report import EpochReport, WorkerSummary
 from gradbus.actors.worker_resume import find_checkpoint
 from gradbus.actors.worker_state import (
@@ -99,6 +101,13 @@ class Worker:
     def model(self) -> nn.Module:
         """The live module, once the run has started. It is changed by every step."""
         return self._training.model
+
+    async def state_dict(self) -> dict[str, Any]:
+        """The model after the newest step: tensors by name, for ``model.load_state_dict``.
+
+        They are copies on the CPU, made off the event loop, and never in the midst of a step.
+        """
+        return await self._compute.run_or_follow(lambda: copy_state(self.model))
 
     @property
     def exchange(self) -> str:

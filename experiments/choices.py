@@ -21,6 +21,13 @@ class NetworkChoice(StrEnum):
     NETWORK = "network"
 
 
+class FileFormat(StrEnum):
+    """Of a model that is exported."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
 class LoopName(StrEnum):
     """Which event loop runs a command."""
 

@@ -1,4 +1,5 @@
-"""The command line: ``gradbus demo | controller | client | worker | run | report | check | status | keys | doctor``.
+"""The command line: ``gradbus demo | controller | client | worker | run | report | export | check | status | keys |
+doctor``.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import gradbus
-from gradbus.experiments import cli_check, cli_keys, cli_parallel, cli_report, cli_status
+from gradbus.experiments import cli_check, cli_export, cli_keys, cli_parallel, cli_report, cli_status
 from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopName, NetworkChoice
 from gradbus.experiments.cli_options import (
     Config,
@@ -162,6 +163,7 @@ def client(
 
 cli_parallel.add_to(app)
 cli_report.add_to(app)
+cli_export.add_to(app)
 cli_check.add_to(app)
 cli_keys.add_to(app)
 cli_status.add_to(app)

@@ -80,15 +80,25 @@ class Run:
         return values.get(key, default) if isinstance(values, Mapping) else default
 
 
+def kind_of(path: Path) -> Kind:
+    """Which kind of run has left this directory. Raises ConfigError: none."""
+    _check_directory(path)
+    return _kind(path, _json_file(path / "config.json", [], ""))
+
+
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        what = "is a file, not a directory" if path.exists() else "does not exist"
+        raise ConfigError(f"run directory {path} {what}. Name one that a run has left, as in runs/<job>-<time>")
+
+
 def read_run(path: Path) -> Run:
     """All that is there.
 
     Raises:
         ConfigError: it is not the directory of a run, or it cannot be read.
     """
-    if not path.is_dir():
-        what = "is a file, not a directory" if path.exists() else "does not exist"
-        raise ConfigError(f"run directory {path} {what}. Name one that a run has left, as in runs/<job>-<time>")
+    _check_directory(path)
     missing: list[str] = []
     try:
         config = _json_file(path / "config.json", missing, "the configuration is not known")

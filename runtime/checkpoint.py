@@ -150,6 +150,13 @@ class CheckpointStore:
             os.truncate(self._lock, 0)
             os.pwrite(self._lock, process_name().encode(), 0)
 
+    @classmethod
+    def to_read(cls, directory: Path) -> Self:
+        """The checkpoints of a directory that another process may hold. Nothing is made there, nothing may be saved."""
+        store = cls.__new__(cls)
+        store.directory, store._keep, store._lock = directory, 1, -1
+        return store
+
     def __enter__(self) -> Self:
         return self
 

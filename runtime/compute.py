@@ -26,6 +26,7 @@ class ComputeThread:
     def __init__(self, name: str = "compute") -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"gradbus-{name}")
         self._running = threading.Event()  # the stop flag of the function that runs
+        self._closed = False
         self._latest = self._running  # of the one that was brought last
 
     def __enter__(self) -> Self:
@@ -80,7 +81,19 @@ class ComputeThread:
             # large, would stay until the garbage collector comes.
             del running, future
 
+    async def run_or_follow(self, function: Callable[[], T]) -> T:
+        """The same; where the thread is closed already, on another one once the last function has ended."""
+        if not self._closed:
+            return await self.run(function)
+
+        def after_the_last() -> T:
+            self._executor.shutdown(wait=True)
+            return function()
+
+        return await asyncio.to_thread(after_the_last)
+
     def close(self) -> None:
         """Ask what runs to stop, and take nothing new. Does not wait."""
+        self._closed = True
         self.stop_current()
         self._executor.shutdown(wait=False, cancel_futures=True)

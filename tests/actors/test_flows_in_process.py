@@ -102,6 +102,31 @@ def test_the_weights_do_not_depend_on_the_order_of_arrival_nor_on_the_way(
     assert len(set(weights[0])) == 3
 
 
+def test_the_global_model_is_there_by_name_while_rounds_run_and_after_the_end() -> None:
+    states: list[dict[str, torch.Tensor]] = []
+
+    async def main() -> gradbus.Controller:
+        job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
+        async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
+            rules = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0, dead_after_s=30.0)
+            controller = gradbus.Controller(bus, NullTask(100), rules)
+            with pytest.raises(RuntimeError, match="has not started"):
+                await controller.state_dict()
+            group.create_task(gradbus.Client(bus, NullTask(100, delta="seeded"), client_id=0).run())
+            states.extend([await controller.state_dict() async for _ in controller.rounds()])
+        states.append(await controller.state_dict())
+        return controller
+
+    controller = asyncio.run(main())
+    fresh = NullTask(100).build_model()
+    fresh.load_state_dict(states[-1], strict=True)
+    assert torch.equal(torch.cat([p.detach().reshape(-1) for p in fresh.parameters()]), controller.weights)
+    assert all(torch.equal(states[-1][name], tensor) for name, tensor in controller.model.state_dict().items())
+    assert [state.keys() for state in states] == [states[0].keys()] * 3
+    controller.weights.zero_()
+    assert all(tensor.any() for state in states for tensor in state.values())  # copies, which rounds do not change
+
+
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam"])
 def test_every_strategy_runs_and_is_reproducible(strategy: str) -> None:
     config = gradbus.FederatedConfig(rounds=2, num_clients=2, strategy=strategy, server_lr=0.5, eval_every=0)

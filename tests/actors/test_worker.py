@@ -246,6 +246,8 @@ def test_training_goes_on_when_the_next_report_is_asked_for() -> None:
     async def play(group: Group, worker: Worker) -> None:
         async for report in worker.epochs():
             assert worker.step == report.step == 7 * (report.epoch + 1)
+            state = await worker.state_dict()
+            assert all(torch.equal(state[name], tensor) for name, tensor in worker.model.state_dict().items())
             if report.epoch == 1:
                 break
 

@@ -17,12 +17,15 @@ import psutil
 import pytest
 from commands import Forked
 from patience import PATIENT_S, soonest
+from safetensors.torch import load_file
 
 from gradbus.actors import Client, Controller
 from gradbus.experiments import doctor_probe, doctor_security
 from gradbus.experiments.exit_codes import exit_code_of
+from gradbus.experiments.export import export
 from gradbus.experiments.federated import run_client
 from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.models import NullTask, TrainResult
 from gradbus.runtime.bus import connect
 from gradbus.runtime.errors import JoinRefused
@@ -66,9 +69,17 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain
     assert [line.split()[0] for line in checked.out.splitlines()] == [f"I{number}" for number in range(1, 8)]
     assert "I7  what counts is what was sent             holds                     4 compared" in checked.out
     for number in (0, 1):
-        events = [json.loads(line)["event"] for line in (run / f"client-{number}.log").read_text().splitlines()]
-        assert events[-1] == "client done"
+        told = [json.loads(line) for line in (run / f"client-{number}.log").read_text().splitlines()]
+        assert told[-1]["event"] == "client done"
+        assert [event["round"] for event in told if event["event"] == "round done"] == [1, 2]
+        assert all(event["samples"] > 0 < event["bytes"] for event in told if event["event"] == "round done")
     assert sorted(path.name for path in (run / "state").glob("*.json")) == [f"round-00000{i}.json" for i in range(3)]
+    task = ConfiguredTask(load(ControllerFile, run / "config.json").task)
+    model = task.build_model()
+    model.load_state_dict(load_file(export(run).path), strict=True)
+    again = task.evaluate(model)
+    assert again is not None
+    assert again.accuracy == summary["accuracy"]
 
 
 def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(fork, domain, tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""``gradbus export``: the trained model of a run as named tensors, from its newest checkpoint.
+
+A checkpoint of a federated run holds one vector, in an order of its own; one of data-parallel ranks holds tensors under
+names of its own. What is written here has the names and shapes that ``model.state_dict()`` has, frozen parameters and
+buffers among them, so that ``model.load_state_dict(...)`` takes it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gradbus.actors.run_state import SavedRun, restore_weights
+from gradbus.actors.state_dict import copy_state
+from gradbus.actors.worker_state import SavedRank, restore_model
+from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
+from gradbus.experiments.live import size
+from gradbus.experiments.run_files import Kind, kind_of
+from gradbus.experiments.tasks import ConfiguredShardTask, ConfiguredTask
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.settings import load_settings
+
+Format = Literal["safetensors", "torch"]
+
+_SUFFIXES: dict[str, Format] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        path: the file. format: of it. unit: round or step; number: after which. tensors: how many. num_bytes: its size.
+    """
+
+    path: Path
+    format: Format
+    unit: str
+    number: int
+    tensors: int
+    num_bytes: int
+
+    @property
+    def text(self) -> str:
+        """For the user: what it is, and how to load it."""
+        how = (
+            f"safetensors.torch.load_file({str(self.path)!r})"
+            if self.format == "safetensors"
+            else f"torch.load({str(self.path)!r}, weights_only=True)"
+        )
+        return (
+            f"written to {self.path} ({size(self.num_bytes)}): {self.tensors} tensors, after {self.unit} "
+            f"{self.number}\nto use it: model.load_state_dict({how})"
+        )
+
+
+def export(run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None) -> Exported:
+    """Write the model of a run. The run may be going on.
+
+    Args:
+        run: its directory.
+        to: the file; by default ``model.safetensors`` or ``model.pt`` in the run directory.
+        form: of the file; by default what its name says, else safetensors.
+        number: the round, or the step, whose checkpoint is taken; by default the newest one.
+
+    Raises:
+        ConfigError: it is no run directory, the model cannot be made, or the file cannot be written.
+        CheckpointError: there is no checkpoint, or it does not fit the model.
+    """
+    form = form or _SUFFIXES.get("" if to is None else to.suffix.lower(), "safetensors")
+    target = to or run / ("model.safetensors" if form == "safetensors" else "model.pt")
+    kind, model, checkpoint = _load(run, number)
+    state = copy_state(model)
+    _write(state, target, form, {_UNITS[kind]: str(checkpoint.round_id), "format": "pt"})
+    return Exported(target, form, _UNITS[kind], checkpoint.round_id, len(state), target.stat().st_size)
+
+
+def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:
+    kind, config = kind_of(run), run / "config.json"
+    if not config.exists():
+        raise ConfigError(f"{config} is not there: it names the model. A run writes it when it begins")
+    if kind == "federated":
+        federated = load_settings(ControllerFile, config, environment={})
+        checkpoint = _newest(run, federated.federated.state_dir, "", number, SavedRun.of)
+        model = ConfiguredTask(_on_cpu(federated.task)).build_model()
+        restore_weights(model, checkpoint)
+    else:
+        parallel = load_settings(WorkerFile, config, environment={})
+        checkpoint = _newest(run, parallel.worker.state_dir, "rank-0", number, SavedRank.of)
+        model = ConfiguredShardTask(_on_cpu(parallel.task)).build_model()
+        restore_model(model, checkpoint)
+    return kind, model, checkpoint
+
+
+def _on_cpu(task: TaskSettings) -> TaskSettings:
+    """The machine that exports need not have the device that trained."""
+    return task.model_copy(update={"device": "cpu"})
+
+
+def _newest(run: Path, state_dir: Path | None, folder: str, number: int | None, check: Any) -> Checkpoint:
+    """From ``state`` in the run directory, else, where that is not there, from where the settings say."""
+    places = [run / "state" / folder, *([state_dir / folder] if state_dir is not None else [])]
+    found = next((place for place in places if any(place.glob("round-*.json"))), None)
+    if found is None:
+        told = " nor in ".join(dict.fromkeys(map(str, places)))
+        raise CheckpointError(
+            f"no checkpoint in {told}: the run has ended before its first one, or its checkpoints were moved away"
+        )
+    store = CheckpointStore.to_read(found)
+    if number is None:
+        checkpoint = store.load_newest(check)
+        assert checkpoint is not None
+        return checkpoint
+    if number not in store.rounds():
+        raise CheckpointError(f"{found} has no checkpoint of {number}, it has those of {store.rounds()}")
+    return store.load(number, check)
+
+
+def _write(state: Mapping[str, Any], target: Path, form: Format, about: dict[str, str]) -> None:
+    """Whole or not at all."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if form == "torch":
+            torch.save(dict(state), temporary)
+        else:
+            odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
+            if odd:
+                raise ConfigError(f"{odd[0]!r} of the model's state is no tensor; write it with --format torch")
+            save_file(dict(state), temporary, metadata=about)
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}. Name another (--to)") from None

@@ -1,0 +1,128 @@
+"""``gradbus export``: what a run has left, as a state that ``load_state_dict`` takes, however odd the model is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange_scene import Scene
+from own_models import awkward
+from safetensors.torch import load_file
+from torch import nn
+
+from gradbus.actors.exchange import ExchangeLabel
+from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.report import RoundReport
+from gradbus.actors.run_state import RunState
+from gradbus.actors.strategies import make_strategy
+from gradbus.actors.worker_state import Position, WorkerState
+from gradbus.experiments.export import export
+from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
+from gradbus.experiments.run_dir import write_json
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.settings import FederatedConfig
+
+TASK = TaskSettings(model="own_models:awkward", data="glyphs")
+
+
+def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
+    """The directory of a federated run, and the model at its end."""
+    run.mkdir()
+    config = FederatedConfig(state_dir=run / "state")
+    write_json(run / "config.json", ControllerFile(task=TASK, federated=config).model_dump(mode="json"))
+    module = awkward(seed)
+    model = FlatModel(module)
+    state = RunState(config, model, make_strategy(config, model.dim))
+    state.save_initial()
+    for round_id in range(1, rounds + 1):
+        state.weights.add_(torch.randn(model.dim, generator=torch.Generator().manual_seed(round_id)).abs())
+        state.commit(RoundReport(round_id=round_id), None)
+    state.close()
+    return module
+
+
+def parallel(run: Path) -> nn.Module:
+    """The same of data-parallel ranks."""
+    run.mkdir()
+    scene = Scene(state_dir=run / "state")
+    file = WorkerFile(task=TASK, worker=scene.config).model_dump(
+        mode="json", exclude={"task": {"momentum", "weight_decay", "train_fn"}}
+    )
+    write_json(run / "config.json", file)
+    module = awkward()
+    torch.manual_seed(3)
+    for tensor in module.state_dict().values():
+        tensor.add_(torch.randint(1, 9, tensor.shape).to(tensor.dtype))
+    state = WorkerState(scene.config, 0, 1, exchange=ExchangeLabel("dense", "{}"))
+    state.save(9, Position(step=4, epoch=2), module, scene.exchange, num_batches=0, report=None)
+    state.close()
+    return module
+
+
+def loads(state: dict[str, Any], like: nn.Module) -> None:
+    """A fresh model takes it, strictly, and is then that one; the counter of batch norm stays on each node."""
+    fresh = awkward()
+    fresh.load_state_dict(state, strict=True)
+    for name, tensor in like.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+    assert fresh.last.weight is fresh.first.weight
+
+
+@pytest.mark.parametrize("make", [federated, parallel])
+def test_the_state_of_a_run_is_written_under_the_names_of_the_model(tmp_path: Path, make: Any) -> None:
+    model = make(tmp_path / "run")
+    done = export(tmp_path / "run")
+    assert done.path == tmp_path / "run" / "model.safetensors"
+    assert (done.unit, done.number) == (("round", 2) if make is federated else ("step", 4))
+    loads(load_file(done.path), model)
+    assert f"safetensors.torch.load_file('{done.path}')" in done.text
+    torch_file = export(tmp_path / "run", tmp_path / "other" / "net.pt")
+    assert torch_file.format == "torch"
+    loads(torch.load(torch_file.path, weights_only=True), model)
+    assert export(tmp_path / "run", form="torch").path == tmp_path / "run" / "model.pt"
+
+
+def test_a_run_that_goes_on_or_was_moved_can_be_exported_and_an_older_round_too(tmp_path: Path) -> None:
+    model = federated(tmp_path / "run")
+    before = export(tmp_path / "run", number=1)
+    assert before.number == 1
+    config = FederatedConfig(state_dir=tmp_path / "run" / "state")
+    holding = RunState(config, FlatModel(awkward()), make_strategy(config, FlatModel(awkward()).dim))
+    loads(load_file(export(tmp_path / "run").path), model)
+    holding.close()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    loads(load_file(export(tmp_path / "moved").path), model)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of 7, it has those of \[0, 1, 2\]"):
+        export(tmp_path / "moved", number=7)
+
+
+def test_what_was_exported_is_a_model_to_begin_another_run_with(tmp_path: Path) -> None:
+    model = federated(tmp_path / "run")
+    config = FederatedConfig(init_path=export(tmp_path / "run").path)
+    flat = FlatModel(awkward())
+    RunState(config, flat, make_strategy(config, flat.dim))
+    assert torch.equal(flat.read(), FlatModel(model).read())
+
+
+def test_what_cannot_be_exported_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not exist\. Name one that a run has left"):
+        export(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is no run directory"):
+        export(tmp_path / "empty")
+    federated(tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"task": values["task"] | {"model": "own_models:narrow"}}))
+    with pytest.raises(CheckpointError, match=r"holds 'scale' as float32 of shape \(\), the model .* has none"):
+        export(tmp_path / "run")
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export(tmp_path / "run", tmp_path)
+    for file in (tmp_path / "run" / "state").glob("round-*.json"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*run/state.*: the run has ended before"):
+        export(tmp_path / "run")
