@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TextIO
 from gradbus.experiments.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json
+from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport
@@ -37,6 +38,8 @@ class RunDirectory:
         self.path = path
         self._written = 0
         self.log = open_log(path, "controller.log")
+        for folder in (self.state, self.history):
+            keep_private(folder)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +100,7 @@ class RunDirectory:
 def open_log(path: Path, name: str) -> TextIO:
     """A file in a run directory, for appending; the directory is made if need be. Raises ConfigError."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path, tell=True)
         return (path / name).open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.private_folder import make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport
@@ -59,7 +60,7 @@ class Scalars:
                 f"Install it: pip install 'gradbus[tensorboard]'"
             ) from None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:

@@ -18,6 +18,7 @@ from gradbus.experiments.run_dir import about_this_program, json_text, write_jso
 from gradbus.experiments.traces import trace_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
+from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.worker_report import EpochReport
@@ -39,9 +40,11 @@ class WorkerDirectory:
         self._rank = rank
         self._written = False
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_private(path, tell=rank == 0)
             if rank == 0:
                 (path / _MARK).write_text(secrets.token_hex(16))
+            for folder in (self.state, self.history):
+                keep_private(folder)
         except OSError as error:
             raise ConfigError(
                 f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"

@@ -29,6 +29,7 @@ from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import process_name
+from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
 MAX_META_BYTES = 256 << 20  # of the JSON
@@ -131,8 +132,8 @@ class CheckpointStore:
         self.directory = directory
         self._keep = keep
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            make_private(directory)
+            self._lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(
                 f"state directory {directory} cannot be written: {error.strerror}. Choose another, or change its rights"

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from gradbus.runtime.private_folder import make_private
+
 Row = Literal["step", "compute", "network", "collectives"]
 Event = tuple[Row, str, float, float, Mapping[str, Any] | None]
 """Row, name, start_s, end_s (``time.perf_counter``), arguments. A plain tuple: half as dear as a named one."""
@@ -120,7 +122,7 @@ def merge_chrome_traces(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def write_chrome_trace(path: Path, trace: Mapping[str, Any]) -> None:
     """Write it, whole or not at all; the folder is made if need be. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="utf-8")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.private_folder import make_private
 
 log = get_logger("history")
 
@@ -49,9 +50,9 @@ class History:
         self._file = -1
 
     def _open(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_private(self._directory)
         path = self._directory / f"{self._who}.jsonl"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # of the start before, cut short
             os.write(self._file, b"\n")
@@ -68,7 +69,7 @@ class History:
         if self.keeps_payloads:
             try:
                 folder = self._directory / "payloads"
-                folder.mkdir(parents=True, exist_ok=True)
+                make_private(folder)
                 temporary = folder / f"{name}.{self._who}.tmp"
                 temporary.write_bytes(payload)
                 temporary.replace(folder / name)

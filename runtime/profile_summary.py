@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from gradbus.runtime.json_text import lines_of, parse_json
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.private_folder import make_private
 
 FORMAT = 1
 
@@ -188,7 +189,7 @@ class LineFile:
         """Write them at once. The first failure is logged, later calls try again."""
         data = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path.parent)
             # Unbuffered: bytes that a full disk refuses must not wait in a buffer, for close() to fail on them.
             with open(self.path, "a+b", buffering=0) as file:
                 if self._may_be_cut and file.seek(0, os.SEEK_END):

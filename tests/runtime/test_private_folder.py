@@ -1,0 +1,74 @@
+"""What a run leaves is its owner's alone, and folders that somebody has made stay as he has made them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from gradbus.experiments.run_dir import RunDirectory
+from gradbus.experiments.worker_dir import WorkerDirectory
+from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.history import History
+from gradbus.runtime.private_folder import make_private
+from gradbus.runtime.profile_summary import LineFile
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_of_runs_states_and_histories_are_closed_to_others(tmp_path: Path) -> None:
+    for number, make in enumerate((lambda path: RunDirectory(path).log.close(), lambda path: WorkerDirectory(path, 0))):
+        run = tmp_path / "runs" / f"mnist-{number}"
+        make(run)
+        CheckpointStore(run / "state").close()
+        history = History(run / "history", "controller", payloads=True)
+        history.note("started")
+        history.keep("model.bin", b"weights")
+        history.close()
+        folders = [run, run / "state", run / "history", run / "history" / "payloads"]
+        assert [oct(mode(folder)) for folder in folders] == ["0o700"] * 4
+    profile = LineFile(tmp_path / "profiles" / "rank-0.jsonl")
+    profile.append([{"kind": "start"}])
+    assert mode(tmp_path / "profiles") == 0o700
+
+
+def test_state_and_history_of_a_run_that_are_open_are_closed_when_it_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("state", "history"):
+        (run / name).mkdir(parents=True)
+        (run / name).chmod(0o755)
+    with structlog.testing.capture_logs() as lines:
+        RunDirectory(run).log.close()
+    assert [mode(run / name) for name in ("state", "history")] == [0o700] * 2
+    assert mode(run) == 0o755  # the user's own
+    (line,) = lines
+    assert (line["event"], line["do"]) == ("folder is open to other users", f"chmod 700 {run}")
+
+
+def test_a_folder_that_was_there_or_is_a_link_keeps_its_rights(tmp_path: Path) -> None:
+    shared = tmp_path / "team"
+    shared.mkdir(mode=0o755)
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    (run / "state").symlink_to(shared)
+    RunDirectory(run).log.close()
+    make_private(shared)
+    CheckpointStore(shared).close()
+    assert mode(shared) == 0o755
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(FileExistsError):
+        make_private(file)
