@@ -42,6 +42,7 @@ from gradbus.runtime.messages import (
     new_incarnation,
 )
 from gradbus.runtime.missing_peers import EVERY_S, WaitLog
+from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.probe import Probe
 from gradbus.runtime.settings import ClientConfig
@@ -102,6 +103,7 @@ class Client:
             memory=self._memory,
         )  # fmt: skip
 
+    @awaited("client.run()")
     async def run(self) -> ClientSummary:
         """Take part until the controller says that all rounds are done.
 

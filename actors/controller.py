@@ -45,6 +45,7 @@ from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, W
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
+from gradbus.runtime.misuse import awaited
 from gradbus.runtime.probe import Probe
 from gradbus.runtime.settings import FederatedConfig
 from gradbus.runtime.tasks import single_error
@@ -162,6 +163,7 @@ class Controller:
         """Id of the run: new at a fresh start, kept over a resume."""
         return self._state.run_id
 
+    @awaited("controller.run()")
     async def run(self) -> list[RoundReport]:
         """All rounds that are left. Returns the reports of the whole run, those before a resume as far as the
         checkpoint has them: see :class:`RoundReport`.

@@ -36,6 +36,7 @@ from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import CheckpointError, TrainingDiverged
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.misuse import awaited
 from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.probe import Probe
 from gradbus.runtime.profile import Profile, StepProfile
@@ -131,6 +132,7 @@ class Worker:
             bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), exchange=self.exchange,
         )  # fmt: skip
 
+    @awaited("worker.run()")
     async def run(self) -> WorkerSummary:
         """All epochs that are left.
 

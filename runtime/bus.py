@@ -26,7 +26,9 @@ from gradbus.runtime.dds import Node, Waiter, Writer
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.frame_port import FramePort
 from gradbus.runtime.frames import FrameKey, Kind
+from gradbus.runtime.job_name import default_job
 from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
+from gradbus.runtime.misuse import opening
 from gradbus.runtime.network import NetworkConfig, Profile
 from gradbus.runtime.opening import check_job, closed_on_error, node_maker, open_node, profile_config
 from gradbus.runtime.receiver import Receiver
@@ -353,9 +355,9 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-@contextlib.asynccontextmanager
+@opening("gradbus.connect", "bus")
 async def connect(
-    job: str = "default",
+    job: str | None = None,
     *,
     domain: int = 0,
     network: Profile | NetworkConfig = "loopback",
@@ -371,7 +373,8 @@ async def connect(
     """Join a job on the data bus.
 
     Args:
-        job: name of the job; only members of the same job see each other.
+        job: name of the job; only members of the same job see each other. By default one of this user:
+            ``default-USER``.
         domain: DDS domain, 0 .. 232.
         network: profile ``loopback`` or ``network``, or all settings at once.
         interface: network interface; default ``lo``: nothing leaves this machine.
@@ -390,6 +393,7 @@ async def connect(
         ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
             started.
     """
+    job = default_job() if job is None else job
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
         network = profile_config(network, interface or "lo", peers, lease_s=lease_s, shared_memory=shared_memory)

@@ -24,7 +24,7 @@ def make_private(folder: Path, *, tell: bool = False) -> None:
         OSError: it cannot be made.
     """
     try:
-        folder.mkdir(mode=MODE, parents=True)  # the mode is that of the last one; those above are open as the umask says
+        folder.mkdir(mode=MODE, parents=True)  # the mode of the last one; those above follow the umask
     except FileExistsError:
         if not folder.is_dir():
             raise

@@ -7,14 +7,16 @@ import difflib
 import os
 import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.job_name import default_job, with_user
 from gradbus.runtime.json_text import parse_json, read_text
+from gradbus.runtime.misuse import WrongKeyword
 
 MAX_FILE_BYTES = 256 << 10  # of a configuration
 MAX_FILE_MEMORY = 32 << 20  # that reading one may take: tables within tables take most
@@ -25,16 +27,38 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 CodecName = Literal["fp32", "q8", "s4", "sq8"]
 
 
-class Settings(BaseModel):
+if TYPE_CHECKING:  # pydantic has no public name for it
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _Explained(ModelMetaclass):
+    """Makes settings of keywords in a program, where what is wrong with them is told in the same words as of a file."""
+
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - of a metaclass
+        if args:
+            example = next(iter(cls.model_fields), "name")
+            raise WrongKeyword(f"{cls.__name__} takes keywords alone, as in {cls.__name__}({example}=...)")
+        try:
+            return super().__call__(**kwargs)
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_context=False)
+            kind = WrongKeyword if any(fault["type"] == "extra_forbidden" for fault in faults) else ConfigError
+            raise kind(f"{cls.__name__}: {_explain_all(cls, faults)}") from None
+
+
+class Settings(BaseModel, metaclass=_Explained):
     """Base: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class BusSettings(Settings):
-    """How to reach the others. See :func:`gradbus.connect`, and docs/security.md for what protects it."""
+    """How to reach the others. See :func:`gradbus.connect`, and docs/security.md for what protects it. In the name of a
+    job, ``{user}`` stands for who runs this process."""
 
-    job: str = "default"
+    job: Annotated[str, AfterValidator(with_user)] = Field(default_factory=default_job)
     domain: Annotated[int, Field(ge=0, le=232)] = 0
     network: Literal["loopback", "network"] = "loopback"
     interface: str = "lo"
@@ -222,9 +246,13 @@ def check_settings(kind: type[S], values: Mapping[str, Any], *, where: str) -> S
         return kind.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
-        lines = [_explain(kind, fault) for fault in faults[:_MAX_FAULTS]]
-        lines += [f"and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+        raise ConfigError(f"{where}: {_explain_all(kind, faults)}") from None
+
+
+def _explain_all(kind: type[BaseModel], faults: Sequence[Any]) -> str:
+    lines = [_explain(kind, fault) for fault in faults[:_MAX_FAULTS]]
+    lines += [f"and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
+    return "; ".join(lines)
 
 
 def _explain(kind: type[BaseModel], fault: Any) -> str:

@@ -9,7 +9,6 @@ async with gradbus.join_group(bus, rank=0, world=2) as group:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import re
 import threading
@@ -39,6 +38,7 @@ from gradbus.runtime.collectives.reductions import (
 )
 from gradbus.runtime.collectives.tensors import check_sendable, plain
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, GradbusError
+from gradbus.runtime.misuse import opening
 from gradbus.runtime.user_errors import user_error
 
 MAX_WORLD = 1024
@@ -333,7 +333,7 @@ def _why(error: BaseException) -> str:
     return str(error) if type(error) is GradbusError else f"failed with {user_error(error)}"
 
 
-@contextlib.asynccontextmanager
+@opening("gradbus.join_group", "group")
 async def join_group(
     bus: Bus, *, rank: int, world: int, name: str = "world", timeout_s: float = 60.0,
     collective_timeout_s: float = 60.0, early_bytes: int = 256 << 20, max_payload_bytes: int = 4 << 30,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
@@ -19,31 +20,20 @@ def collective_timeout(operation: Operation, timeout_s: float) -> Exception:
     return CollectiveTimeout(operation.key.name, operation.missing, timeout_s)
 
 
-class Handle(Generic[T]):
-    """A collective that is running. ``await`` gives its value, as often as asked.
+class _Running(Generic[T]):
+    """A collective until it has ended, whether its handle is still there or not: its clock, and what comes of it."""
 
-    It runs whether awaited or not, and ends at its deadline. When it has ended, well or with an error, its buffers are
-    the caller's again. To cancel it, or the task that awaits it, ends it on this rank; the others find out at their
-    deadline.
-
-    Raises (on await):
-        CollectiveTimeout: some ranks stayed silent; ``.missing`` names them.
-        PeerLost: ranks have died or left; ``.ranks``.
-        CollectiveError: the ranks do not call the same, or a bound was passed.
-        BusClosed: group or bus were closed.
-        asyncio.CancelledError: it was cancelled.
-    """
+    __slots__ = ("_loop", "_operation", "_timed_out", "_timeout_s", "_timer", "future")
 
     def __init__(
-        self, operation: Operation, loop: asyncio.AbstractEventLoop, timeout_s: float,
-        timed_out: TimedOut = collective_timeout,
-    ) -> None:  # fmt: skip
+        self, operation: Operation, loop: asyncio.AbstractEventLoop, timeout_s: float, timed_out: TimedOut
+    ) -> None:
         self._operation = operation
         self._loop = loop
         self._timeout_s = timeout_s
         self._timed_out = timed_out
         self._timer: asyncio.TimerHandle | None = None
-        self._future: asyncio.Future[T] = loop.create_future()
+        self.future: asyncio.Future[T] = loop.create_future()
         operation.on_end.append(self._ended)
 
     def arm(self, on_loop: bool) -> None:
@@ -57,7 +47,7 @@ class Handle(Generic[T]):
             self._operation.fail(BusClosed("the event loop of the group is closed"))
 
     def _arm(self) -> None:
-        self._future.add_done_callback(self._settled)
+        self.future.add_done_callback(self._settled)
         if not self._operation.done:
             self._timer = self._loop.call_later(self._timeout_s, self._expire)
         else:
@@ -77,30 +67,73 @@ class Handle(Generic[T]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._future.done():
+        if self.future.done():
             return
         error = self._operation.error
         if error is None:
-            self._future.set_result(self._operation.value)
+            self.future.set_result(self._operation.value)
         elif isinstance(error, asyncio.CancelledError):
-            self._future.cancel()
+            self.future.cancel()
         else:
-            self._future.set_exception(error)
-            self._future.exception()  # seen: a handle that nobody awaits any more is no reason for a warning
+            self.future.set_exception(error)
+            self.future.exception()  # seen: a handle that nobody awaits any more is no reason for a warning
 
     def _settled(self, future: asyncio.Future[T]) -> None:
         if future.cancelled():
             self._operation.fail(asyncio.CancelledError())
 
+
+class Handle(Generic[T]):
+    """A collective that is running. ``await`` gives its value, as often as asked.
+
+    It runs whether awaited or not, and ends at its deadline. When it has ended, well or with an error, its buffers are
+    the caller's again. To cancel it, or the task that awaits it, ends it on this rank; the others find out at their
+    deadline. A handle that is dropped while it runs, and was neither awaited nor asked for its end, warns: its errors
+    would be lost.
+
+    Raises (on await):
+        CollectiveTimeout: some ranks stayed silent; ``.missing`` names them.
+        PeerLost: ranks have died or left; ``.ranks``.
+        CollectiveError: the ranks do not call the same, or a bound was passed.
+        BusClosed: group or bus were closed.
+        asyncio.CancelledError: it was cancelled.
+    """
+
+    def __init__(
+        self, operation: Operation, loop: asyncio.AbstractEventLoop, timeout_s: float,
+        timed_out: TimedOut = collective_timeout,
+    ) -> None:  # fmt: skip
+        self._operation = operation
+        self._running: _Running[T] = _Running(operation, loop, timeout_s, timed_out)
+        self._is_used = True  # until it runs: a call that was refused has nobody to wait for it
+
+    def arm(self, on_loop: bool) -> None:
+        """Start the clock. ``on_loop``: this is the thread of the event loop."""
+        self._is_used = False
+        self._running.arm(on_loop)
+
+    def __del__(self) -> None:
+        if not self._is_used and not self._operation.done:
+            name = self._operation.key.name
+            warnings.warn(
+                f"collective {name!r} was started and its handle dropped: whether it ends well, nobody will know. "
+                "Write 'await' before the call, or keep what it returns and await that",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def __await__(self) -> Generator[Any, None, T]:
-        return self._future.__await__()
+        self._is_used = True
+        return self._running.future.__await__()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
+        self._is_used = True
         return self._operation.done
 
     def cancel(self) -> None:
         """End it on this rank. Its buffers are free when this returns."""
+        self._is_used = True
         self._operation.fail(asyncio.CancelledError())
 
     @property

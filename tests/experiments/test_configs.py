@@ -7,6 +7,7 @@ import pytest
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.job_name import user_name
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("ddp"))  # see parallel_pieces
@@ -43,7 +44,7 @@ def test_the_reference_run_is_the_one_that_is_documented(configs: Path) -> None:
     client = load(ClientFile, configs / "client.conf.json")
     rules = controller.federated
     assert (rules.rounds, rules.num_clients, rules.subset_size, rules.lr, rules.codec) == (10, 2, 6000, 0.01, "fp32")
-    assert (client.task.batch_size, client.task.momentum, controller.bus.job) == (64, 0.9, "mnist")
+    assert (client.task.batch_size, client.task.momentum, controller.bus.job) == (64, 0.9, f"mnist-{user_name()}")
 
 
 def test_options_of_the_command_win_over_the_environment_and_that_over_the_file(

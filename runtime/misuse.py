@@ -1,0 +1,141 @@
+"""Mistakes in a program that Python lets pass, or tells of in words of its own, become a sentence that says what to do.
+
+``with`` in place of ``async with``, a call that nobody awaits, a keyword that is spelt wrongly.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+
+from gradbus.runtime.errors import ConfigError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class WrongKeyword(ConfigError, TypeError):
+    """A function or a settings class has no such keyword; the text names the nearest one that it has."""
+
+
+def explain_keyword(what: str, wrong: str, known: Iterable[str]) -> str:
+    """The sentence about one wrong keyword of ``what``."""
+    names = sorted(known)
+    near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+    return f"{what} has no keyword {wrong!r}: {hint}"
+
+
+class Opening(AbstractAsyncContextManager[T]):
+    """What is to be entered with ``async with``, and says so to whoever uses it otherwise."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[T], call: str, gives: str) -> None:
+        self._manager = manager
+        self._call = call
+        self._do = f"write 'async with {call}(...) as {gives}:' in an async function, and use {gives} inside of it"
+
+    async def __aenter__(self) -> T:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._manager.__aexit__(kind, error, trace)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._call}(...) cannot be entered with 'with' alone: {self._do}; start that with asyncio.run"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached: ``with`` looks for it before it enters."""
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(f"{self._call}(...) is entered and not awaited: {self._do}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python itself and its tools look for
+            raise AttributeError(name)
+        raise AttributeError(f"{self._call}(...) has no {name!r}, for it has not been entered: {self._do}")
+
+
+def opening(
+    call: str, gives: str
+) -> Callable[[Callable[P, AsyncIterator[T]]], Callable[P, AbstractAsyncContextManager[T]]]:
+    """As ``contextlib.asynccontextmanager``, with sentences about what is done wrong with the function.
+
+    Args:
+        call: how a program calls it. gives: a name for what it gives.
+    """
+
+    def decorate(function: Callable[P, AsyncIterator[T]]) -> Callable[P, AbstractAsyncContextManager[T]]:
+        make = asynccontextmanager(function)
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[T]:
+            for name in kwargs:
+                if name not in known:
+                    raise WrongKeyword(explain_keyword(f"{call}()", name, known))
+            return Opening(make(*args, **kwargs), call, gives)
+
+        return wrapper
+
+    return decorate
+
+
+class _Call(Coroutine[Any, Any, T], Generic[T]):
+    """A coroutine that says so when it goes without having been started."""
+
+    def __init__(self, inner: Coroutine[Any, Any, T], call: str) -> None:
+        self._inner = inner
+        self._call = call
+        self._started = False
+
+    def send(self, value: Any) -> Any:
+        self._started = True
+        return self._inner.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._started = True
+        return self._inner.throw(*error)
+
+    def close(self) -> None:
+        self._started = True
+        self._inner.close()
+
+    def __await__(self) -> Any:
+        self._started = True
+        return self._inner.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # cr_frame and the like, for tools
+
+    def __del__(self) -> None:
+        if not self._started:
+            self._inner.close()
+            text = f"{self._call} was called and not awaited, so nothing has happened: write 'await {self._call}'"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def awaited(call: str) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, Coroutine[Any, Any, T]]]:
+    """For coroutine functions of which a forgotten ``await`` would leave a program standing there without a word.
+
+    Args:
+        call: how a program calls it, such as ``client.run()``.
+    """
+
+    def decorate(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        @wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+            return _Call(function(*args, **kwargs), call)
+
+        return wrapper
+
+    return decorate
