@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,10 @@ from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
 from gradbus.runtime import c_topics, ddsc, domains, idl_types, malloc
+from gradbus.runtime.ddsc import MatchedReader
 from gradbus.runtime.enveloping import Seals
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.exclusion import Claim, Exclusion
 from gradbus.runtime.missing_peers import Reach
 from gradbus.runtime.network import NetworkConfig, build_xml, leaves_machine
 from gradbus.runtime.security.standing import Standing
@@ -55,6 +57,7 @@ class Writer:
         self.idl_type = _TYPES[topic.idl_type]
         self._sertype = ddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
+        self.has_new_readers = False  # or has lost some, since somebody looked at who they are
         self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
@@ -62,6 +65,7 @@ class Writer:
         if not self.entity.take_status():
             return False
         self.matched = int(self.entity.get_publication_matched_status().current_count)
+        self.has_new_readers = True
         return True
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
@@ -114,6 +118,15 @@ class Writer:
         if code < 0:
             raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
         return True
+
+    def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
+        """See :func:`.ddsc.matched_readers`."""
+        return ddsc.matched_readers(self.entity, known)
+
+    @property
+    def throttled_s(self) -> float:
+        """How long writes have waited for readers, all together."""
+        return ddsc.throttled_s(self.entity)
 
     def wait_for_acks(self, timeout_s: float) -> bool:
         """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""
@@ -215,6 +228,7 @@ class Node:
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition
         self.participant = self._lease.entity
+        self.prefix = self._lease.prefix
         self.fast = False
         self.topics = domains.Topics(self.participant, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
@@ -240,6 +254,18 @@ class Node:
         matched endpoints change."""
         self._lease.discovery.look()
         self._lease.announcer.announce()
+
+    def exclusion(self) -> Exclusion:
+        """See :func:`.domains.exclusion`."""
+        return domains.exclusion(self._lease)
+
+    def own_prefixes(self) -> set[bytes]:
+        """Of the participants of this process, which other buses may use."""
+        return domains.own_prefixes(self._lease.domain_id)
+
+    def claims(self) -> dict[bytes, Claim]:
+        """See :func:`.domains.claims`."""
+        return domains.claims(self._lease)
 
     def start(self, receiver: Any) -> None:
         """What it has to say by itself, it says from now on, on the receive thread of its bus."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from cyclonedds.internal import DDS, dds_c_t
@@ -74,6 +74,34 @@ _waitset_detach = function("dds_waitset_detach", ct.c_int32, ct.c_int32, ct.c_in
 _waitset_wait = function("dds_waitset_wait", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t, ct.c_int64)
 _wait_for_acks = function("dds_wait_for_acks", ct.c_int32, ct.c_int32, ct.c_int64)
 
+
+class _Endpoint(ct.Structure):
+    """dds_builtintopic_endpoint_t."""
+
+    _fields_ = (
+        ("key", ct.c_uint8 * 16), ("participant", ct.c_uint8 * 16), ("participant_handle", ct.c_uint64),
+        ("topic", ct.c_char_p), ("type", ct.c_char_p), ("qos", ct.c_void_p),
+    )  # fmt: skip
+
+
+class _Statistic(ct.Structure):
+    """struct dds_stat_keyvalue, with a value of 64 bits."""
+
+    _fields_ = (("name", ct.c_char_p), ("kind", ct.c_int), ("value", ct.c_uint64))
+
+
+_matched_subscriptions = function("dds_get_matched_subscriptions", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
+_subscription_data = function(
+    "dds_get_matched_subscription_data", ct.POINTER(_Endpoint), ct.c_int32, ct.c_uint64, brief=True
+)
+_RELIABLE = 1  # DDS_RELIABILITY_RELIABLE
+_get_reliability = function("dds_qget_reliability", ct.c_bool, ct.c_void_p, ct.c_void_p, ct.c_void_p, brief=True)
+_free_endpoint = function("dds_builtintopic_free_endpoint", None, ct.POINTER(_Endpoint), brief=True)
+_create_statistics = function("dds_create_statistics", ct.c_void_p, ct.c_int32)
+_refresh_statistics = function("dds_refresh_statistics", ct.c_int32, ct.c_void_p)
+_lookup_statistic = function("dds_lookup_statistic", ct.c_void_p, ct.c_void_p, ct.c_char_p)
+_delete_statistics = function("dds_delete_statistics", None, ct.c_void_p)
+
 AVAILABLE = all(
     f is not None
     for f in (
@@ -101,17 +129,70 @@ def sertype_of(entity: Any) -> int:
 
 def matched_publications(reader: Any) -> set[int]:
     """Handles of the writers that the reader is matched with. Empty where the call is missing."""
-    if _matched_publications is None:
+    return _matched(_matched_publications, reader)
+
+
+def _matched(ask: Callable[..., Any] | None, entity: Any) -> set[int]:
+    if ask is None:
         return set()
     size = 256
     while True:
         handles = (ct.c_uint64 * size)()
-        count = _matched_publications(reader._ref, ct.byref(handles), size)
+        count = ask(entity._ref, ct.byref(handles), size)
         if count < 0:
             return set()
         if count <= size:
             return set(handles[:count])
         size = count + 16
+
+
+class MatchedReader(NamedTuple):
+    """A reader that a writer is matched with.
+
+    Attributes:
+        participant: GUID of its participant, 16 bytes.
+        is_reliable: whether the writer waits for it.
+    """
+
+    participant: bytes
+    is_reliable: bool
+
+
+def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
+    """Readers that the writer is matched with, by handle. Empty where a call is missing.
+
+    Args:
+        known: what was returned before, so that only new ones are asked for.
+    """
+    if _subscription_data is None or _free_endpoint is None:
+        return {}
+    readers: dict[int, MatchedReader] = {}
+    for handle in _matched(_matched_subscriptions, writer):
+        if handle in known:
+            readers[handle] = known[handle]
+        elif endpoint := _subscription_data(writer._ref, handle):  # none: it has gone meanwhile
+            kind = ct.c_int(_RELIABLE)
+            if _get_reliability is not None and endpoint.contents.qos:
+                _get_reliability(endpoint.contents.qos, ct.byref(kind), None)
+            readers[handle] = MatchedReader(bytes(endpoint.contents.participant), kind.value == _RELIABLE)
+            _free_endpoint(endpoint)
+    return readers
+
+
+def throttled_s(writer: Any) -> float:
+    """How long writes of this writer have waited for its readers, all together. 0 where a call is missing."""
+    create, refresh = _create_statistics, _refresh_statistics
+    lookup, delete = _lookup_statistic, _delete_statistics
+    if create is None or refresh is None or lookup is None or delete is None:
+        return 0.0
+    statistics = create(writer._ref)
+    if not statistics:
+        return 0.0
+    try:
+        at = lookup(statistics, b"time_throttle") if refresh(statistics) == RETCODE_OK else None
+        return float(_Statistic.from_address(at).value) / 1e9 if at else 0.0
+    finally:
+        delete(statistics)
 
 
 class WaitSet:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cyclonedds.core import DDSException
+from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
+from cyclonedds.core import DDSException, Policy
 from cyclonedds.domain import Domain
 
 from gradbus.runtime import peer_processes
 from gradbus.runtime.discovery import Announcer, Discovery, make_participant
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.exclusion import PREFIX_BYTES, Claim, Exclusion
 
 
 @dataclass(slots=True)
@@ -36,6 +38,11 @@ class Participant:
     discovery: Discovery  # of its domain
     partitions: set[str] = field(default_factory=set)
 
+    @property
+    def prefix(self) -> bytes:
+        """What all GUIDs of it begin with, and no other's."""
+        return bytes(self.entity.guid.bytes[:PREFIX_BYTES])
+
 
 @dataclass(slots=True)
 class _OpenDomain:
@@ -44,6 +51,7 @@ class _OpenDomain:
     users: int = 0
     discovery: Discovery | None = None
     participants: list[Participant] = field(default_factory=list)
+    exclusion: Exclusion | None = None
 
 
 _domains: dict[int, _OpenDomain] = {}
@@ -82,6 +90,41 @@ def release(participant: Participant, partition: str) -> None:
         participant.partitions.discard(partition)
         domain.users -= 1
         _close_unused(participant.domain_id, domain)
+
+
+def exclusion(participant: Participant) -> Exclusion:
+    """What shuts participants of others out of the domain, in this process. Raises OSError: that cannot be done."""
+    with _lock:
+        domain = _domains[participant.domain_id]
+        if domain.exclusion is None:
+            domain.exclusion = Exclusion(domain.xml, participant.domain_id, participant.prefix)
+        return domain.exclusion
+
+
+def own_prefixes(domain_id: int) -> set[bytes]:
+    """Of the participants that this process has in a domain."""
+    with _lock:
+        domain = _domains.get(domain_id)
+        return set() if domain is None else {participant.prefix for participant in domain.participants}
+
+
+def claims(participant: Participant) -> dict[bytes, Claim]:
+    """What discovery says of each participant of the domain, by prefix. Takes a millisecond or more."""
+    found: dict[bytes, Claim] = {}
+    with made_by_dds("a reader of discovery"):
+        reader = BuiltinDataReader(participant.entity, BuiltinTopicDcpsParticipant)
+    try:
+        for sample in reader.take(N=4096):
+            if sample.key is None or sample.qos is None:
+                continue
+            told = {policy.key: policy.value for policy in sample.qos if isinstance(policy, Policy.Property)}
+            found[sample.key.bytes[:PREFIX_BYTES]] = Claim(
+                told.get("__Hostname", ""), told.get("__ProcessName", ""), told.get("__Pid", ""),
+                told.get("__NetworkAddresses", ""),
+            )  # fmt: skip
+    finally:
+        delete(reader)
+    return found
 
 
 def _open(domain_id: int, xml: str) -> _OpenDomain:
@@ -128,6 +171,8 @@ def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
     if domain.discovery is not None:
         domain.discovery.close()
     peer_processes.watched.rest()
+    if domain.exclusion is not None:
+        domain.exclusion.close()
     for participant in domain.participants:
         delete(participant.entity)
     domain.entity = None  # the binding deletes the domain with its object

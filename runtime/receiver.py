@@ -29,6 +29,7 @@ from gradbus.runtime.topics import TOPICS
 
 PARKED_S = 0.003  # how often the thread looks whether its turn was given back
 LONG_PARKED_S = 0.012  # the same when visitors have come again and again: each look takes their core, and the GIL
+NEW_READERS_S = 0.05  # after so long somebody looks at whose they are
 CARE_S = 0.002  # how often functions are called that look after something
 # A visitor looks again and again for so long before it sleeps. To sleep and be woken takes 50 us, and on a virtual
 # machine as much of the waker's time; 64 KiB are on their way for up to 250 us. So all_reduce of 64 KiB takes a tenth
@@ -84,6 +85,10 @@ class Receiver(threading.Thread):
         self._cares: list[Callable[[], bool]] = []
         self._new_cares: deque[Callable[[], bool]] = deque()
         self.each_turn: Callable[[], None] | None = None  # called on the thread, at least once a second
+        # Called on the thread as well; returns the seconds after which it wants to be called again at the latest.
+        self.watch: Callable[[], float] | None = None
+        self.has_new_readers = False  # some writer has, or has lost some, or is gone; for ``watch``
+        self._watch_s = IDLE_S
         self._liveness = Liveness(
             lease_s,
             lambda claim: peer_processes.watched.watch(claim, self._on_ended),
@@ -95,6 +100,11 @@ class Receiver(threading.Thread):
         self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
         self.fault: BaseException | None = None
+
+    @property
+    def writers(self) -> Sequence[Writer]:
+        """Those that are watched. For the thread."""
+        return self._writers
 
     # Called on the loop
 
@@ -217,7 +227,7 @@ class Receiver(threading.Thread):
                     continue
                 parked_s = PARKED_S
                 with self._turn:
-                    self._take_turn(IDLE_S)
+                    self._take_turn(min(IDLE_S, self._watch_s))
         except BaseException as error:
             self._fail(error)
             raise
@@ -245,6 +255,8 @@ class Receiver(threading.Thread):
         numbers = sorted(self._waiter.wait(min(timeout_s, CARE_S) if self._cares else timeout_s))
         if self.each_turn is not None:
             self.each_turn()
+        if self.watch is not None:
+            self._watch_s = self.watch()
         if self._cares:
             self._cares = [function for function in self._cares if function()]
         if gone := self._liveness.look(time.monotonic()):
@@ -301,6 +313,7 @@ class Receiver(threading.Thread):
                 endpoint.reader.delete()
             elif isinstance(endpoint, Writer) and endpoint in self._writers:
                 self._writers.remove(endpoint)
+                self.has_new_readers = True
                 self._waiter.detach(endpoint.entity)
                 endpoint.delete()
             self._watched = {number: one for number, one in self._watched.items() if one is not endpoint}
@@ -312,7 +325,9 @@ class Receiver(threading.Thread):
         changes = _Changes()
         for one in endpoints:
             if isinstance(one, Writer):
-                changes.any |= one.refresh()
+                if one.refresh():
+                    changes.any = self.has_new_readers = True
+                    self._watch_s = min(self._watch_s, NEW_READERS_S)
             elif one.reader.refresh():
                 changes.any = True
                 changes.sources.append((one, one.reader.sources()))

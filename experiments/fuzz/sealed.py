@@ -118,7 +118,10 @@ def _read_greeting(data: bytes) -> None:
 
 def _greeting_seeds() -> list[bytes]:
     answers = {bytes([number]) * 16: number for number in range(3)}
-    return [pack_greeting(Greeting(bytes(16), of, (1, 7), "host 1")) for of in ({}, answers)] + [b"", bytes(100)]
+    return [pack_greeting(Greeting(bytes(16), of, (1, 7), "host 1", bytes(12))) for of in ({}, answers)] + [
+        b"",
+        bytes(100),
+    ]
 
 
 def _read_key(data: bytes) -> None:

@@ -70,6 +70,8 @@ class Applicant:
         keys: what it has been given; None before it was let in for the first time.
         ranks: the keys of a job of ranks, if this is one. ids: ranks that this node may be there.
         on_removed: gets the sessions of processes that must not take part any more.
+        participant: what the GUIDs of this process's DDS participant begin with. controller_participant: of that of the
+            controller, as it says itself; empty before it let this node in.
         on_joined: called when it was let in by this start of the controller, or refused.
     """
 
@@ -81,6 +83,8 @@ class Applicant:
         self.role: Role = role
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
         self.start = new_incarnation()
+        self.participant = bytes(epoch.PARTICIPANT_BYTES)
+        self.controller_participant = b""
         self.refusal = ""
         self.doubt = ""
         self.keys: MembershipKeys | None = None
@@ -293,6 +297,7 @@ class Applicant:
             self._ask_s = min(LONGEST_ASK_S, 2 * self._ask_s)
         if isinstance(word, epoch.Handed):
             keys.take(word, now_s)
+            self.controller_participant = word.participant
         elif isinstance(word, epoch.HandedToRanks):
             self.ids = word.ids
             self.on_removed(set(word.removed) - {self.session})
@@ -303,7 +308,7 @@ class Applicant:
         self.keys = keys
         if is_other:
             self.on_joined()
-        return [keys.outgoing.seal(JOIN_TOPIC, (epoch.pack(epoch.Have(word.epoch)),))]
+        return [keys.outgoing.seal(JOIN_TOPIC, (epoch.pack(epoch.Have(word.epoch, self.participant)),))]
 
     def tick(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
         """Do what it is time for. ``alive``: whether DDS still sees the writer of a beacon. What to say."""

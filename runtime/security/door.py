@@ -51,6 +51,7 @@ class Door:
         dropped: what was not taken, by reason.
         ranks: of a job of ranks, the keys that this process itself seals with; None: a federated run.
         on_removed: gets the sessions of processes that must not take part any more.
+        participant: what the GUIDs of this process's DDS participant begin with.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Door:
         self.key = key
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
         self.start = new_incarnation()
+        self.participant = bytes(epoch.PARTICIPANT_BYTES)
         self.refusal = ""
         self.dropped: Counter[str] = Counter()
         self.events = Events()
@@ -94,6 +96,11 @@ class Door:
     def members(self) -> dict[str, Joined]:
         """Who has been let in, by name."""
         return self._members
+
+    @property
+    def participants(self) -> set[bytes]:
+        """Of the members, as they say themselves. Any thread may ask."""
+        return {member.participant for member in list(self._members.values()) if member.participant}
 
     @property
     def group(self) -> OutgoingStreams:
@@ -165,6 +172,7 @@ class Door:
             word = None if opened is None else epoch.parse(opened[0])
             if opened is not None and isinstance(word, epoch.Have):
                 self.rotation.has(opened[1].id, word.epoch)
+                opened[1].participant = word.participant
             return self.tick(now_s)
         if self.refusal:
             return []
@@ -364,7 +372,9 @@ class Door:
             return member.outgoing.seal(JOIN_TOPIC, (epoch.pack(to_ranks),))
         floors = [max(0, group.last(topic) - self.retained(topic)) for topic in epoch.TOPICS]
         said = (max(0, self.speaker.last_of.get(epoch.COMMANDS, 0) - 1), self.speaker.last)
-        word = epoch.Handed(group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said)
+        word = epoch.Handed(
+            group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said, self.participant
+        )  # fmt: skip
         return member.outgoing.seal(JOIN_TOPIC, (epoch.pack(word),))
 
     # What changes

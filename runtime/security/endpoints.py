@@ -135,10 +135,16 @@ class SealedNode(Node):
         self.needs_crc = False  # the tag of the envelope tells as well, and a checksum takes longer than sealing
 
     def start(self, receiver: Any) -> None:
-        """Greet."""
+        """Greet, and keep an eye on readers of those who do not."""
+        from gradbus.runtime.security.foreign_readers import ForeignReaders
         from gradbus.runtime.security.greeter import Greeter
 
         Greeter(self, receiver)
+        ForeignReaders(self, receiver, self.members)
+
+    def members(self) -> set[bytes] | None:
+        """See :class:`.foreign_readers.Members`."""
+        return self.seal.peers.participants if self.seal.keys.is_in else None
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> SealedWriter:
         """See :meth:`.dds.Node.topic_writer`."""

@@ -20,12 +20,13 @@ from gradbus.runtime.security.shared_keys import SECRET_BYTES, SharedKey
 EPOCH_S = 24 * 3600.0
 EPOCH_FRAMES = 1 << 32
 GRACE_S = 10.0  # what was sealed with a member's former keys may still be on its way for so long
-VERSION = 1
+VERSION = 2
 _KEYS, _HAVE, _RANK_KEYS = 1, 2, 3
 COMMANDS, MODELS, CONTROL = "train/train_cmd", "train/model_blob", "train/control"
 TOPICS = (COMMANDS, MODELS, CONTROL)  # on which the controller talks to all
-_KEYS_BODY = struct.Struct("<BBHI32sQQQQQ")
-_HAVE_BODY = struct.Struct("<BBHI")
+_KEYS_BODY = struct.Struct("<BBHI32sQQQQQ12s")
+_HAVE_BODY = struct.Struct("<BBHI12s")
+PARTICIPANT_BYTES = 12  # what the GUIDs of a DDS participant begin with
 _RANK_HEAD = struct.Struct("<BBHI32sHH")
 _RANGE = struct.Struct("<II")
 MAX_REMOVED = 2048  # sessions of one line: two for each rank that a group can have
@@ -38,12 +39,14 @@ class Handed(NamedTuple):
         epoch, secret: of the key.
         floors: by topic, the counter up to which envelopes under it are from before.
         said: numbers up to which what the controller signed is from before, of commands and of all else.
+        participant: what the GUIDs of the controller's DDS participant begin with: its readers are a member's.
     """
 
     epoch: int
     secret: bytes
     floors: tuple[int, int, int]
     said: tuple[int, int]
+    participant: bytes = bytes(PARTICIPANT_BYTES)
 
     def __repr__(self) -> str:
         return f"Handed(epoch={self.epoch}, floors={self.floors}, said={self.said})"
@@ -68,9 +71,11 @@ class HandedToRanks(NamedTuple):
 
 
 class Have(NamedTuple):
-    """Member to controller, under their own key: I have the key of that epoch."""
+    """Member to controller, under their own key: I have the key of that epoch. ``participant``: what the GUIDs of the
+    member's DDS participant begin with."""
 
     epoch: int
+    participant: bytes = bytes(PARTICIPANT_BYTES)
 
 
 Word = Handed | HandedToRanks | Have
@@ -79,12 +84,14 @@ Word = Handed | HandedToRanks | Have
 def pack(word: Word) -> bytes:
     """Bytes of what is said about keys."""
     if isinstance(word, Have):
-        return _HAVE_BODY.pack(VERSION, _HAVE, 0, word.epoch)
+        return _HAVE_BODY.pack(VERSION, _HAVE, 0, word.epoch, word.participant)
     if isinstance(word, HandedToRanks):
         removed = word.removed[-MAX_REMOVED:]
         head = _RANK_HEAD.pack(VERSION, _RANK_KEYS, 0, word.epoch, word.secret, len(word.ids), len(removed))
         return b"".join((head, *(_RANGE.pack(*one) for one in word.ids), *removed))
-    return _KEYS_BODY.pack(VERSION, _KEYS, 0, word.epoch, word.secret, *word.floors, *word.said)
+    return _KEYS_BODY.pack(
+        VERSION, _KEYS, 0, word.epoch, word.secret, *word.floors, *word.said, word.participant
+    )  # fmt: skip
 
 
 def parse(data: memoryview) -> Word:
@@ -92,13 +99,13 @@ def parse(data: memoryview) -> Word:
     if len(data) >= _RANK_HEAD.size and data[1] == _RANK_KEYS:
         return _parse_for_ranks(data)
     if len(data) == _HAVE_BODY.size:
-        version, kind, reserved, epoch = _HAVE_BODY.unpack(data)
+        version, kind, reserved, epoch, participant = _HAVE_BODY.unpack(data)
         if (version, kind, reserved) == (VERSION, _HAVE, 0):
-            return Have(epoch)
+            return Have(epoch, participant)
     if len(data) == _KEYS_BODY.size:
-        version, kind, reserved, epoch, secret, a, b, c, command, other = _KEYS_BODY.unpack(data)
+        version, kind, reserved, epoch, secret, a, b, c, command, other, participant = _KEYS_BODY.unpack(data)
         if (version, kind, reserved) == (VERSION, _KEYS, 0):
-            return Handed(epoch, secret, (a, b, c), (command, other))
+            return Handed(epoch, secret, (a, b, c), (command, other), participant)
     raise FrameError("join", f"{len(data)} bytes that say nothing about keys, or in another version")
 
 

@@ -29,10 +29,11 @@ MAX_LABEL_BYTES = 128
 REPEAT_S = 0.5  # how often at most to greet because of data from a session that is not proven
 _PACE_S = 0.004  # greetings of one process are so far apart, and further with more peers: many may start together
 _PACE_PEERS = 16
-# version, reserved, answers, bytes of the label, challenge, oldest retained command, oldest retained frame of a model
-_HEAD = struct.Struct("<BBHH16sQQ")
+# version, reserved, answers, bytes of the label, challenge, prefix of the participant's GUID, oldest retained command,
+# oldest retained frame of a model
+_HEAD = struct.Struct("<BBHH16s12sQQ")
 _ANSWER = struct.Struct("<16sI")
-_VERSION = 1
+_VERSION = 2
 _RETAINED = (TOPICS[TrainCmd].name, TOPICS[ModelBlob].name)
 
 
@@ -44,19 +45,21 @@ class Greeting(NamedTuple):
         answers: challenges that it has heard, and in which second of its session.
         retained: of the topics that DDS retains, command and model: the oldest counter that it may still have.
         label: host and process, for people.
+        participant: what the GUIDs of its DDS participant begin with: whose readers are a member's.
     """
 
     challenge: bytes
     answers: dict[bytes, int]
     retained: tuple[int, int]
     label: str
+    participant: bytes
 
 
 def pack_greeting(said: Greeting) -> bytes:
     """Bytes of a greeting, of which the newest ``MAX_ANSWERS`` answers are told."""
     told = list(said.answers.items())[-MAX_ANSWERS:]
     name = said.label.encode()[:MAX_LABEL_BYTES]
-    head = _HEAD.pack(_VERSION, 0, len(told), len(name), said.challenge, *said.retained)
+    head = _HEAD.pack(_VERSION, 0, len(told), len(name), said.challenge, said.participant, *said.retained)
     return b"".join((head, *(_ANSWER.pack(*answer) for answer in told), name))
 
 
@@ -64,7 +67,7 @@ def parse_greeting(data: memoryview) -> Greeting:
     """What a greeting says. Raises FrameError: ``greeting``."""
     if len(data) < _HEAD.size:
         raise FrameError("greeting", f"greeting of {len(data)} bytes, at least {_HEAD.size}")
-    version, reserved, count, label_bytes, challenge, command, model = _HEAD.unpack_from(data)
+    version, reserved, count, label_bytes, challenge, participant, command, model = _HEAD.unpack_from(data)
     answers_end = _HEAD.size + count * _ANSWER.size
     if (
         version != _VERSION or reserved or count > MAX_ANSWERS or label_bytes > MAX_LABEL_BYTES
@@ -72,7 +75,7 @@ def parse_greeting(data: memoryview) -> Greeting:
     ):  # fmt: skip
         raise FrameError("greeting", f"greeting of {len(data)} bytes, version {version}, says {count} answers")
     answers = dict(_ANSWER.iter_unpack(data[_HEAD.size : answers_end]))
-    return Greeting(challenge, answers, (command, model), str(data[answers_end:], "utf-8", "replace"))
+    return Greeting(challenge, answers, (command, model), str(data[answers_end:], "utf-8", "replace"), participant)
 
 
 def _none(sample: Any) -> Message | Frame:
@@ -101,6 +104,7 @@ class Greeter:
         self._receiver = receiver
         self._answers: dict[bytes, int] = {}
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
+        self._participant = node.prefix
         self._is_due = True
         self._greeted_s = -REPEAT_S
         reader = node.topic_reader(SESSION_TOPIC, _GreetingReader)
@@ -117,7 +121,7 @@ class Greeter:
         if peer is self._seal.peers.own:
             return
         said = parse_greeting(data)
-        peer.label = said.label
+        peer.label, peer.participant = said.label, said.participant
         heard_at = said.answers.get(self._seal.peers.challenge)
         if heard_at is not None and not peer.proven:
             peer.floor = max(0, heard_at - LEEWAY_S)
@@ -151,7 +155,7 @@ class Greeter:
         if self._is_due and now_s > self._greeted_s + _PACE_S * (len(self._seal.peers) // _PACE_PEERS):
             kept = self._seal.retained
             retained = (kept.get(_RETAINED[0], 1), kept.get(_RETAINED[1], 1))
-            said = Greeting(self._seal.peers.challenge, self._answers, retained, self._label)
+            said = Greeting(self._seal.peers.challenge, self._answers, retained, self._label, self._participant)
             body = pack_greeting(said)
             self._is_due = not self._writer.write((), (body,))
             # A write that DDS does not take has held up this thread for 10 ms: others need it more.

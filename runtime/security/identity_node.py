@@ -13,6 +13,7 @@ from gradbus.runtime.security import model_signature
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.endpoints import wire_topic
+from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.identity_endpoints import (
     ControllerSide,
     IdentityReader,
@@ -73,6 +74,7 @@ class IdentityNode(Node):
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
         self.needs_crc = False  # the tag of the envelope tells as well
         self.party = party
+        party.participant = self.prefix
         self._start = start
         self._retained: dict[str, int] = {}
         self._side: Side
@@ -85,6 +87,15 @@ class IdentityNode(Node):
     def start(self, receiver: Any) -> None:
         """Let others in, or ask to be."""
         self._start(self, receiver)
+        ForeignReaders(self, receiver, self.members)
+
+    def members(self) -> set[bytes] | None:
+        """See :class:`.foreign_readers.Members`. A client knows the controller alone, and has nothing to say to others:
+        what other clients do not take in time, is not sent to them for a while."""
+        if isinstance(self.party, Door):
+            return self.party.participants
+        known = self.party.controller_participant
+        return {known} if known else None
 
     def refused(self) -> None:
         """Actors are told by what they want to say next."""

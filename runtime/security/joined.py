@@ -26,6 +26,7 @@ class Joined:
     heard_s: float
     former: IncomingStreams | None = None
     former_until_s: float = 0.0
+    participant: bytes = b""  # what the GUIDs of its DDS participant begin with, as it says itself
 
     @property
     def id(self) -> str:

@@ -47,6 +47,7 @@ class Peer:
     session: bytes
     proven: bool = False
     label: str = ""  # host and process, as it says itself
+    participant: bytes = b""  # what the GUIDs of its DDS participant begin with, as it says itself
     floor: int = 0  # moment of the session: what it sealed before is old
     retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
     heard_s: float = 0.0
@@ -79,6 +80,11 @@ class Peers:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    @property
+    def participants(self) -> set[bytes]:
+        """Of the sessions that are proven. Any thread may ask."""
+        return {peer.participant for peer in list(self._peers.values()) if peer.proven and peer.participant}
 
     def get(self, session: bytes) -> Peer | None:
         """The session, if an envelope of it was opened."""

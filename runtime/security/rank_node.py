@@ -18,6 +18,7 @@ from gradbus.runtime.security.allow_list import Ids, ids_text, is_within
 from gradbus.runtime.security.applicant import Applicant
 from gradbus.runtime.security.door import Door
 from gradbus.runtime.security.endpoints import SealedNode
+from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.greeter import Greeter
 from gradbus.runtime.security.identity_key import public_text
 from gradbus.runtime.security.rank_keys import RankKeys
@@ -107,6 +108,7 @@ class RankNode(SealedNode):
         seal = Seal(partition, keys, party.session)
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast, seal=seal)
         self.party = party
+        party.participant = self.prefix
         self.keys = keys
         self.standing = self._standing = RankStanding(party, keys)
         self._start = start
@@ -131,6 +133,7 @@ class RankNode(SealedNode):
         self.party.on_removed = removed
         self._start(self, receiver)  # first: keys come before what is sealed with them
         self._greeter = Greeter(self, receiver)
+        ForeignReaders(self, receiver, self.members)
 
     def refused(self) -> None:
         """This process must not go on."""

@@ -274,7 +274,7 @@ def test_what_ranks_are_handed_is_read_as_it_was_written_and_nothing_else_is(
     assert epoch.parse(memoryview(packed)) == word._replace(removed=word.removed[-256:])
     assert word.secret.hex() not in repr(word)
     cut = data.draw(st.integers(0, len(packed) - 1))
-    for wrong in (packed[:cut], packed + b"x", bytes([2]) + packed[1:]):
+    for wrong in (packed[:cut], packed + b"x", bytes([epoch.VERSION + 1]) + packed[1:]):
         with pytest.raises(FrameError):
             epoch.parse(memoryview(wrong))
 

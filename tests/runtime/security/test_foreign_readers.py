@@ -1,0 +1,226 @@
+"""Readers of somebody without a key, in a process of its own, that take nothing: they do not hold up a sealed job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from identities import Identities
+from structlog.testing import capture_logs
+
+import gradbus
+from gradbus.runtime.bus import Bus
+from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.messages import ModelBlob
+from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.security import Security, foreign_readers
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+
+pytestmark = pytest.mark.slow
+STRANGER = Path(__file__).parents[2] / "support" / "never_takes.py"
+MODEL = bytes(4 << 20)
+LEASE_S = 20.0  # a busy machine stands still for longer than a short one
+_numbers = count()
+
+# A member that only listens, until its standard input is closed.
+MEMBER = """
+import asyncio, sys
+from pathlib import Path
+import gradbus
+from gradbus.runtime.messages import ModelBlob
+from gradbus.runtime.security import Security
+
+async def main():
+    job, domain, key, lease_s = sys.argv[1:]
+    security = Security(level="psk", key_file=Path(key))
+    async with gradbus.connect(job=job, domain=int(domain), lease_s=float(lease_s), security=security) as bus:
+        with bus.subscribe(ModelBlob) as inbox:
+            print("listens", flush=True)
+            drop = asyncio.create_task(forget(inbox))
+            await asyncio.to_thread(sys.stdin.read)
+
+async def forget(inbox):
+    async for _ in inbox:
+        pass
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def place() -> dict[str, Any]:
+    number = next(_numbers)
+    return {"job": f"beset-{os.getpid()}-{number}", "domain": random.randrange(40, 100), "lease_s": LEASE_S}
+
+
+@pytest.fixture
+def keyed(place: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    write_secret_file(tmp_path / "key", new_job_key().text)
+    return {**place, "security": Security(level="psk", key_file=tmp_path / "key")}
+
+
+@contextmanager
+def stranger(domain: int, participants: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """Watches discovery already when this is entered."""
+    command = [sys.executable, str(STRANGER), str(domain), str(participants)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "watching\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def run(main: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
+
+
+async def takes(inbox: Any) -> None:
+    async for _ in inbox:
+        pass
+
+
+async def sends_models(bus: Bus, rounds: int) -> list[float]:
+    """How long each took to be sent."""
+    taken_s = []
+    for number in range(1, rounds + 1):
+        began_s = time.monotonic()
+        await bus.send_model(FrameKey(Kind.MODEL, 1, number, CONTROLLER, 1), MODEL)
+        taken_s.append(time.monotonic() - began_s)
+    return taken_s
+
+
+async def goes_on_beside_strangers(one: Bus, other: Bus, process: subprocess.Popen[str], participants: int) -> None:
+    """``one`` sends models to ``other``, and strangers read them, too."""
+    with other.subscribe(ModelBlob) as inbox:
+        taking = asyncio.create_task(takes(inbox))
+        one.open_writer(ModelBlob)
+        await one.matched(lambda: one.matched_readers(ModelBlob) > participants, timeout_s=20)
+        with capture_logs() as logs:
+            taken_s = await sends_models(one, 20)  # five times as much as DDS keeps for readers that do not take it
+            await until(lambda: one.matched_readers(ModelBlob) >= 1)
+        taking.cancel()
+    assert one.rejected["foreign reader"] == participants
+    told = [line for line in logs if line["event"] == "readers of no member are shut out"]
+    assert [(line["pid"], line["user"], line["participants"]) for line in told] == [
+        (str(process.pid), os.getuid(), participants)
+    ]
+    assert sum(taken_s) < 6 * foreign_readers.GRACE_S  # 0.1 s without strangers, and for ever without a cure
+
+
+def test_a_stranger_that_takes_nothing_is_named_and_does_not_hold_up_a_job_with_a_key(keyed: dict[str, Any]) -> None:
+    async def main() -> None:
+        with stranger(keyed["domain"], 3) as process:
+            async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other:
+                await goes_on_beside_strangers(one, other, process, 3)
+
+    run(main())
+
+
+def test_the_same_where_nodes_have_keys_of_their_own(place: dict[str, Any], tmp_path: Path) -> None:
+    known = Identities(tmp_path, clients=1)
+
+    def security(name: str) -> Security:
+        said = known.security(name)
+        return Security(**{key: Path(value) if key.endswith("_file") else value for key, value in said.items()})
+
+    async def main() -> None:
+        with stranger(place["domain"], 2) as process:
+            async with (
+                gradbus.connect(**place, security=security("server")) as server,
+                gradbus.connect(**place, security=security("robot-0")) as client,
+            ):
+                await goes_on_beside_strangers(server, client, process, 2)
+
+    run(main())
+
+
+def test_collectives_over_dds_go_on_beside_a_stranger_and_blame_no_rank(keyed: dict[str, Any]) -> None:
+    network = NetworkConfig(lease_s=LEASE_S, shared_memory=False)
+    place = {key: value for key, value in keyed.items() if key != "lease_s"} | {"network": network}
+
+    async def rank(bus: Bus, number: int, process: subprocess.Popen[str]) -> None:
+        values = torch.full((1 << 20,), number + 1.0)
+        async with gradbus.join_group(bus, rank=number, world=2, timeout_s=20, collective_timeout_s=8) as group:
+            if number == 0:  # its reader of what goes to all, and of what goes to rank 0
+                assert process.stdout is not None
+                while "train/frame" not in await asyncio.to_thread(process.stdout.readline):
+                    pass
+            await group.barrier("the stranger is there")
+            for step in range(20):
+                assert torch.all(await group.all_reduce(f"step {step}", values, op="sum") == 3)
+
+    async def main() -> None:
+        with stranger(place["domain"], 1) as process:
+            async with AsyncExitStack() as stack:
+                buses = [await stack.enter_async_context(gradbus.connect(**place)) for _ in range(2)]
+                async with asyncio.TaskGroup() as ranks:
+                    for number, bus in enumerate(buses):
+                        ranks.create_task(rank(bus, number, process))
+                assert sum(bus.rejected["foreign reader"] for bus in buses) > 0
+
+    run(main())
+
+
+def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
+    keyed: dict[str, Any], tmp_path: Path
+) -> None:
+    async def main(member: subprocess.Popen[str]) -> None:
+        async with gradbus.connect(**keyed) as bus:
+            bus.open_writer(ModelBlob)
+            await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+            await until(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
+            member.send_signal(signal.SIGSTOP)
+            sending = asyncio.create_task(sends_models(bus, 12))
+            done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
+            assert not done
+            member.send_signal(signal.SIGCONT)
+            await sending
+            assert bus.rejected["foreign reader"] == 0
+
+    command = [sys.executable, "-c", MEMBER, keyed["job"], str(keyed["domain"]), str(tmp_path / "key"), str(LEASE_S)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as member:
+        try:
+            run(main(member))
+        finally:
+            member.kill()
+
+
+def test_who_was_shut_out_is_found_again_when_the_time_is_over(
+    keyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_readers, "SHUT_OUT_S", 1.0)
+
+    async def main() -> None:
+        with stranger(keyed["domain"], 1):
+            async with gradbus.connect(**keyed) as bus:
+                bus.open_writer(ModelBlob)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) >= 1, timeout_s=20)
+                await sends_models(bus, 8)
+                assert bus.rejected["foreign reader"] == 1
+                await until(lambda: bus.matched_readers(ModelBlob) == 0)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) >= 1, timeout_s=10)
+
+    run(main())
