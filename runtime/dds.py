@@ -30,6 +30,7 @@ from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
 from gradbus.runtime import c_topics, ddsc, domains, idl_types, malloc
+from gradbus.runtime.dds_log import dds_log
 from gradbus.runtime.ddsc import MatchedReader
 from gradbus.runtime.enveloping import Seals
 from gradbus.runtime.errors import BusError
@@ -254,6 +255,7 @@ class Node:
         matched endpoints change."""
         self._lease.discovery.look()
         self._lease.announcer.announce()
+        dds_log.tell()
 
     def exclusion(self) -> Exclusion:
         """See :func:`.domains.exclusion`."""

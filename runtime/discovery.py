@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
@@ -56,19 +57,44 @@ def discovery_ports(domain_id: int) -> range:
 
 def own_addresses(domain_id: int) -> list[tuple[str, int]]:
     """Where DDS in this process listens for news of other participants of a domain."""
-    ports, found = discovery_ports(domain_id), []
+    found = []
+    for one in _own_sockets(discovery_ports(domain_id)):
+        address, port = one.getsockname()
+        found.append(("127.0.0.1" if address == "0.0.0.0" else address, port))
+    return found
+
+
+def keep_to_loopback(domain_id: int) -> bool:
+    """Have the sockets of a domain that is open in this process take what comes over interface ``lo`` alone. Cyclone
+    binds them to all addresses, whatever interface it is to use, so that others could send to them.
+
+    Returns:
+        Whether the kernel does so. False: one before Linux 5.7, or a sandbox that does not let it.
+    """
+    first = 7400 + 250 * domain_id
+    bound = []
+    for one in _own_sockets(range(first, first + 250)):
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            bound.append(True)
+        except OSError:
+            bound.append(False)
+    return bool(bound) and all(bound)
+
+
+def _own_sockets(ports: range) -> Iterator[socket.socket]:
+    """UDP sockets of this process that are bound to one of these ports. Each is closed again, as the copy that it is,
+    when the next one is asked for."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family == socket.AF_INET and one.type == socket.SOCK_DGRAM:
-                    address, port = one.getsockname()
-                    if port in ports:
-                        found.append(("127.0.0.1" if address == "0.0.0.0" else address, port))
+                is_udp = one.family == socket.AF_INET and one.type == socket.SOCK_DGRAM
+                if is_udp and one.getsockname()[1] in ports:
+                    yield one
         except OSError:  # it has been closed meanwhile
             continue
-    return found
 
 
 class Discovery:
@@ -163,4 +189,6 @@ class Announcer:
 
 
 def _user_data(count: int) -> Qos:
-    return Qos(Policy.Userdata(data=f"{peer_processes.own_claim()}\n{count}".encode()))
+    # A property of one's own takes the place of those that Cyclone adds: names of host and process, in clear.
+    number = Policy.Property(key="__Pid", value=str(os.getpid()), propagate=True)
+    return Qos(Policy.Userdata(data=f"{peer_processes.own_claim()}\n{count}".encode()), number)

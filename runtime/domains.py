@@ -19,9 +19,11 @@ from cyclonedds.core import DDSException, Policy
 from cyclonedds.domain import Domain
 
 from gradbus.runtime import peer_processes
-from gradbus.runtime.discovery import Announcer, Discovery, make_participant
+from gradbus.runtime.dds_log import dds_log
+from gradbus.runtime.discovery import Announcer, Discovery, keep_to_loopback, make_participant
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.exclusion import PREFIX_BYTES, Claim, Exclusion
+from gradbus.runtime.network import leaves_machine
 
 
 @dataclass(slots=True)
@@ -37,11 +39,10 @@ class Participant:
     announcer: Announcer
     discovery: Discovery  # of its domain
     partitions: set[str] = field(default_factory=set)
+    prefix: bytes = b""  # what all GUIDs of it begin with, and no other's
 
-    @property
-    def prefix(self) -> bytes:
-        """What all GUIDs of it begin with, and no other's."""
-        return bytes(self.entity.guid.bytes[:PREFIX_BYTES])
+    def __post_init__(self) -> None:
+        self.prefix = bytes(self.entity.guid.bytes[:PREFIX_BYTES])
 
 
 @dataclass(slots=True)
@@ -137,17 +138,20 @@ def _open(domain_id: int, xml: str) -> _OpenDomain:
     if known is not None:
         return known
     try:
-        entity = Domain(domain_id, xml)
+        with dds_log.captured():
+            entity = Domain(domain_id, xml)
     except DDSException as error:
         if error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
             raise ConfigError(
                 f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
                 f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
             ) from None
+        why = "; ".join(dds_log.lines()[-3:]) or "its reason stands on stderr"
         raise ConfigError(
-            f"Cyclone DDS refused the configuration of domain {domain_id}; its reason stands on stderr. "
-            f"Check CYCLONEDDS_URI, or unset it"
+            f"Cyclone DDS refused the configuration of domain {domain_id}: {why}. Check CYCLONEDDS_URI, or unset it"
         ) from None
+    if not leaves_machine(xml):
+        keep_to_loopback(domain_id)
     known = _domains[domain_id] = _OpenDomain(xml, entity)
     return known
 

@@ -67,6 +67,7 @@ class Receiver(threading.Thread):
         self._on_matched = on_matched
         self._on_fault = on_fault
         self._look_around = look_around
+        self._looked_s = time.monotonic()
         self._stop_flag = False
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
@@ -259,9 +260,11 @@ class Receiver(threading.Thread):
             self._watch_s = self.watch()
         if self._cares:
             self._cares = [function for function in self._cares if function()]
-        if gone := self._liveness.look(time.monotonic()):
+        now_s = time.monotonic()
+        if gone := self._liveness.look(now_s):
             self._tell_gone(gone)
-        if not numbers and timeout_s >= IDLE_S:
+        if now_s > self._looked_s + IDLE_S:
+            self._looked_s = now_s
             self._look_around()
         if not numbers and not self._after_drain:
             return False

@@ -22,12 +22,11 @@ from typing import ClassVar, Protocol
 
 from gradbus.runtime.dds import Node, Writer
 from gradbus.runtime.ddsc import MatchedReader
-from gradbus.runtime.errors import BusError
 from gradbus.runtime.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.receiver import IDLE_S, Receiver
 
-LOOK_S = 0.05  # between two looks at writers that have guests
+LOOK_S, QUIET_LOOK_S = 0.05, 0.25  # between two looks at writers that have guests; the latter while none is held up
 WINDOW_S = 0.2  # over which is measured how long writes have waited
 HELD_UP = 0.25  # of that time; less is what readers cost that do their best
 # A member shows itself within milliseconds of being found, or later when its process or machine is busy. Once guests
@@ -91,11 +90,13 @@ class ForeignReaders:
         weakref.WeakSet()
     )  # of this process: a guest here may be a member there
 
-    def __init__(self, node: Node, receiver: Receiver, members: Members) -> None:
-        """Begin to look, on the receive thread."""
+    def __init__(self, node: Node, receiver: Receiver, members: Members, *, knows_all: bool = True) -> None:
+        """Begin to look, on the receive thread. ``knows_all``: this process knows all members, so that many guests are
+        too many, and who is shut out is none of them."""
         self._node = node
         self._receiver = receiver
         self.members = members
+        self._knows_all = knows_all
         self._watched: dict[Writer, _Watched] = {}
         self._guests: dict[bytes, float] = {}  # since when they are known
         self._shut: dict[bytes, _Shut] = {}
@@ -143,14 +144,16 @@ class ForeignReaders:
         self._guests = {prefix: self._guests.get(prefix, now_s) for prefix in present}
         out = self._harmful(suspects, now_s)
         settled = [one for one, since_s in self._guests.items() if now_s - since_s > GUEST_S]
-        if len(settled) > MAX_GUESTS:
+        if len(settled) > MAX_GUESTS and self._knows_all:
             out.update(dict.fromkeys(settled, ""))
         for prefix, shut in self._shut.items():
             if shut.is_out and prefix in present:  # it was faster than its placeholder
                 out.setdefault(prefix, "")
         self._shut_out(out, now_s)
         self._let_back(now_s)
-        return LOOK_S if self._guests else IDLE_S
+        if not self._guests:
+            return IDLE_S
+        return LOOK_S if self._strain_s > 0 or now_s < self._strict_until_s else QUIET_LOOK_S
 
     def _harmful(self, suspects: list[tuple[_Watched, set[bytes]]], now_s: float) -> dict[bytes, str]:
         """Guests for which writes wait, and the topic."""
@@ -182,7 +185,7 @@ class ForeignReaders:
         fresh = [prefix for prefix in chosen if prefix not in self._shut or not self._shut[prefix].is_out]
         claims: dict[bytes, Claim] = {}
         if fresh:
-            with contextlib.suppress(BusError, ValueError, TypeError):
+            with contextlib.suppress(Exception):  # what others announce may be anything
                 claims = self._node.claims()
         self._name(fresh, claims, out, now_s)
         own = self._node.own_prefixes()
@@ -256,10 +259,10 @@ class ForeignReaders:
                 facts = describe(claim)
             topic = why[of[0]]
             _tell(
-                "readers of no member are shut out",
+                "readers of no member are shut out" if self._knows_all else "readers of others are shut out",
                 why=f"writes of {topic} waited for them" if topic else "there are many, and each costs a copy",
                 **facts, participants=len(of), first=of[0].hex(), not_named_before=self._unnamed,
-                do="stop that process, or give it the key of the job",
+                do="stop that process, or give it the key" if self._knows_all else "see why it takes nothing",
             )  # fmt: skip
             self._unnamed = 0
 

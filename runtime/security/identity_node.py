@@ -87,7 +87,7 @@ class IdentityNode(Node):
     def start(self, receiver: Any) -> None:
         """Let others in, or ask to be."""
         self._start(self, receiver)
-        ForeignReaders(self, receiver, self.members)
+        ForeignReaders(self, receiver, self.members, knows_all=isinstance(self.party, Door))
 
     def members(self) -> set[bytes] | None:
         """See :class:`.foreign_readers.Members`. A client knows the controller alone, and has nothing to say to others:

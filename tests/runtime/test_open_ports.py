@@ -1,0 +1,71 @@
+"""What others can do to the UDP ports of a bus by sending there: they reach one of ``lo`` from this machine alone, and
+what they make Cyclone say does not fill anybody's log."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from bus_helpers import Run, until
+from structlog.testing import capture_logs
+
+import gradbus
+from gradbus.runtime import dds_log, discovery
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.messages import Control
+
+# A DATA submessage that ends before its header does.
+MALFORMED = b"RTPS\x02\x05\x01\x10" + bytes(range(12)) + bytes((0x15, 1, 4, 0)) + bytes(4)
+
+
+def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place):
+            first = 7400 + 250 * place["domain"]
+            devices = [
+                one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+                for one in discovery._own_sockets(range(first, first + 250))
+            ]
+            assert set(devices) == {b"lo"}
+
+    run(main)
+
+
+def test_malformed_packets_write_some_lines_in_the_log_and_their_number_and_nothing_to_stderr(
+    run: Run, place: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dds_log, "WINDOW_S", 1.5)
+
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus:
+            bus.open_writer(Control)
+            (address, *_) = discovery.own_addresses(place["domain"])
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody, capture_logs() as logs:
+                for _ in range(2_000):
+                    anybody.sendto(MALFORMED, address)
+                    await asyncio.sleep(0)
+                await until(lambda: any("lines" in line for line in logs))
+            told = [line["text"] for line in logs if line["event"] == "Cyclone DDS says"]
+            assert len(told) <= 3 * dds_log.LINES
+            assert "malformed packet" in told[0]
+            assert sum(line.get("lines", 0) for line in logs) > 10
+
+    run(main)
+    assert "malformed" not in capfd.readouterr().err
+
+
+def test_a_configuration_that_cyclone_refuses_is_refused_with_its_reason(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "CYCLONEDDS_URI", "<Domain><Discovery><LeaseDuration>3 parrots</LeaseDuration></Discovery></Domain>"
+    )
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="parrots"):
+            async with gradbus.connect(**place):
+                raise AssertionError("it opened")
+
+    run(main)
