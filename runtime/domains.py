@@ -146,7 +146,7 @@ def _open(domain_id: int, xml: str) -> _OpenDomain:
                 f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
                 f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
             ) from None
-        why = "; ".join(dds_log.lines()[-3:]) or "its reason stands on stderr"
+        why = "; ".join(line for line in dds_log.lines() if line.startswith("config:")) or "its reason stands on stderr"
         raise ConfigError(
             f"Cyclone DDS refused the configuration of domain {domain_id}: {why}. Check CYCLONEDDS_URI, or unset it"
         ) from None

@@ -184,43 +184,57 @@ def test_collectives_over_dds_go_on_beside_a_stranger_and_blame_no_rank(keyed: d
     run(main())
 
 
+@contextmanager
+def another_process(place: dict[str, Any], key_file: Path) -> Iterator[subprocess.Popen[str]]:
+    """One that takes models, if it has the key of the job, and samples that it cannot open, if not."""
+    command = [sys.executable, "-c", MEMBER, place["job"], str(place["domain"]), str(key_file), str(LEASE_S)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "listens\n"
+            yield process
+        finally:
+            process.kill()
+
+
 def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
     keyed: dict[str, Any], tmp_path: Path
 ) -> None:
-    async def main(member: subprocess.Popen[str]) -> None:
-        async with gradbus.connect(**keyed) as bus:
-            bus.open_writer(ModelBlob)
-            await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
-            await until(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
-            member.send_signal(signal.SIGSTOP)
-            sending = asyncio.create_task(sends_models(bus, 12))
-            done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
-            assert not done
-            member.send_signal(signal.SIGCONT)
-            await sending
-            assert bus.rejected["foreign reader"] == 0
-
-    command = [sys.executable, "-c", MEMBER, keyed["job"], str(keyed["domain"]), str(tmp_path / "key"), str(LEASE_S)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as member:
-        try:
-            run(main(member))
-        finally:
-            member.kill()
-
-
-def test_who_was_shut_out_is_found_again_when_the_time_is_over(
-    keyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(foreign_readers, "SHUT_OUT_S", 1.0)
-
     async def main() -> None:
-        with stranger(keyed["domain"], 1):
+        with another_process(keyed, tmp_path / "key") as member:
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) >= 1, timeout_s=20)
-                await sends_models(bus, 8)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await until(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
+                member.send_signal(signal.SIGSTOP)
+                sending = asyncio.create_task(sends_models(bus, 12))
+                done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
+                assert not done
+                member.send_signal(signal.SIGCONT)
+                await sending
+                assert bus.rejected["foreign reader"] == 0
+
+    run(main())
+
+
+def test_who_was_shut_out_and_takes_again_is_found_again_when_the_time_is_over(
+    keyed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_readers, "SHUT_OUT_S", 1.0)
+    write_secret_file(tmp_path / "other key", new_job_key().text)
+
+    async def main() -> None:
+        with another_process(keyed, tmp_path / "other key") as guest:
+            async with gradbus.connect(**keyed) as bus:
+                bus.open_writer(ModelBlob)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await sends_models(bus, 12)
+                assert bus.rejected["foreign reader"] == 0  # it takes what it is sent
+                guest.send_signal(signal.SIGSTOP)
+                await sends_models(bus, 12)
                 assert bus.rejected["foreign reader"] == 1
+                guest.send_signal(signal.SIGCONT)
                 await until(lambda: bus.matched_readers(ModelBlob) == 0)
-                await bus.matched(lambda: bus.matched_readers(ModelBlob) >= 1, timeout_s=10)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
 
     run(main())
