@@ -8,6 +8,11 @@ CODE := actors codecs experiments models runtime
 ID ?= 0
 ARGS ?=
 
+# LOCKED=1, which `.ci/run` says and a release should: nothing is installed that requirements.lock has no hash of. Without it a set-up
+# takes the same versions, and whatever files the registry has for them.
+IS_LOCKED := $(filter-out 0,$(LOCKED))
+PINS := $(if $(IS_LOCKED),requirements.lock,constraints.txt)
+
 # Containers often forbid it, and then every process compiles all of torch at its start, for 2 s.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -23,7 +28,7 @@ ifneq ($(NO_UV),)
 override UV :=
 else ifeq ($(origin UV),undefined)
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || ls $(BIN)/uv 2>/dev/null)
-FETCH_UV := $(if $(UV),,yes)
+FETCH_UV := $(if $(UV)$(IS_LOCKED),,yes)
 endif
 
 # uv does not read pip's configuration, and trusts the system's certificates only when it is told where they are.
@@ -42,7 +47,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv and install everything into it (again only when pyproject.toml or constraints.txt changed)
 
 # A failing step ends in one line that says what to do. uv that cannot reach its registry leaves the work to pip and pip's configuration.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(if $(IS_LOCKED),requirements.lock)
 	@$(PYTHON) $(NEW_ENOUGH) 2>/dev/null || { \
 		echo "make setup: needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
 			"Install one, then: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -57,11 +62,15 @@ $(STAMP): pyproject.toml constraints.txt
 		else echo "uv could not be fetched: going on with pip, which takes minutes"; fi; \
 	fi; \
 	if [ -n "$$uv" ]; then \
-		$(UV_ENV) $$uv pip install --python $(PY) -c constraints.txt -e '.[dev]' && exit 0; \
+		$(if $(IS_LOCKED),$(UV_ENV) $$uv pip install --python $(PY) --require-hashes -r requirements.lock && \
+			$(UV_ENV) $$uv pip install --python $(PY) --no-deps --no-build-isolation -e .,\
+		$(UV_ENV) $$uv pip install --python $(PY) -c constraints.txt -e '.[dev]') && exit 0; \
 		echo "uv could not install the packages: going on with pip, which takes minutes"; \
 	fi; \
 	$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	$(if $(IS_LOCKED),{ $(PY) -m pip install --disable-pip-version-check --require-hashes -r requirements.lock && \
+		$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .; },\
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]') || { \
 		echo "make setup: the packages could not be installed. Check that the package registry can be reached" \
 			"(PIP_INDEX_URL and UV_DEFAULT_INDEX name another one) and that 6 GB of disk are free, then: make setup" >&2; exit 1; }
 	@touch $@
@@ -137,7 +146,7 @@ smoke: wheel  ## install the wheel into a fresh environment and use it from an e
 	@rm -rf build/smoke && mkdir -p build/smoke/empty
 	@if [ -n "$(UV_NOW)" ]; then \
 		$(UV_ENV) $(UV_NOW) venv -q --python $(PY) build/smoke/venv && \
-		$(UV_ENV) $(UV_NOW) pip install -q --python build/smoke/venv/bin/python -c constraints.txt dist/*.whl; \
+		$(UV_ENV) $(UV_NOW) pip install -q --python build/smoke/venv/bin/python -c $(PINS) dist/*.whl; \
 	else \
 		$(PY) -m venv build/smoke/venv && \
 		build/smoke/venv/bin/python -m pip install -q --disable-pip-version-check --no-deps dist/*.whl && \
@@ -195,12 +204,15 @@ figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QU
 	@$(PY) -m gradbus.experiments.gallery $(if $(filter-out 0,$(QUICK)),--quick) $(ARGS)
 
 # Needs uv. Pins that still fit are kept; LOCK_ARGS=--upgrade takes the newest of everything.
-lock:  ## write constraints.txt anew from pyproject.toml
+lock:  ## write constraints.txt and requirements.lock anew from pyproject.toml
 	@test -n "$(UV_NOW)" || { echo "make lock: needs uv. Install it (pip install uv), then: make lock" >&2; exit 1; }
 	@mkdir -p build && cp constraints.txt build/constraints.txt
 	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --extra fuzz --no-header --no-annotate \
 		$(LOCK_ARGS) pyproject.toml -o build/constraints.txt
 	@{ echo "# Made by make lock: the versions that a set-up takes and the tests have seen."; cat build/constraints.txt; } >constraints.txt
+	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --no-header --no-annotate --no-emit-index-url \
+		--no-emit-find-links --generate-hashes -c constraints.txt pyproject.toml -o build/requirements.lock
+	@{ echo "# Made by make lock: what make setup LOCKED=1 installs, file by file."; cat build/requirements.lock; } >requirements.lock
 
 clean:  ## remove what building and testing left behind
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

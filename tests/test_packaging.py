@@ -181,6 +181,21 @@ def test_constraints_pin_every_dependency_and_name_nothing_else() -> None:
     assert names - {pin.split("==")[0] for pin in pins} == set(), "run: make lock"
 
 
+def test_the_lock_has_the_pinned_versions_each_with_hashes_and_names_no_registry() -> None:
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert "//" not in text
+    assert "--index" not in text
+    entries = [entry.split() for entry in text.replace("\\\n", " ").splitlines() if not entry.startswith("#")]
+    pins = {entry[0] for entry in entries}
+    known = set(
+        re.findall(r"^[a-z0-9-]+==[\w.]+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert pins - known == set(), "run: make lock"
+    assert {pin.split("==")[0] for pin in known - pins} == {"atheris"}  # make setup-fuzz alone takes it
+    for entry in entries:
+        assert any(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for word in entry), entry[0]
+
+
 def make_targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))
