@@ -27,16 +27,19 @@ from gradbus.actors.downlink import Downlink
 from gradbus.actors.evaluation import Evaluation
 from gradbus.actors.failures import Failures
 from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.heartbeat import MAX_NAMED
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
+from gradbus.actors.participation import NO_UPDATE
 from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport, report_of
 from gradbus.actors.rival import Rivals, claim_job
 from gradbus.actors.rounds import CLIENT_LOST, CLIENT_SILENT, TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
+from gradbus.actors.sample_cap import CAPPED
 from gradbus.actors.state_dict import copy_state
-from gradbus.actors.strategies import make_strategy, within_limits
+from gradbus.actors.strategies import make_strategy, sample_cap, within_limits
 from gradbus.actors.strategy import Strategy
 from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus
@@ -84,6 +87,8 @@ class Controller:
         self._round: Round | None = None
         self._wakeup = asyncio.Event()
         self._failures = Failures()
+        self._has_commanded = False
+        self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
         self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
         # Made by _open, off the loop: building a model and reading a checkpoint take their time.
         self._model: FlatModel
@@ -96,6 +101,7 @@ class Controller:
         self._model = FlatModel(self._task.build_model())
         self._strategy = within_limits(self._given_strategy or make_strategy(config, self._model.dim), config)
         self._strategy.check(config)
+        self._cap = sample_cap(self._strategy, config)
         self._state = RunState(config, self._model, self._strategy)
         # Later than every start before, whatever the clock says.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
@@ -124,6 +130,7 @@ class Controller:
             self._bus, self._identity, self._strategy, self._compute, dim=dim, run_id=state.run_id,
             max_bytes=up.max_bytes(dim), budget_bytes=config.receive_budget_bytes, max_samples=config.max_samples,
             conduct=state.conduct, on_strike=self._attendance.on_strike, on_change=self._changed, history=self._history,
+            cap=self._cap,
         )  # fmt: skip
         self._evaluation = Evaluation(self._task, self._model, state.weights, self._compute, config)
         self._presence = Presence(
@@ -217,6 +224,7 @@ class Controller:
                         self._bus, self._identity, self._members, self._intake, self._downlink, state.conduct, config,
                         run_id=state.run_id, next_round=self._next_round, rivals=Rivals(self._bus.job, self._identity),
                         changed=self._membership_changed, failed=self._client_failed, in_doubt=self._presence.in_doubt,
+                        participation=state.participation,
                     )  # fmt: skip
                     helpers = [
                         group.create_task(reception.run(inbox, group), name="reception"),
@@ -256,6 +264,8 @@ class Controller:
             self._compute.close()
             if hasattr(self, "_downlink"):
                 self._downlink.close()
+            if self._has_commanded:
+                self._name_who_never_counted()
             if hasattr(self, "_state"):
                 self._state.close()
             self._probe.end(phase=self.progress.phase, reason=reason, rejected=dict(self._bus.rejected))
@@ -275,9 +285,11 @@ class Controller:
             for client_id in lost:
                 reason = CLIENT_SILENT if client_id in unheard else CLIENT_LOST
                 self._intake.dropped[reason] += 1
+                self._missed[client_id] = reason
                 log.warning(reason, client=client_id, round=round_id)
             for client_id in found:
                 self._intake.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
+                self._missed.pop(client_id, None)
                 log.info("client waited for again", client=client_id, round=round_id)
         self.progress.clients = tuple(sorted(member.client_id for member in self._members if not member.silent))
         self.progress.out = self._state.conduct.out(self._state.round_id + 1)
@@ -316,6 +328,8 @@ class Controller:
         started_s = time.perf_counter()
         await self._compute.run(self._strategy.begin, round_id, self._downlink.held)
         accepted: set[int] = set()
+        self._missed = {}
+        self._cap.begin(round_id, self._state.participation.samples())
         for attempt in range(1, self._config.max_attempts + 1):
             if len(accepted.union(self._attendance.ready(round_id))) < self._config.min_clients:
                 await self._attendance.gather(round_id, accepted)
@@ -323,6 +337,7 @@ class Controller:
             accepted = round_.accepted
             if outcome is not Outcome.TOO_FEW:
                 return await self._commit(round_, outcome, attempt, started_s)
+            self._missed.update(self._why_missed(round_))
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._members.admit(round_id):
                 with contextlib.suppress(WriteTimeout):  # its Hello says what it knows, and brings another
@@ -350,7 +365,7 @@ class Controller:
             silent=self._members.unheard(round_id),
         )  # fmt: skip
         self._probe.reached("before_command", round_id)
-        self._round = round_
+        self._round, self._has_commanded = round_, True
         self._intake.open(round_)
         self.progress.phase, self.progress.round_id = "training", round_id
         self.progress.out = self._state.conduct.out(round_id)
@@ -387,8 +402,10 @@ class Controller:
         self._probe.reached("after_aggregate_before_commit", round_id)
         report = report_of(
             round_, outcome, attempt, self._intake, crc32=crc32, started_s=started_s, collected_s=collected_s,
-            aggregated_s=aggregated_s, strikes=state.conduct.take_new(), marks=self._strategy.marks(),
+            aggregated_s=aggregated_s, strikes=state.conduct.take_new(), marks=self._marks(),
         )  # fmt: skip
+        state.participation.commit(round_id, self._intake.tally.samples, self._why_missed(round_))
+        self._missed = {}
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._downlink.prepare(round_id)
         await self._compute.run(self._make_durable, report)
@@ -414,6 +431,28 @@ class Controller:
             outcome=report.outcome, seconds=round(report.seconds, 3), bytes_shared=report.bytes_shared,
         )  # fmt: skip
         return report
+
+    def _marks(self) -> dict[str, tuple[int, ...]]:
+        capped = tuple(sorted(self._intake.capped))
+        return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
+
+    def _why_missed(self, round_: Round) -> dict[int, str]:
+        """Of clients that were expected in this round and do not count, the reason that was seen."""
+        missed = {**dict.fromkeys(round_.open, NO_UPDATE), **self._missed}
+        for client_id, reason in round_.failed.items():
+            is_own = reason == TRAINING_FAILED
+            missed[client_id] = f"{reason}: {self._failures.newest(client_id)}" if is_own else reason
+        return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
+
+    def _name_who_never_counted(self) -> None:
+        """The end of the run, whatever it is: nobody should have to look for a client that came to nothing."""
+        participation = self._state.participation
+        if self._missed:  # in a round that was not committed
+            participation.commit(self._state.round_id + 1, self._intake.tally.samples, self._missed)
+        never = participation.never_counted(range(self._config.num_clients or 0))
+        self.progress.never_counted = never
+        for client_id, why in list(never.items())[:MAX_NAMED]:
+            log.warning("client never counted", client=client_id, reason=why)
 
     def _finish(self) -> int:
         self._strategy.finish(self._state.weights)

@@ -21,6 +21,7 @@ from typing import Any
 from gradbus import codecs
 from gradbus.actors.conduct import Conduct, Strike
 from gradbus.actors.rounds import Round
+from gradbus.actors.sample_cap import SampleCap
 from gradbus.actors.strategy import NoRoom, Strategy
 from gradbus.actors.tally import Tally
 from gradbus.actors.timeline import RoundTiming
@@ -67,6 +68,7 @@ class Intake:
         self, bus: Bus, identity: Identity, strategy: Strategy, compute: ComputeThread, *, dim: int, run_id: int,
         max_bytes: int, budget_bytes: int, max_samples: int, conduct: Conduct,
         on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None], history: History | None = None,
+        cap: SampleCap | None = None,
     ) -> None:  # fmt: skip
         """An intake with no round open.
 
@@ -77,7 +79,9 @@ class Intake:
             conduct: where bad updates are noted. on_strike: called when one was.
             on_change: called when an update was counted or refused.
             history: notes them as well.
+            cap: how much an update may weigh by its samples. While it is not settled, offers wait.
         """
+        self._cap = cap or SampleCap(None)
         self._bus = bus
         self._identity = identity
         self._strategy = strategy
@@ -104,12 +108,14 @@ class Intake:
         self.tally = Tally()
         self.timing = RoundTiming()
         self.dropped: Counter[str] = Counter()
+        self.capped: dict[int, int] = {}  # client -> samples that it announced, of those that weigh less in this round
         self._rejected_before: Counter[str] = Counter()
 
     def open(self, round_: Round) -> None:
         """Take updates for this round. Another attempt at it goes on with what has counted in those before."""
         if not round_.accepted:
             self.tally = Tally()
+            self.capped = {}
             self.timing.begin()
         self._round = round_
         self._offers.clear()
@@ -163,16 +169,35 @@ class Intake:
             if granted is not None and (granted.incarnation, _said(granted.offer)) != (incarnation, _said(offer)):
                 self._drop(granted.key)  # it started again, or trained again: only its newest update counts
                 granted = None
+            if granted is None and not self._cap.is_settled:
+                self._offers[client_id] = (incarnation, offer)
+                await self._settle()
+                return
             if granted is None and self._may_read(client_id, incarnation, offer):
-                self._offers.pop(client_id, None)
-                transfer = self._transfer(client_id, incarnation, offer, in_memory=True)
-                self._complete.append(transfer)
-                self._work.set()
+                self._read_where_it_lies(client_id, incarnation, offer)
             elif granted is None:
                 self._offers[client_id] = (incarnation, offer)
             elif granted.frames == 0 and not granted.in_memory:
                 await self._send_grant(granted)  # it may not have got it
             await self._grant_more()
+
+    async def _settle(self) -> None:
+        """Weigh the updates of a first round, once enough of them are offered, and take them in."""
+        round_ = self._round
+        if self._cap.is_settled or round_ is None or not self._offers:
+            return
+        if not round_.has_enough_offers(self._offers.keys(), time.monotonic()):
+            return
+        self._cap.settle(offer.num_samples for _, offer in self._offers.values())
+        for client_id, (incarnation, offer) in list(self._offers.items()):
+            if self._may_read(client_id, incarnation, offer):
+                self._read_where_it_lies(client_id, incarnation, offer)
+        await self._grant_more()
+
+    def _read_where_it_lies(self, client_id: int, incarnation: int, offer: Offer) -> None:
+        self._offers.pop(client_id, None)
+        self._complete.append(self._transfer(client_id, incarnation, offer, in_memory=True))
+        self._work.set()
 
     def _may_read(self, client_id: int, incarnation: int, offer: Offer) -> bool:
         known = self._unreadable.get(client_id) == incarnation
@@ -225,6 +250,7 @@ class Intake:
                 async with asyncio.timeout(REPAIR_AFTER_S / 2):
                     await self._work.wait()
             except TimeoutError:
+                await self._settle()  # who was waited for may be lost, or the time be over
                 await self._repair()
                 continue
             self._work.clear()
@@ -260,9 +286,10 @@ class Intake:
             self._drop(transfer.key)  # whatever led here: nobody counts twice
             return
         started_s = time.perf_counter()
+        weight = self._cap.weight(offer.num_samples)
         self.timing.adding(transfer.client_id)
         try:
-            await self._compute.run(self._add, transfer.key, payload, offer)
+            await self._compute.run(self._add, transfer.key, payload, offer, weight)
         except NonFiniteError as error:
             await self._reject(transfer.client_id, transfer.incarnation, offer, "non-finite", str(error))
         except CodecError as error:
@@ -277,7 +304,10 @@ class Intake:
             tally.bytes_up += offer.total_bytes
             tally.bytes_up_shared += offer.total_bytes * transfer.in_memory
             tally.num_samples += offer.num_samples
-            tally.losses.append((offer.num_samples, offer.loss))
+            tally.samples[transfer.client_id] = offer.num_samples
+            tally.losses.append((weight, offer.loss))
+            if weight < offer.num_samples:
+                self._note_capped(transfer.client_id, offer, weight)
             tally.train_s = max(tally.train_s, offer.train_s)
             tally.encode_s = max(tally.encode_s, offer.encode_s)
             self.timing.counted(transfer.client_id, offer)
@@ -288,18 +318,27 @@ class Intake:
         finally:
             self._transfers.pop(transfer.key, None)
 
-    def _add(self, key: FrameKey, payload: memoryview, offer: Offer) -> None:
+    def _note_capped(self, client_id: int, offer: Offer, weight: int) -> None:
+        log.warning(
+            "samples capped", client=client_id, round=offer.round_id, announced=offer.num_samples, weight=weight
+        )
+        self.capped[client_id] = offer.num_samples
+
+    def _add(self, key: FrameKey, payload: memoryview, offer: Offer, weight: int) -> None:
         """Off the loop. It is noted before its client hears of it, also by who is killed in between."""
-        self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), offer.num_samples)
+        self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), weight)
         self._history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         self._history.note(
             "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
             num_samples=offer.num_samples, bytes=offer.total_bytes, crc32=self._history.checksum(payload),
+            weight=weight,
         )  # fmt: skip
 
     async def _grant_more(self) -> None:
         """Grant offers in order of arrival while the budget lasts."""
-        while self._offers:  # looked at anew after each grant: while it is said, offers come, go and are granted
+        while (
+            self._offers and self._cap.is_settled
+        ):  # looked at anew after each grant: while it is said, offers come, go and are granted
             client_id, (incarnation, offer) = next(iter(self._offers.items()))
             in_flight = sum(other.offer.total_bytes for other in self._transfers.values() if not other.in_memory)
             if in_flight and in_flight + offer.total_bytes > self._budget_bytes:

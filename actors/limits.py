@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from gradbus.actors.sample_cap import CAPPED
 from gradbus.actors.strategy import Strategy
 from gradbus.codecs import DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.base import Block
@@ -20,7 +21,7 @@ from gradbus.runtime.settings import FederatedConfig
 
 _BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
 
-CLIPPED, CAPPED = "clipped", "samples capped"
+CLIPPED = "clipped"
 
 
 class Limited(Strategy):
@@ -34,6 +35,7 @@ class Limited(Strategy):
             cap_samples: an update with more samples counts as one of so many. Either may be None: no limit.
         """
         self._inner = inner
+        self.weighs_samples = inner.weighs_samples
         self._clip_norm = clip_norm
         self._cap_samples = cap_samples
         self._base: Tensor | None = None

@@ -11,12 +11,14 @@ from gradbus.actors.heartbeat import status_of
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Members
 from gradbus.actors.report import Progress
+from gradbus.actors.rival import claim_job
 from gradbus.actors.rounds import Round
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.control import Bye
 from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
+from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import Identity, process_name
+from gradbus.runtime.messages import Identity, new_incarnation, process_name
 
 BYE_S = 2.0  # how long clients are waited for at the end
 
@@ -30,6 +32,18 @@ def unless_taken(what: str, round_id: int) -> Iterator[None]:
         yield
     except WriteTimeout as error:
         log.warning("not taken by all", what=what, round=round_id, reason=str(error))
+
+
+async def say_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
+    """Say for a while that all rounds of this run are done, to clients that have not heard it. Raises JobTaken: the job
+    is another controller's by now."""
+    identity = Identity(CONTROLLER, new_incarnation())
+    await claim_job(bus, identity, heartbeat_s)
+    until_s = time.monotonic() + BYE_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(BusError):
+            await bus.publish(identity, Bye(run_id, True, "all rounds are done"))
+        await asyncio.sleep(min(heartbeat_s, BYE_S / 4))
 
 
 class Presence:

@@ -14,6 +14,7 @@ from gradbus.actors.conduct import FOR_GOOD, Conduct
 from gradbus.actors.downlink import Downlink
 from gradbus.actors.intake import Intake
 from gradbus.actors.members import Answer, Member, Members
+from gradbus.actors.participation import Participation
 from gradbus.actors.rival import Rivals
 from gradbus.runtime.bus import Bus, Subscription
 from gradbus.runtime.control import Failed, Hello, Leave, NeedModel, Offer, Refused, Welcome
@@ -33,12 +34,14 @@ class Reception:
         self, bus: Bus, identity: Identity, members: Members, intake: Intake, downlink: Downlink, conduct: Conduct,
         config: FederatedConfig, *, run_id: int, next_round: Callable[[], int], changed: Callable[[], None],
         failed: Callable[[int, int, str], None], rivals: Rivals, in_doubt: Callable[[], bool],
+        participation: Participation | None = None,
     ) -> None:  # fmt: skip
         """``next_round``: the first round that a client which comes now takes part in. ``changed``: the table of
         members did. ``failed``: a client's training raised, with its traceback. ``rivals``: other controllers.
         ``in_doubt``: whether what DDS says of who is gone, and who was heard when, is to be doubted now, see
         Presence."""
         self._rivals = rivals
+        self._participation = participation or Participation()
         self._in_doubt = in_doubt
         self.has_begun = False  # the clients are ours: who comes now stays away
         self._bus = bus
@@ -134,6 +137,7 @@ class Reception:
             self._changed()
         if answer is Answer.REFUSE:
             log.warning("client refused", client=client_id, host=hello.host, reason=why)
+            self._participation.turned_away(client_id, why)
             await self._bus.publish(self._identity, Refused(client_id, incarnation, why))
             return
         member = self._members.get(client_id, incarnation)

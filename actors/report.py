@@ -150,6 +150,7 @@ class Progress:
         clients: ids of the clients that are there. out: of those that are kept out, and until which round.
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
         dropped: what was not counted in them, by reason. accuracy: of the newest round that was evaluated.
+        never_counted: at the end, clients of which no update has counted in the whole run, and why, in words.
     """
 
     phase: str = "starting"
@@ -163,6 +164,7 @@ class Progress:
     reports: list[RoundReport] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     accuracy: float | None = None
+    never_counted: Mapping[int, str] = field(default_factory=dict)
 
     def add(self, report: RoundReport) -> None:
         """A round is done."""

@@ -41,6 +41,7 @@ Block = NDArray[np.float32]
 class Robust(Strategy):
     """What they have in common: they keep the updates of a round, as differences, and combine them at its end."""
 
+    weighs_samples = False
     setting = ""  # what the configuration calls it
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:

@@ -53,6 +53,7 @@ class Round:
         self._quorum = max(minimum, math.ceil(quorum * len(self.expected) - 1e-9))
         self._grace_s = grace_s
         self._quorum_at_s: float | None = None
+        self._offered_at_s: float | None = None
         self.opened_at_s = now_s
         self.deadline_at_s = now_s + deadline_s
 
@@ -120,6 +121,15 @@ class Round:
         if now_s >= self.deadline_at_s:
             return Outcome.DEADLINE if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
         return None
+
+    def has_enough_offers(self, offered: Collection[int], now_s: float) -> bool:
+        """Whether updates that wait until all are offered need wait no longer: all who are expected have offered
+        theirs, or the quorum has for as long as the grace, or half of the time is over."""
+        if self._offered_at_s is None and len(self.accepted.union(offered)) >= self._quorum:
+            self._offered_at_s = now_s
+        if self._offered_at_s is not None and now_s >= self._offered_at_s + self._grace_s:
+            return True
+        return self.open <= set(offered) or now_s >= (self.opened_at_s + self.deadline_at_s) / 2
 
     def next_check_s(self) -> float:
         """The time at which the verdict may change without an event."""

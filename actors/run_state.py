@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradbus.actors.conduct import MAX_KNOWN, Conduct, Strike
 from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.participation import Entry, Participation
 from gradbus.actors.replicas import fingerprint
 from gradbus.actors.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.strategy import Strategy
@@ -56,6 +57,7 @@ class SavedRun(Meta):
     downlink_codec: Annotated[str, StringConstraints(max_length=100)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
+    participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]
     history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
 
     @classmethod
@@ -121,7 +123,7 @@ class RunState:
         history: reports of the committed rounds, without timelines, as a checkpoint holds them. It is written in every
             round, so it must not grow without end: of all but the newest rounds it has the figures, and of those long
             past nothing.
-        conduct: of the clients, see there.
+        conduct, participation: of the clients, see there.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
 
@@ -140,6 +142,7 @@ class RunState:
         self.incarnation = 0
         self.history: list[RoundReport] = []
         self.conduct = Conduct(config.max_strikes, config.quarantine_rounds)
+        self.participation = Participation()
         if config.init_path is not None:
             given = load_weights(config.init_path, assemble=model.vector_of)
             self._set_weights(given, f"initial weights {config.init_path}")
@@ -191,6 +194,7 @@ class RunState:
         self.incarnation = saved.incarnation
         self.round_id = checkpoint.round_id
         self.conduct.load_state(saved.conduct)
+        self.participation.load_state(saved.participation)
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
@@ -248,6 +252,7 @@ class RunState:
             "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table, "frozen": self._frozen,
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.conduct.state(),
+            "participation": self.participation.state(),
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip
         self._store.save(Checkpoint(self.round_id, tensors, meta))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradbus.actors.limits import Limited
 from gradbus.actors.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+from gradbus.actors.sample_cap import SampleCap
 from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy
 from gradbus.runtime.settings import FederatedConfig
 
@@ -31,7 +32,15 @@ def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
 
 
 def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
-    """The strategy, behind the limits that the configuration sets, if it sets any."""
-    if config.clip_norm is None and config.cap_samples is None:
+    """The strategy, behind the limits that the configuration sets, if it sets any. A cap on samples that goes by the
+    median is the intake's business: see :func:`sample_cap`."""
+    fixed = None if config.cap_samples == "median" else config.cap_samples
+    if config.clip_norm is None and fixed is None:
         return strategy
-    return Limited(strategy, clip_norm=config.clip_norm, cap_samples=config.cap_samples)
+    return Limited(strategy, clip_norm=config.clip_norm, cap_samples=fixed)
+
+
+def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
+    """The cap on samples that goes by the median, where it is set and the strategy weighs samples at all."""
+    by_median = config.cap_samples == "median" and strategy.weighs_samples
+    return SampleCap(config.cap_times_median if by_median else None)

@@ -28,7 +28,13 @@ class NoRoom(ValueError):
 
 
 class Strategy(ABC):
-    """Turns the updates of a round into the next model. Called from the compute thread, one call at a time."""
+    """Turns the updates of a round into the next model. Called from the compute thread, one call at a time.
+
+    Attributes:
+        weighs_samples: an update of more samples weighs more. False: their number does not matter.
+    """
+
+    weighs_samples = True
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:

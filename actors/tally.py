@@ -13,6 +13,7 @@ class Tally:
     bytes_up: int = 0
     bytes_up_shared: int = 0
     num_samples: int = 0
+    samples: dict[int, int] = field(default_factory=dict)  # of each client, as it announced them
     losses: list[tuple[int, float]] = field(default_factory=list)  # (samples, mean loss)
     train_s: float = 0.0
     encode_s: float = 0.0

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport
+from gradbus.actors.heartbeat import MAX_NAMED
+from gradbus.actors.presence import say_ended
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.lifecycle import off_the_loop
@@ -66,9 +69,24 @@ async def run_controller(
         if progress.reports:  # else nothing is known, and what an earlier start wrote stays
             run.add(progress.reports)
         run.finish(
-            progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job, data=task.note
-        )
+            progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
+            data=task.note, never_counted=_named(progress.never_counted),
+        )  # fmt: skip
     return progress.reports
+
+
+def _named(never: Mapping[int, str]) -> list[dict[str, Any]]:
+    return [{"client": client_id, "reason": reason} for client_id, reason in list(never.items())[:MAX_NAMED]]
+
+
+async def end_again(file: ControllerFile, run_id: int) -> None:
+    """The run is finished, and stays as it is: tell clients that still wait for its controller.
+
+    Raises:
+        JobTaken: another controller commands this job by now. BusError: there is no bus.
+    """
+    async with open_bus(file.bus) as bus:
+        await say_ended(bus, run_id, heartbeat_s=file.federated.heartbeat_s)
 
 
 async def run_client(file: ClientFile, client_id: int) -> ClientSummary:

@@ -53,6 +53,12 @@ def _has_all(opening: Event) -> bool:
     return bool(alone or opening["round"] == 0)
 
 
+def _weight(update: Event) -> int:
+    """What it counted as: fewer samples than its client has announced, where these are capped."""
+    weight: int = update["weight"] if "weight" in update else update["num_samples"]
+    return weight
+
+
 class _Replay:
     def __init__(self, run: RunHistory, finding: Finding, opening: Event) -> None:
         import numpy as np
@@ -106,7 +112,7 @@ class _Replay:
             for update in updates:
                 payload = bytearray(self._payload(round_id, update))
                 parsed = codecs.parse(payload, expected_dim=base.size)
-                self._strategy.add(update["client"], parsed, update["num_samples"])
+                self._strategy.add(update["client"], parsed, _weight(update))
             self._strategy.finish(weights)
             return
         # In two parts, low < 2^32: a sum of what is only just allowed does not fit 64 bits.
@@ -116,10 +122,10 @@ class _Replay:
             delta = decoded.vector.numpy().astype(np.float64)
             if not decoded.is_delta:
                 delta -= base
-            low += np.rint(delta * (update["num_samples"] * _ONE)).astype(np.int64)
+            low += np.rint(delta * (_weight(update) * _ONE)).astype(np.int64)
             high += low >> 32
             low &= 0xFFFF_FFFF
-        samples = sum(update["num_samples"] for update in updates)
+        samples = sum(map(_weight, updates))
         total = high * 2.0**32 + low
         self._weights[:] = total * (1.0 / (samples * _ONE)) + self._weights
 

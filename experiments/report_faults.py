@@ -14,6 +14,7 @@ MAX_ROWS = 60
 
 REASONS = {
     "client lost": "died, or left, while its update was expected",
+    "client silent": "lived and said nothing for too long outside of its training",
     "training failed": "its training function raised; see its log",
     "cut short": "died in the middle of an upload",
     "stalled": "sent nothing for ten seconds in the middle of an upload",

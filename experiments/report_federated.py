@@ -112,6 +112,9 @@ def _notes(run: Run, wanted: int | None) -> list[str]:
         notes.append(f"Of round {listed(gaps)} there is no report.")
     if run.summary.get("outcome") == "done" and wanted and reports[-1].round_id < wanted:
         notes.append(f"The run is said to be done, but its last report is of round {reports[-1].round_id} of {wanted}.")
+    never = run.summary.get("never_counted")
+    named = [one for one in never if isinstance(one, dict)] if isinstance(never, list) else []
+    notes += [f"Of client {one.get('client')} no update has ever counted: {one.get('reason')}." for one in named]
     if not any(report.timeline for report in reports):
         notes.append("There are no timelines of clients: the run was made by an older program.")
     return notes

@@ -14,28 +14,33 @@ import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO
 
 from gradbus.experiments.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json
+from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json, read_text
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport
 
 
+MAX_FILE_BYTES = 64 << 20  # of what is read again
+
+
 class RunDirectory:
     """Writes the files of one run. A context manager, for its log file.
 
     Attributes:
-        path: the directory. log: controller.log, open for appending.
+        path: the directory. log: controller.log, open for appending. summary: as it was written, once it was.
     """
 
     def __init__(self, path: Path) -> None:
         """Make the directory if need be. Raises ConfigError: it cannot be written."""
         self.path = path
+        self.summary: dict[str, Any] = {}
         self._written = 0
         self.log = open_log(path, "controller.log")
         for folder in (self.state, self.history):
@@ -65,8 +70,10 @@ class RunDirectory:
         """Append what is new in the history of the run.
 
         The first call writes the file anew: the controller's history is the truth after a resume, also for a round that
-        was committed just before the process died. It lacks the timelines, who took part in rounds of some time ago,
-        and rounds of long ago. These are taken from the file as it was.
+        was committed just before the process died. But a checkpoint is written in the midst of a round: it lacks what
+        came after it (bytes and seconds of sending, accuracy), timelines, who took part in rounds of some time ago, and
+        rounds of long ago. So a row of a round with the same model stays as it was, and what only the history knows is
+        added.
         """
         path = self.path / "rounds.jsonl"
         if self._written and self._written <= len(reports):
@@ -90,11 +97,27 @@ class RunDirectory:
             seconds: of this start of the controller, from start to end.
             more: further entries.
         """
-        summary = {
-            "outcome": outcome, **totals(reports), "wall_s": round(seconds, 3), **more, **about_this_program(),
+        self.summary = {
+            "outcome": outcome, **totals(self._rows() or reports), "wall_s": round(seconds, 3), **more,
+            **about_this_program(),
         }  # fmt: skip
-        write_json(self.path / "summary.json", summary)
-        return summary
+        write_json(self.path / "summary.json", self.summary)
+        return self.summary
+
+    def _rows(self) -> list[RoundReport]:
+        """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
+        from gradbus.actors.report import RoundReport  # loads torch
+
+        path = self.path / "rounds.jsonl"
+        if not self._written or not path.exists():
+            return []
+        known = {field.name for field in fields(RoundReport)}
+        rows = []
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_CHARS):
+                entry = {key: value for key, value in parse_json(line.decode()).items() if key in known}
+                rows.append(RoundReport.from_json(entry).figures())
+        return rows
 
 
 def open_log(path: Path, name: str) -> TextIO:
@@ -170,13 +193,43 @@ def _anew(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
     for report in reports:
         values = report.to_json()
         place = places.get((report.round_id, report.weights_crc32))
-        if place is not None and not (report.clients and report.timeline):
+        if place is not None:
             old.seek(place)
             entry = parse_json(old.readline(MAX_LINE_CHARS).decode())
-            for key in ("timeline",) if report.clients else ("clients", "strikes", "marks", "timeline"):
-                if not values[key] and isinstance(entry.get(key), type(values[key])):
-                    values[key] = entry[key]
+            for key, known in entry.items():
+                if known not in (None, [], {}) and _is_like(known, values.get(key)):
+                    values[key] = known
         yield json_text(values) + "\n"
+
+
+def _is_like(old: Any, new: Any) -> bool:
+    """Whether a value of a file, which anybody may have edited, is of the kind that belongs there."""
+    if new is None or isinstance(new, int | float):
+        return isinstance(old, int | float) and not isinstance(old, bool)
+    return isinstance(old, type(new))
+
+
+class Finished(NamedTuple):
+    """A run of which nothing is left to be done."""
+
+    rounds: int
+    run_id: int
+
+
+def finished(path: Path, state: Path, wanted: int) -> Finished | None:
+    """The run in this directory, if all the ``wanted`` rounds are done and written down; else None.
+
+    ``state``: where its checkpoints are. Nothing is written.
+    """
+    try:
+        summary = parse_json(read_text(path / "summary.json", MAX_FILE_BYTES))
+        rounds = int(summary["rounds"])
+        if summary["outcome"] != "done" or rounds < wanted or not (path / "rounds.jsonl").exists():
+            return None
+        checkpoint = parse_json(read_text(state / f"round-{rounds:06d}.json", MAX_FILE_BYTES))
+        return Finished(rounds, int(checkpoint["meta"]["run_id"], 16))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # whatever is wrong there, the controller says it better
 
 
 def json_text(values: Any, *, indent: int | None = None) -> str:

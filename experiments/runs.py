@@ -13,9 +13,10 @@ from gradbus.experiments.figures import draw_accuracy
 from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.lifecycle import run_loop
 from gradbus.experiments.live import percent, size
-from gradbus.experiments.run_dir import RunDirectory, new_path, totals
+from gradbus.experiments.run_dir import RunDirectory, finished, new_path
 from gradbus.experiments.scalars import open_scalars
 from gradbus.experiments.screen import Screen
+from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
     from gradbus.actors import RoundReport
@@ -50,6 +51,17 @@ def controller_run(
     screen = Screen(live=live and style is LogStyle.AUTO, level=level, style=style)
     screen.configure_logs()
     path = run_dir or file.run_dir or new_path(file.bus.job)
+    federated = file.federated
+    done = finished(path, federated.state_dir or path / "state", federated.rounds) if federated.resume else None
+    if done is not None:
+        screen.say(
+            f"finished: all {done.rounds} rounds of this run are done, and {path} stays as it is. For more rounds: "
+            f"gradbus controller {config} --run-dir {path} --set federated.rounds={2 * done.rounds}. "
+            f"To begin anew: another --run-dir"
+        )
+        from gradbus.experiments.federated import end_again
+
+        return run_loop(lambda: end_again(file, done.run_id), loop)
     with open_scalars(file.tensorboard) as scalars, RunDirectory(path) as run:
         hint.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
         if screen.table:
@@ -63,8 +75,10 @@ def controller_run(
 
 
 def _conclude(screen: Screen, run: RunDirectory, reports: Sequence[RoundReport], *, title: str) -> None:
-    sums = totals(reports)
+    sums = run.summary
     draw_accuracy(run.path / "accuracy.png", reports, title=title)
+    for one in sums["never_counted"]:
+        screen.say(f"never counted: client {one['client']}, {plain_line(one['reason'])}")
     screen.say(
         f"done: {sums['rounds']} rounds, accuracy {percent(sums['accuracy'])}, "
         f"up {size(sums['bytes_up'])}, down {size(sums['bytes_down'])}; run directory {run.path}"

@@ -111,7 +111,10 @@ class FederatedConfig(Settings):
         receive_budget_bytes: updates on their way in at one time, together; one is always let in. Updates that lie in
             the memory of clients on the same machine are not on their way: they are read there, one at a time.
         max_samples: an update that says it is of more samples is refused, as a lie.
-        cap_samples: an update of more samples counts as one of so many; None: samples are taken as they are said.
+        cap_samples: an update of more samples counts as one of so many. ``"median"``: as one of ``cap_times_median``
+            times the median of what the clients have announced; see gradbus.actors.sample_cap. None: samples are taken
+            as they are announced, and one client may decide the model by a lie.
+        cap_times_median: how many typical clients one may weigh at most, with ``cap_samples="median"``.
         clip_norm: an update whose L2 norm is larger is scaled down to it; None: none is.
         max_strikes: a client with so many bad updates is kept out; 0: none is. See gradbus.actors.conduct.
         quarantine_rounds: for so many rounds; 0: for good.
@@ -155,7 +158,8 @@ class FederatedConfig(Settings):
     eval_every: Annotated[int, Field(ge=0)] = 1
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
-    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["median"] | None = "median"
+    cap_times_median: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 4.0
     clip_norm: Positive | None = None
     max_strikes: Annotated[int, Field(ge=0, le=1000)] = 3
     quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10

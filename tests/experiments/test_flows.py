@@ -256,3 +256,49 @@ def test_the_doctor_finds_this_machine_well_and_measures_it(invoke, domain, monk
         match = re.search(pattern, out)
         assert match, out
         assert int(match[1]) > 0
+
+
+def test_a_finished_run_that_is_started_again_stays_as_it_is_and_tells_clients_that_still_wait(
+    fork, domain, tmp_path: Path
+) -> None:
+    config = tmp_path / "controller.json"
+    file = {
+        "bus": {"job": "finished", "domain": domain},
+        "task": {"task": "gradbus.models:NullTask", "task_options": {"dim": 10}},
+        "federated": {"rounds": 2, "num_clients": 2, "min_clients": 1, "start_grace_s": 0.5},
+        "run_dir": "run",
+    }
+    config.write_text(json.dumps(file))
+
+    async def beside(*arguments: str) -> tuple[int, str]:
+        process = fork("controller", config, *arguments)
+        async with connect("finished", domain=domain) as bus:
+            client = asyncio.create_task(Client(bus, NullTask(10), client_id=0).run())
+            out, err = await asyncio.to_thread(process.communicate, timeout=90)
+            assert process.returncode == 0, err
+            client.cancel()
+            await asyncio.wait([client])
+        return process.returncode, out
+
+    def files() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+
+    def rows() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+
+    _, out = asyncio.run(bounded(beside()))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    why = "it was expected and never took part in a round"
+    assert summary["never_counted"] == [{"client": 1, "reason": why}]
+    assert f"never counted: client 1, {why}" in out
+    before, first = files(), rows()
+    _, out = asyncio.run(bounded(beside()))
+    assert "finished: all 2 rounds of this run are done" in out
+    assert "--set federated.rounds=4" in out
+    assert files() == before
+
+    asyncio.run(bounded(beside("--set", "federated.rounds=3")))
+    after = rows()
+    assert after[:2] == first  # its bytes and seconds, too, which the checkpoint does not have
+    totals = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (totals["rounds"], totals["bytes_down"]) == (3, sum(row["bytes_down"] for row in after))
