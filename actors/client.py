@@ -17,17 +17,18 @@ from torch import Tensor
 from gradbus.actors.delivery import ANSWERS, REPEAT_AFTER_S, Delivery
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.greeting import Greeting
-from gradbus.actors.local_training import LocalTraining
+from gradbus.actors.local_training import Diverged, LocalTraining
 from gradbus.actors.model_copy import ModelCopy
 from gradbus.actors.model_memory import ModelMemory
 from gradbus.actors.orders import Orders
 from gradbus.actors.phase import Phase
 from gradbus.actors.report import ClientSummary
 from gradbus.actors.residuals import Residuals
+from gradbus.actors.rounds import TRAINING_FAILED
 from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import Bye, Failed, ModelHere, NeedModel, Refused, Status, Welcome
+from gradbus.runtime.control import FROZEN_ROUND, Bye, Failed, ModelHere, NeedModel, Refused, Status, Welcome
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
 from gradbus.runtime.frames import CONTROLLER, FrameKey
 from gradbus.runtime.logs import get_logger
@@ -79,6 +80,7 @@ class Client:
         self._orders = Orders(self._config.controller_timeout_s)
         self._phase = Phase()
         self._transfers = 0
+        self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
         self._probe = Probe(f"client-{client_id}", self._config.history_dir)
         self._delivery = Delivery(bus, self._identity, self._probe)
         self._rounds = self._refused = 0
@@ -97,6 +99,7 @@ class Client:
         owed = Residuals(self._config.state_dir, self.client_id, dim=self._model.dim)
         self._training = LocalTraining(self._task, self._identity, self._model, owed, self._bus.memory, self._probe)
         self._copy = ModelCopy(self._model.dim, probe=self._probe, standing=self._bus.standing)
+        self._frozen = ModelCopy(self._model.frozen_dim, standing=self._bus.standing, frozen=True)
         self._memory = ModelMemory(self._bus.memory, self._copy, self._decode, self.client_id)
         self._greeting = Greeting(
             self._bus, self._identity, self._orders, self._phase, self._delivery, model=self._model, copy=self._copy,
@@ -169,9 +172,10 @@ class Client:
                     self._compute.stop_current()  # what is being trained now is no longer wanted
                 self._delivery.interrupt()
             case ModelBlob():
-                complete = self._copy.feed(message)
+                copy = self._frozen if message.round_id == FROZEN_ROUND else self._copy
+                complete = copy.feed(message)
                 if complete is not None:
-                    group.create_task(self._take_model(*complete), name=f"client-{self.client_id}-model")
+                    group.create_task(self._take_model(*complete, copy), name=f"client-{self.client_id}-model")
                 return
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
                 if not self._orders.believes(session):
@@ -185,7 +189,9 @@ class Client:
         """Another controller, or another start of it: what was done for the one before is worth nothing."""
         self._orders.start_session(session, welcome)
         self._delivery.interrupt()
-        self._copy.start(welcome.run_id)
+        everything, trained = self._model.everything[0], self._model.trained[0]
+        self._copy.start(welcome.run_id, trained if welcome.frozen and trained else everything)
+        self._frozen.start(0)  # followed only once it is needed
         self._memory.start()
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
@@ -219,8 +225,9 @@ class Client:
             case _:
                 pass
 
-    async def _take_model(self, key: FrameKey, payload: memoryview) -> None:
-        if self._copy.adopt(key, await self._decode.run(self._copy.decode, key, payload)):
+    async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelCopy | None = None) -> None:
+        copy = copy or self._copy
+        if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
             self._changed.set()
 
     async def _read_model(self, key: FrameKey, said: ModelHere) -> None:
@@ -251,12 +258,45 @@ class Client:
                 continue
             if welcome is None or command is None or not orders.wanted(welcome, command):
                 await self._wait(self._config.controller_timeout_s)
+            elif await self._lacks_frozen(welcome):
+                await self._fetch_frozen(welcome)
             elif self._copy.round_id == command.round_id - 1 and self._copy.vector is not None:
                 await self._train_and_send(welcome, command, self._copy.vector)
             elif self._copy.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
                 await self._fetch(welcome, command)
+
+    async def _lacks_frozen(self, welcome: Welcome) -> bool:
+        """Whether this client needs the controller's frozen parameters: looked at once for each welcome."""
+        key = (self._orders.session, welcome.frozen)
+        if welcome.frozen and key != self._frozen_known:
+            if await self._compute.run(self._training.lacks_frozen, welcome):
+                return True
+            self._frozen_known = key
+        return False
+
+    async def _fetch_frozen(self, welcome: Welcome) -> None:
+        """Ask for the controller's frozen parameters until they are here, and put them into the model."""
+        self._phase.set("fetching")
+        session, asked_s = self._orders.session, float("-inf")
+        self._frozen.start(welcome.run_id, self._model.everything[0] - self._model.trained[0])
+        while self._frozen.vector is None and self._orders.holds_for(session):
+            self._changed.clear()
+            ask_at_s = asked_s if asked_s == float("-inf") else max(asked_s, self._frozen.progressed_s) + ASK_AFTER_S
+            if time.monotonic() >= ask_at_s:
+                asked_s = time.monotonic()
+                transfer, seqs = self._frozen.missing(FROZEN_ROUND)
+                with contextlib.suppress(BusError):
+                    await self._bus.publish(self._identity, NeedModel(welcome.run_id, FROZEN_ROUND, transfer, seqs))
+            else:
+                await self._wait(ask_at_s - time.monotonic())
+        vector = self._frozen.vector
+        if vector is not None:
+            await self._compute.run(self._training.take_frozen, welcome, vector)
+            self._frozen.start(0)  # it is in the model: a second copy is of no use
+            log.info("frozen parameters taken from the controller", client=self.client_id, values=vector.numel())
+        self._phase.set("idle")
 
     async def _fetch(self, welcome: Welcome, command: TrainCmd) -> None:
         """Wait for the model that the command builds on; ask for it while it does not come."""
@@ -340,7 +380,8 @@ class Client:
         self._failure = told
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
         if orders.command is command:
-            orders.failure = Failed(welcome.run_id, command.round_id, sent)
+            reason = error.reason if isinstance(error, Diverged) else TRAINING_FAILED
+            orders.failure = Failed(welcome.run_id, command.round_id, sent, reason)
             await self._greeting.hello()
 
     def _ended_by_failure(self, said: Bye) -> TrainingFailed:

@@ -35,7 +35,7 @@ from gradbus.actors.presence import Presence, unless_taken
 from gradbus.actors.reception import Reception
 from gradbus.actors.report import Progress, RoundReport, report_of
 from gradbus.actors.rival import Rivals, claim_job
-from gradbus.actors.rounds import CLIENT_LOST, CLIENT_SILENT, TRAINING_FAILED, Outcome, Round
+from gradbus.actors.rounds import CLIENT_LOST, CLIENT_SILENT, FAILURES, TRAINING_FAILED, Outcome, Round
 from gradbus.actors.run_state import RunState
 from gradbus.actors.sample_cap import CAPPED
 from gradbus.actors.state_dict import copy_state
@@ -44,6 +44,7 @@ from gradbus.actors.strategy import Strategy
 from gradbus.actors.task import FederatedTask
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.control import Failed
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.frames import CONTROLLER
 from gradbus.runtime.logs import get_logger
@@ -98,7 +99,7 @@ class Controller:
 
     def _open(self) -> None:
         config = self._config
-        self._model = FlatModel(self._task.build_model())
+        self._model = FlatModel(self._task.build_model(), config.exchange)
         self._strategy = within_limits(self._given_strategy or make_strategy(config, self._model.dim), config)
         self._strategy.check(config)
         self._cap = sample_cap(self._strategy, config)
@@ -110,6 +111,7 @@ class Controller:
         self._members = Members(
             dim=self._model.dim, layout=self._model.layout, session=self._identity.incarnation,
             dead_after_s=config.dead_after_s, rival_after_s=2.4 * config.heartbeat_s, memory=self._bus.memory.here,
+            trained_only=config.exchange == "trained",
         )  # fmt: skip
 
     def _connect(self) -> None:
@@ -119,7 +121,7 @@ class Controller:
         down = codecs.get(config.downlink_codec, **codec_options(config.downlink_codec, config))
         self._downlink = Downlink(
             self._bus, self._identity, self._compute, down, self._members, run_id=state.run_id, weights=state.weights,
-            held=state.held, history=self._history,
+            held=state.held, history=self._history, frozen=self._model,
         )  # fmt: skip
         self._attendance = Attendance(
             self._bus, self._identity, self._members, state.conduct, config, self.progress,
@@ -296,12 +298,14 @@ class Controller:
         self._presence.on_left()
         self._changed()
 
-    def _client_failed(self, client_id: int, round_id: int, text: str) -> None:
+    def _client_failed(self, client_id: int, said: Failed) -> None:
+        round_id = said.round_id
         if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
             return  # said before: it is repeated until the next command
-        self._failures.note(client_id, round_id, text)
-        self._round.fail(client_id, TRAINING_FAILED)
-        self._intake.dropped[TRAINING_FAILED] += 1
+        reason = said.reason if said.reason in FAILURES else TRAINING_FAILED
+        self._failures.note(client_id, round_id, said.text, reason)
+        self._round.fail(client_id, reason)
+        self._intake.dropped[reason] += 1
         self._changed()
 
     def _changed(self) -> None:
@@ -346,7 +350,7 @@ class Controller:
 
     def _too_few(self, round_: Round) -> GradbusError:
         """Why a round came to nothing: the clients' own code, if every update that is missing is missing for that."""
-        failed = sorted(client_id for client_id, why in round_.failed.items() if why == TRAINING_FAILED)
+        failed = sorted(client_id for client_id, why in round_.failed.items() if why in FAILURES)
         if failed and round_.expected == round_.accepted.union(failed):
             who = f"client{'s' * (len(failed) > 1)} {', '.join(map(str, failed[:20]))}{' ...' * (len(failed) > 20)}"
             return TrainingFailed(
@@ -440,7 +444,7 @@ class Controller:
         """Of clients that were expected in this round and do not count, the reason that was seen."""
         missed = {**dict.fromkeys(round_.open, NO_UPDATE), **self._missed}
         for client_id, reason in round_.failed.items():
-            is_own = reason == TRAINING_FAILED
+            is_own = reason in FAILURES
             missed[client_id] = f"{reason}: {self._failures.newest(client_id)}" if is_own else reason
         return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
 

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.members import Members
 from gradbus.actors.norms import l2_norm
 from gradbus.actors.report import RoundReport
 from gradbus.codecs import Codec, add_into, residual_step
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import ModelHere, NeedModel
+from gradbus.runtime.control import FROZEN_ROUND, ModelHere, NeedModel
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
 from gradbus.runtime.history import History, model_name
@@ -75,8 +76,11 @@ class Downlink:
 
     def __init__(
         self, bus: Bus, identity: Identity, compute: ComputeThread, codec: Codec, members: Members, *, run_id: int,
-        weights: Tensor, held: Tensor | None = None, history: History | None = None,
+        weights: Tensor, held: Tensor | None = None, history: History | None = None, frozen: FlatModel | None = None,
     ) -> None:  # fmt: skip
+        """``frozen``: the model, of which some parameters do not travel but to clients whose own are others."""
+        self._frozen_model = frozen if frozen is not None and frozen.frozen_dim else None
+        self._frozen: _Message | None = None
         self._bus = bus
         self._members = members
         self._identity = identity
@@ -103,6 +107,11 @@ class Downlink:
         frames = chunk_count(weights.numel() * 4)
         retained = frames if weights.numel() * 4 <= RETAIN_BYTES else 1
         bus.open_writer(ModelBlob, retained_samples=retained)
+
+    @property
+    def frozen_hash(self) -> int:
+        """Of the values that do not travel; 0: there are none."""
+        return 0 if self._frozen_model is None else self._frozen_model.frozen
 
     @property
     def held_apart(self) -> Tensor | None:
@@ -207,8 +216,30 @@ class Downlink:
 
     def on_need(self, client_id: int, need: NeedModel, group: asyncio.TaskGroup) -> None:
         """A client misses the model or parts of it. Answers go to all: others may miss the same."""
-        if need.run_id != self._run_id or need.round_id != self._round_id or self._current is None:
-            return  # it will ask for the newer one
+        if need.run_id != self._run_id:
+            return
+        if need.round_id == FROZEN_ROUND:
+            self._on_frozen_need(client_id, need)
+        elif need.round_id == self._round_id and self._current is not None:  # else it will ask for the newer one
+            self._on_model_need(client_id, need)
+        if (self._wanted or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
+            self._resending = group.create_task(self._resend(), name="resend-model")
+
+    def _on_frozen_need(self, client_id: int, need: NeedModel) -> None:
+        """A client lacks what does not travel with the rounds: as a rule once, in full."""
+        if self._frozen_model is None:
+            return
+        if self._frozen is None:
+            key = self._next_key()._replace(round_id=FROZEN_ROUND)
+            self._frozen = _Message(key, np.asarray(self._frozen_model.read_frozen().numpy(), dtype="<f4"))
+        transfer, frames = self._frozen.key.transfer, self._frozen.frames
+        missing = set(need.seqs) if need.transfer == transfer else set()
+        wanted = {seq for seq in missing if 0 <= seq < frames} or set(range(frames))
+        wanted -= self._on_their_way(transfer)
+        if wanted and self._may_ask(client_id, len(wanted)):
+            self._wanted.setdefault(transfer, set()).update(wanted)
+
+    def _on_model_need(self, client_id: int, need: NeedModel) -> None:
         known = self._message(need.transfer)
         if need.seqs and known is not None:
             wanted = self._wanted.get(need.transfer)
@@ -223,8 +254,6 @@ class Downlink:
                 self._wanted_in_memory = True
             elif self._wanted.get(self._full.key.transfer) != set() and self._may_ask(client_id, self._full.frames):
                 self._wanted[self._full.key.transfer] = set()
-        if (self._wanted or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
-            self._resending = group.create_task(self._resend(), name="resend-model")
 
     def _on_their_way(self, transfer: int) -> set[int]:
         """Frames that are wanted already, or being sent again just now: to ask for them changes nothing, and a client
@@ -235,7 +264,7 @@ class Downlink:
     def _may_ask(self, client_id: int, frames: int) -> bool:
         """Whether this client may have so many more frames sent again, of this round's model: no client by itself keeps
         the way to the others full. Who has had all that it may waits for the next model."""
-        full = chunk_count(self.held.numel() * 4)
+        full = chunk_count(self.held.numel() * 4) + (0 if self._frozen is None else self._frozen.frames)
         most = max(RESEND_TIMES * full, RESEND_FRAMES)
         before = self._asked[client_id]
         if before + frames > most:
@@ -247,7 +276,7 @@ class Downlink:
         return True
 
     def _message(self, transfer: int) -> _Message | None:
-        messages = (self._current, self._full)
+        messages = (self._current, self._full, self._frozen)
         return next((message for message in messages if message is not None and message.key.transfer == transfer), None)
 
     async def _resend(self) -> None:

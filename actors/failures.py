@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from gradbus.actors.rounds import TRAINING_FAILED
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
 
@@ -24,8 +25,8 @@ class Failures:
         self._seen: Counter[str] = Counter()
         self._newest: dict[int, str] = {}
 
-    def note(self, client_id: int, round_id: int, text: str) -> None:
-        """A client says that its training raised; ``text`` is the traceback. Writes a line into the log."""
+    def note(self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED) -> None:
+        """A client says that nothing came of its training; ``text`` is the traceback. Writes a line into the log."""
         text = plain_text(text[-MAX_TEXT:]).strip()
         key = _ADDRESS.sub("0x", text)
         if key not in self._seen and len(self._seen) >= MAX_DISTINCT:
@@ -33,7 +34,9 @@ class Failures:
         self._seen[key] += 1
         error = text.rpartition("\n")[2][:MAX_LINE]
         self._newest[client_id] = error
-        facts = {"client": client_id, "round": round_id, "error": error, "times": self._seen[key]}
+        facts = {
+            "client": client_id, "round": round_id, "reason": reason, "error": error, "times": self._seen[key]
+        }  # fmt: skip
         if key and self._seen[key] == 1:
             log.error("training failed on a client", **facts, traceback=text)
         else:

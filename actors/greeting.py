@@ -48,11 +48,12 @@ class Greeting:
         ready = ready and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
         phase, phase_s = self._phase.said(self._delivery.phase)
         hello = Hello(
-            protocol=PROTOCOL, dim=self._model.dim, layout=self._model.layout, ready=ready,
+            protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1], ready=ready,
             session=orders.session if orders.welcome is not None else 0, phase=phase, phase_s=phase_s,
             round_id=orders.command.round_id if orders.command is not None else -1, model_round=self._copy.round_id,
             host=process_name(), memory=self._memory.here,
             next_round=-1 if orders.from_round is None else orders.from_round,
+            trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
         )  # fmt: skip
         with contextlib.suppress(BusError):  # said again with the next heartbeat
             await self._bus.publish(self._identity, hello)

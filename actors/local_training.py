@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from gradbus.actors.codec_options import codec_options
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.norms import l2_distance, l2_norm
 from gradbus.actors.residuals import Residuals
+from gradbus.actors.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
 from gradbus.actors.task import FederatedTask
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.control import Offer, Receipt, Welcome
@@ -23,6 +25,18 @@ from gradbus.runtime.messages import Identity, TrainCmd
 from gradbus.runtime.probe import Probe, no_probe
 from gradbus.runtime.sealed_memory import PayloadMemory, Sealed
 from gradbus.runtime.turns import TRAINING
+
+
+class Diverged(ValueError):
+    """Training has returned, with a loss or a model that is not finite.
+
+    Attributes:
+        reason: one of those in gradbus.actors.rounds.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +76,20 @@ class LocalTraining:
         """Load data. ``num_clients``: of the run, as the controller says; 0 if it does not know."""
         self._task.prepare(self._identity.sender, num_clients)
 
+    def arrange(self, welcome: Welcome) -> None:
+        """Let the model travel as the controller says: all of it, or what is trained."""
+        self._model.arrange("trained" if welcome.frozen else "all")
+
+    def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+        """Set what does not travel with the rounds to what the controller has."""
+        self.arrange(welcome)
+        self._model.write_frozen(vector)
+
+    def lacks_frozen(self, welcome: Welcome) -> bool:
+        """Whether what does not travel with the rounds is other than the controller's."""
+        self.arrange(welcome)
+        return self._model.frozen != welcome.frozen
+
     def train(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
         heard_s: float,
@@ -70,8 +98,10 @@ class LocalTraining:
         ``time.perf_counter``. Where many clients share a process, they take turns: see :mod:`gradbus.runtime.turns`.
 
         Raises:
-            ValueError: training made the model non-finite or too large, or used no samples: no controller would take
-                the update, and each refusal is a strike. And whatever the task raises.
+            Diverged: its loss, or the model, is not finite: an update of that would spoil the mean, and where the loss
+                alone is, nobody knows what the model is worth.
+            ValueError: training made the model too large, or used no samples: no controller would take the update, and
+                each refusal is a strike. And whatever the task raises.
         """
         with TRAINING.take(should_stop):
             return self._train(welcome, command, base, transfer, should_stop, heard_s)
@@ -84,6 +114,7 @@ class LocalTraining:
         self._probe.reached("before_training", command.round_id)
         self._residuals.start_run(welcome.run_id)
         started_s = time.perf_counter()
+        self.arrange(welcome)
         self._model.write(base)
         outcome = self._task.train(
             self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
@@ -91,6 +122,8 @@ class LocalTraining:
         )  # fmt: skip
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
+        self._check_loss(outcome.loss)
+        self._model.check_frozen()
         codec = codecs.get(welcome.codec, version=welcome.codec_version, **codec_options(welcome.codec, welcome))
         payload, residual = self._encode(codec, base, command.round_id)
         update_norm = l2_distance(self._model.read(), base)
@@ -103,7 +136,8 @@ class LocalTraining:
         sealed = self._memory.put(payload) if here and here == welcome.memory else None
         offer = Offer(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
-            num_samples=int(outcome.num_samples), loss=float(outcome.loss), train_s=trained_s - started_s,
+            num_samples=int(outcome.num_samples), train_s=trained_s - started_s,
+            loss=math.nan if outcome.loss is None else float(outcome.loss),
             encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
             wait_s=max(0.0, started_s - heard_s), update_norm=update_norm,
             residual_norm=0.0 if residual is None else l2_norm(residual),
@@ -127,7 +161,21 @@ class LocalTraining:
                 return codec.encode(vector), None
             return codecs.residual_step(vector, self._residuals.before(round_id), codec)
         except NonFiniteError as error:
-            raise ValueError(f"training made the model non-finite: {error}. Lower the learning rate") from None
+            raise Diverged(
+                NON_FINITE_MODEL, f"training made the model non-finite: {error}. Lower the learning rate"
+            ) from None
+
+    def _check_loss(self, loss: float | None) -> None:
+        """Raises Diverged: it is not finite."""
+        if loss is None or math.isfinite(loss):
+            return
+        is_finite = bool(torch.isfinite(self._model.read()).all())
+        also = "the model is finite" if is_finite else "and the model is not finite either"
+        raise Diverged(
+            NON_FINITE_LOSS,
+            f"training ended with a loss of {float(loss)}; {also}. Its update is not sent. Look at the data, and lower "
+            f"the learning rate; a task without a loss returns None",
+        )
 
     def _check(self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, round_id: int) -> None:
         """Raises ValueError: it would be refused."""

@@ -89,8 +89,9 @@ class Members:
     """
 
     def __init__(
-        self, *, dim: int, layout: int, session: int, dead_after_s: float, rival_after_s: float, memory: str = ""
-    ) -> None:
+        self, *, dim: int, layout: int, session: int, dead_after_s: float, rival_after_s: float, memory: str = "",
+        trained_only: bool = False,
+    ) -> None:  # fmt: skip
         """An empty table.
 
         Args:
@@ -101,7 +102,9 @@ class Members:
             rival_after_s: when an id is used twice, how long after the newcomer's first word it is decided at the
                 earliest whether the older one still talks.
             memory: the controller's machine, where it shares memory; else empty.
+            trained_only: ``dim`` and ``layout`` are those of what is trained alone.
         """
+        self._trained_only = trained_only
         self._dim = dim
         self._layout = layout
         self._session = session
@@ -173,8 +176,7 @@ class Members:
         """
         if hello.protocol != PROTOCOL:
             return Answer.REFUSE, f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
-        if hello.dim != self._dim or hello.layout != self._layout:
-            detail = f"{hello.dim:,} values, here {self._dim:,}" if hello.dim != self._dim else "other names or shapes"
+        if (detail := self._misfit(hello)) is not None:
             return Answer.REFUSE, f"its model is not the same as the controller's ({detail}): set the same model"
         member = self._members.get(client_id)
         if member is None and len(self._members) >= MAX_MEMBERS:
@@ -195,6 +197,15 @@ class Members:
         self.holds(client_id, incarnation, hello.model_round)
         knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
         return (Answer.NOTHING if knows else Answer.WELCOME), ""
+
+    def _misfit(self, hello: Hello) -> str | None:
+        """What is different about the client's model; None: it is the same."""
+        dim, layout = hello.dim, hello.layout
+        if self._trained_only and hello.trained_dim:
+            dim, layout = hello.trained_dim, hello.trained_layout
+        if dim != self._dim:
+            return f"{dim:,} values, here {self._dim:,}"
+        return None if layout == self._layout else "other names or shapes, or others of its parameters are frozen"
 
     def _meet_rival(
         self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int, number: int,

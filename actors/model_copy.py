@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradbus.codecs import CodecError, add_into, parse
 from gradbus.runtime.assembler import Assembler, Verdict
+from gradbus.runtime.control import FROZEN_ROUND
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Flags, FrameKey
 from gradbus.runtime.logs import get_logger
@@ -30,14 +31,18 @@ class ModelCopy:
     """
 
     def __init__(
-        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None, standing: Standing | None = None
-    ) -> None:
+        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None, standing: Standing | None = None,
+        frozen: bool = False,
+    ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
-        and a header. ``probe``: is told of the models. ``standing``: says whether they are the controller's."""
+        and a header. ``frozen``: this is what no round changes, and not what every round does.
+        ``probe``: is told of the models. ``standing``: says whether they are the controller's."""
         self._probe = probe or no_probe()
         self._standing = standing or Standing()
         self._dim = dim
+        self._limit = max_bytes
         self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
+        self._is_frozen = frozen
         self._assembler = Assembler()
         self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
         self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
@@ -48,9 +53,13 @@ class ModelCopy:
         self.dropped = 0
         self._doubted_s = float("-inf")
 
-    def start(self, run_id: int) -> None:
-        """Follow this run from here on. The model so far is worth nothing: a controller that starts sends its own."""
+    def start(self, run_id: int, dim: int | None = None) -> None:
+        """Follow this run from here on, with models of ``dim`` values, by default as before. The model so far is worth
+        nothing: a controller that starts sends its own."""
         self._run_id = run_id
+        if dim is not None:
+            self._dim = dim
+            self._max_bytes = 8 * dim + 4096 if self._limit is None else self._limit
         self.round_id, self.vector = -1, None
         self._forget(lambda key: True)
 
@@ -99,6 +108,8 @@ class ModelCopy:
         """Whether this transfer is being taken in; if not, that begins, where it is of use."""
         if key in self._keys:
             return True
+        if (key.round_id == FROZEN_ROUND) is not self._is_frozen:
+            return False
         if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
             return False
         newest = max((known.round_id for known in self._keys), default=-1)

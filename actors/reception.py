@@ -33,11 +33,11 @@ class Reception:
     def __init__(
         self, bus: Bus, identity: Identity, members: Members, intake: Intake, downlink: Downlink, conduct: Conduct,
         config: FederatedConfig, *, run_id: int, next_round: Callable[[], int], changed: Callable[[], None],
-        failed: Callable[[int, int, str], None], rivals: Rivals, in_doubt: Callable[[], bool],
+        failed: Callable[[int, Failed], None], rivals: Rivals, in_doubt: Callable[[], bool],
         participation: Participation | None = None,
     ) -> None:  # fmt: skip
         """``next_round``: the first round that a client which comes now takes part in. ``changed``: the table of
-        members did. ``failed``: a client's training raised, with its traceback. ``rivals``: other controllers.
+        members did. ``failed``: nothing came of a client's training, with the reason. ``rivals``: other controllers.
         ``in_doubt``: whether what DDS says of who is gone, and who was heard when, is to be doubted now, see
         Presence."""
         self._rivals = rivals
@@ -93,7 +93,7 @@ class Reception:
                 elif isinstance(body, NeedModel):
                     self._downlink.on_need(sender, body, group)
                 elif isinstance(body, Failed) and body.run_id == self._run_id:
-                    self._failed(sender, body.round_id, body.text)
+                    self._failed(sender, body)
                 elif isinstance(body, Leave):
                     log.info("client left", client=sender, reason=body.reason)
                     self._gone(sender, incarnation)
@@ -158,7 +158,7 @@ class Reception:
             to=member.client_id, incarnation=member.incarnation, run_id=self._run_id, next_round=member.from_round,
             codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
             codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
-            memory=self._bus.memory.here,
+            memory=self._bus.memory.here, frozen=self._downlink.frozen_hash,
         )  # fmt: skip
         await self._bus.publish(self._identity, welcome)
         await self._downlink.welcome(member.client_id)

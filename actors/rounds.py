@@ -9,6 +9,9 @@ from enum import Enum
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
 TRAINING_FAILED = "training failed"
+NON_FINITE_LOSS = "non-finite loss"
+NON_FINITE_MODEL = "non-finite model"
+FAILURES = (TRAINING_FAILED, NON_FINITE_LOSS, NON_FINITE_MODEL)  # as the clients themselves have told
 
 
 class Outcome(Enum):
@@ -74,7 +77,7 @@ class Round:
         if client_id not in self.expected:
             return "not expected"
         # One that said its training failed may have said so of the attempt before: an update says more.
-        return "failed" if self.failed.get(client_id, TRAINING_FAILED) != TRAINING_FAILED else None
+        return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in FAILURES else None
 
     def accept(self, client_id: int, now_s: float) -> None:
         """Its update counts: also if it was lost or failed while its update was being added."""
@@ -109,7 +112,7 @@ class Round:
 
     def fail(self, client_id: int, reason: str) -> None:
         """The client lives, but it will not answer in this round."""
-        if client_id in self.open or self.failed.get(client_id) == TRAINING_FAILED:  # that one may still send
+        if client_id in self.open or self.failed.get(client_id) in FAILURES:  # that one may still send
             self.failed[client_id] = reason
 
     def verdict(self, now_s: float) -> Outcome | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from gradbus.actors.conduct import MAX_KNOWN, Conduct, Strike
 from gradbus.actors.flat_model import FlatModel
 from gradbus.actors.participation import Entry, Participation
-from gradbus.actors.replicas import fingerprint
 from gradbus.actors.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.actors.strategy import Strategy
 from gradbus.runtime.checkpoint import (
@@ -36,6 +36,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.settings import FederatedConfig
 
 MAX_TENSORS = 1_000_000  # of a model
+NOTHING = "0" * 16  # does not travel, or is known not to
 
 log = get_logger("controller")
 
@@ -53,7 +54,7 @@ class SavedRun(Meta):
     incarnation: Count
     layout: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)]
     tensors: Annotated[list[tuple[str, str, list[Count]]], Field(max_length=MAX_TENSORS)]
-    frozen: Hex64
+    frozen: Hex64 = NOTHING
     downlink_codec: Annotated[str, StringConstraints(max_length=100)]
     downlink: Literal["full", "lossy"]
     conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
@@ -74,11 +75,14 @@ class SavedRun(Meta):
 
 
 @torch.no_grad()
-def restore_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Make a module, as ``build_model`` gives it, that of the checkpoint; what does not travel stays as it is built.
+def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[str], Mapping[str, Tensor]]) -> None:
+    """Make a module, as ``build_model`` gives it, that of the checkpoint, frozen parameters included.
+
+    Args:
+        load: what lies beside the checkpoints by that name, as ``CheckpointStore.load_constant`` gives it.
 
     Raises:
-        CheckpointError: the module is another one.
+        CheckpointError: the module is another one, or a file is missing.
     """
     saved, place = SavedRun.of(checkpoint), 0
     weights, state = tensor_of(checkpoint, "weights"), module.state_dict(keep_vars=True)
@@ -96,20 +100,24 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
         place = end
     if place != weights.numel():
         raise CheckpointError(f"{where} holds {weights.numel():,} values, its table says {place:,}: it is damaged")
-    if saved.frozen != frozen_hash(module, (name for name, _, _ in saved.tensors)):
+    if saved.frozen != NOTHING:
+        restore_frozen(FlatModel(module), saved.frozen, load, where)
+
+
+def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
+    """Set what does not travel to what has this hash: as ``build_model`` gives it, or from the file that the run has
+    written at its start. Raises CheckpointError: there is none that fits."""
+    if stated in (NOTHING, f"{model.frozen:016x}"):
+        return
+    vector = load(f"frozen-{stated}").get("frozen")
+    if vector is None or vector.shape != (model.frozen_dim,):
         raise CheckpointError(
-            f"{where} was made with other frozen parameters than the model has that is configured. They do not travel: "
-            f"build_model must give the same in every process, from a file or a fixed seed"
+            f"{where} was made with other frozen parameters than the model has that is configured. Use the model of "
+            f"the run, with the same parameters frozen (requires_grad=False)"
         )
-
-
-def frozen_hash(module: nn.Module, travelling: Iterable[str]) -> str:
-    """Over the parameters that are not in the vector of weights, 64 bits as hexadecimal digits."""
-    known = set(travelling)
-    state = module.state_dict(keep_vars=True)
-    tied = {id(state[name]) for name in known & state.keys()}
-    frozen = [p for p in state.values() if isinstance(p, nn.Parameter) and id(p) not in tied]
-    return f"{fingerprint(frozen):016x}"
+    model.write_frozen(vector)
+    if f"{model.frozen:016x}" != stated:
+        raise CheckpointError(f"{where}: frozen-{stated}.safetensors holds other values than its name says")
 
 
 class RunState:
@@ -130,7 +138,7 @@ class RunState:
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
         """Raises CheckpointError: the state directory cannot be used, or holds something that does not fit."""
         self._layout, self._table = model.layout, model.table
-        self._frozen = frozen_hash(model.module, (name for name, _, _ in model.table))
+        self._model = model
         self._strategy = strategy
         self._downlink_codec = config.downlink_codec
         self._store: CheckpointStore | None = None
@@ -144,8 +152,7 @@ class RunState:
         self.conduct = Conduct(config.max_strikes, config.quarantine_rounds)
         self.participation = Participation()
         if config.init_path is not None:
-            given = load_weights(config.init_path, assemble=model.vector_of)
-            self._set_weights(given, f"initial weights {config.init_path}")
+            self._set_initial(config.init_path)
         if config.state_dir is not None:
             self._store = CheckpointStore(config.state_dir, keep=config.keep_checkpoints)
             try:
@@ -168,6 +175,20 @@ class RunState:
                 f"Choose another directory, or set federated.resume=true"
             )
 
+    def _set_initial(self, path: Path) -> None:
+        """Weights from a file: named tensors, which have the frozen parameters, too, or a checkpoint, which has not."""
+        named = False
+
+        def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
+            nonlocal named
+            named = True
+            return self._model.vector_of(tensors)
+
+        given, where = load_weights(path, assemble=assemble), f"initial weights {path}"
+        self._set_weights(given[: self._model.dim] if named else given, where)
+        if named and self._model.frozen_dim:
+            self._model.write_frozen(given[self._model.dim :])
+
     def _set_weights(self, vector: Tensor, where: str) -> None:
         if vector.shape != self.weights.shape:
             raise CheckpointError(f"{where}: {vector.numel():,} values, the model has {self.weights.numel():,}")
@@ -188,6 +209,8 @@ class RunState:
         held = tensor_of(checkpoint, "held", dim) if saved.downlink == "lossy" else None
         self._strategy.load_state(checkpoint.tensors)
         restore_random_numbers(checkpoint)
+        assert self._store is not None
+        restore_frozen(self._model, saved.frozen, self._store.load_constant, where)
         self._set_weights(weights, where)
         self.held = held
         self.run_id = int(saved.run_id, 16)
@@ -249,12 +272,15 @@ class RunState:
             tensors["held"] = held
         meta = {
             "run_id": f"{self.run_id:016x}",
-            "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table, "frozen": self._frozen,
+            "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
             "downlink_codec": self._downlink_codec,
             "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.conduct.state(),
             "participation": self.participation.state(),
+            "frozen": f"{self._model.frozen:016x}",
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip
+        if self._model.frozen_dim:
+            self._store.save_constant(f"frozen-{self._model.frozen:016x}", {"frozen": self._model.read_frozen()})
         self._store.save(Checkpoint(self.round_id, tensors, meta))
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ class TrainOutcome(Protocol):
         """Samples trained on: the weight of the update."""
 
     @property
-    def loss(self) -> float:
-        """Mean training loss; NaN where there is none."""
+    def loss(self) -> float | None:
+        """Mean training loss; None where there is none. One that is not finite says that training has diverged: then
+        its update does not count."""
 
 
 class EvalOutcome(Protocol):

@@ -89,12 +89,12 @@ def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:
         raise ConfigError(f"{config} is not there: it names the model. A run writes it when it begins")
     if kind == "federated":
         federated = load_settings(ControllerFile, config, environment={})
-        checkpoint = _newest(run, federated.federated.state_dir, "", number, SavedRun.of)
+        store, checkpoint = _newest(run, federated.federated.state_dir, "", number, SavedRun.of)
         model = ConfiguredTask(_on_cpu(federated.task)).build_model()
-        restore_weights(model, checkpoint)
+        restore_weights(model, checkpoint, store.load_constant)
     else:
         parallel = load_settings(WorkerFile, config, environment={})
-        checkpoint = _newest(run, parallel.worker.state_dir, "rank-0", number, SavedRank.of)
+        _, checkpoint = _newest(run, parallel.worker.state_dir, "rank-0", number, SavedRank.of)
         model = ConfiguredShardTask(_on_cpu(parallel.task)).build_model()
         restore_model(model, checkpoint)
     return kind, model, checkpoint
@@ -105,7 +105,9 @@ def _on_cpu(task: TaskSettings) -> TaskSettings:
     return task.model_copy(update={"device": "cpu"})
 
 
-def _newest(run: Path, state_dir: Path | None, folder: str, number: int | None, check: Any) -> Checkpoint:
+def _newest(
+    run: Path, state_dir: Path | None, folder: str, number: int | None, check: Any
+) -> tuple[CheckpointStore, Checkpoint]:
     """From ``state`` in the run directory, else, where that is not there, from where the settings say."""
     places = [run / "state" / folder, *([state_dir / folder] if state_dir is not None else [])]
     found = next((place for place in places if any(place.glob("round-*.json"))), None)
@@ -118,10 +120,10 @@ def _newest(run: Path, state_dir: Path | None, folder: str, number: int | None, 
     if number is None:
         checkpoint = store.load_newest(check)
         assert checkpoint is not None
-        return checkpoint
+        return store, checkpoint
     if number not in store.rounds():
         raise CheckpointError(f"{found} has no checkpoint of {number}, it has those of {store.rounds()}")
-    return store.load(number, check)
+    return store, store.load(number, check)
 
 
 def _write(state: Mapping[str, Any], target: Path, form: Format, about: dict[str, str]) -> None:

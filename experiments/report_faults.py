@@ -16,6 +16,8 @@ REASONS = {
     "client lost": "died, or left, while its update was expected",
     "client silent": "lived and said nothing for too long outside of its training",
     "training failed": "its training function raised; see its log",
+    "non-finite loss": "its training ended with a loss of NaN or infinity; its update was not sent",
+    "non-finite model": "its training ended with NaN or infinity in the model; its update was not sent",
     "cut short": "died in the middle of an upload",
     "stalled": "sent nothing for ten seconds in the middle of an upload",
     "stale": "offered for a round that was not open any more",

@@ -11,11 +11,12 @@ class TrainResult:
 
     Attributes:
         num_samples: distinct samples trained on, whatever the number of epochs: the weight of this update in the mean.
-        loss: mean over all samples of all epochs, as seen while training.
+        loss: mean over all samples of all epochs, as seen while training; None where there is none. One that is not
+            finite says that training has diverged.
     """
 
     num_samples: int
-    loss: float
+    loss: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,31 @@ class CheckpointStore:
             log.warning("old checkpoints stay", directory=str(self.directory), reason=str(error))
         return size
 
+    def save_constant(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write what belongs to every checkpoint and does not change, once: a second time does nothing.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path = self.directory / f"{name}.safetensors"
+        if path.exists():
+            return
+        try:
+            temporary = path.with_suffix(".safetensors.tmp")
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary)
+            _commit(temporary, path)
+            _sync_directory(self.directory)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be written: {error}. Make room and start again") from None
+
+    def load_constant(self, name: str) -> dict[str, Tensor]:
+        """What :meth:`save_constant` has written. Raises CheckpointError: it is not there, or damaged."""
+        path = self.directory / f"{name}.safetensors"
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Restore it from a backup") from None
+
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending."""
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))

@@ -31,6 +31,7 @@ from gradbus.runtime.control_types import (
 from gradbus.runtime.packing import Limits, unpack
 
 PROTOCOL = 2
+FROZEN_ROUND = 0x7FFF_FFFF  # a round that never comes: what goes by it is what does not change in any round
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
 _LIMITS = Limits(MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=0, items=MAX_SEQS, fields=64, containers=16)
@@ -52,6 +53,7 @@ class Hello:
         next_round: the first round it was told that it takes part in, -1 for none: if that is not so, it is told again.
         memory: the machine whose shared memory it reads, empty: none. The controller's own: models may lie there.
         phase_s: seconds since the phase began.
+        trained_dim, trained_layout: the same two numbers of what is trained alone; 0: nothing of its model is frozen.
     """
 
     protocol: U32
@@ -66,6 +68,8 @@ class Hello:
     next_round: Round
     memory: Name = ""
     phase_s: Seconds = 0.0
+    trained_dim: U64 = 0
+    trained_layout: U64 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -79,6 +83,8 @@ class Welcome:
         num_clients: clients the run expects, 0 if it does not know.
         heartbeat_s: how often to say Hello.
         memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
+        frozen: hash over the values of the model that do not travel; whose own are others asks for them, as the model
+            of round FROZEN_ROUND. 0: everything travels.
     """
 
     to: U32
@@ -92,6 +98,7 @@ class Welcome:
     num_clients: U32
     heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
     memory: Name = ""
+    frozen: U64 = 0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -245,11 +252,17 @@ class NeedModel:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Failed:
-    """Client to controller: the training function raised; ``text`` is its traceback."""
+    """Client to controller: nothing came of training; ``text`` tells why, as a traceback.
+
+    Attributes:
+        reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
+            returned, with a loss, or a model, of NaN or infinity. Anything else is taken for the first.
+    """
 
     run_id: U64
     round_id: Round
     text: Lines
+    reason: Name = "training failed"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -98,6 +98,9 @@ class FederatedConfig(Settings):
         codec: of the clients' updates. density: share of values kept by s4 and sq8. chunk_elems: values that share a
             scale in q8 and sq8. codec_version: 2, or 1 for the original bytes.
         downlink_codec: of the global model on its way to the clients; a lossy one sends differences.
+        exchange: what updates and models hold: ``trained``: the parameters that require a gradient as build_model gives
+            them, and floating-point buffers; frozen ones are sent once, to clients whose own are others. ``all``: every
+            floating-point tensor, in every round.
         strategy: server optimizer: fedavg, fedavgm, fedadam; or, against hostile clients, median, trimmed_mean, krum,
             multi_krum, which hold all updates of a round in memory; see gradbus.actors.robust.
         byzantine: how many of the clients of a round these shall bear; it decides the least ``min_clients``.
@@ -143,6 +146,7 @@ class FederatedConfig(Settings):
     chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
     codec_version: Literal[1, 2] = 2
     downlink_codec: CodecName = "fp32"
+    exchange: Literal["trained", "all"] = "trained"
     strategy: Literal["fedavg", "fedavgm", "fedadam", "median", "trimmed_mean", "krum", "multi_krum"] = "fedavg"
     byzantine: Annotated[int, Field(ge=0, le=100_000)] = 1
     krum_keep: Annotated[int, Field(ge=1, le=100_000)] | None = None

@@ -164,6 +164,15 @@ def test_a_client_whose_model_is_not_finite_costs_only_its_own_round(federation:
     clients = [federation.client(0), federation.client(1, nan_in=1)]
     reports = finish(controller, *clients)
     assert [report["clients"] for report in reports] == [[0], [0, 1]]
+    assert reports[0]["dropped"] == {"non-finite model": 1}
+
+
+def test_a_client_whose_loss_alone_is_not_finite_says_so_and_its_update_does_not_count(federation: Federation) -> None:
+    controller = federation.controller(rounds=2, num_clients=2)
+    clients = [federation.client(0), federation.client(1, nan_loss_in=1)]
+    reports = finish(controller, *clients)
+    assert [report["clients"] for report in reports] == [[0], [0, 1]]
+    assert reports[0]["dropped"] == {"non-finite loss": 1}
 
 
 def test_a_second_process_with_the_same_id_is_refused_and_the_first_goes_on(

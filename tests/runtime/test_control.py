@@ -61,8 +61,9 @@ EXAMPLES: list[Body] = [
 
 
 LATER: dict[type[Any], dict[str, Any]] = {
-    Hello: {"memory": "", "phase_s": 0.0},
-    Welcome: {"memory": ""},
+    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0},
+    Welcome: {"memory": "", "frozen": 0},
+    Failed: {"reason": "training failed"},
     ModelHere: {"signature": ""},
     Status: {
         "host": "",

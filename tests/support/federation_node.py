@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -109,7 +110,8 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
             if spec.get("nan_in") == round_id:
                 with torch.no_grad():
                     model.vector[7] = float("nan")
-            return super().train(model, **arguments)
+            result = super().train(model, **arguments)
+            return dataclasses.replace(result, loss=float("nan")) if spec.get("nan_loss_in") == round_id else result
 
     config = gradbus.ClientConfig(**spec.get("client", {}))
     network = gradbus.NetworkConfig(**spec["network"])
