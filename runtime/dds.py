@@ -310,7 +310,7 @@ class Node:
         reliable = Policy.Reliability.Reliable(duration(seconds=topic.block_s))
         policies = [
             reliable if topic.reliable else Policy.Reliability.BestEffort,
-            Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
+            _reader_history(topic),
             Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
         ]
         if topic.reader_samples:
@@ -389,6 +389,12 @@ class Waiter:
 
 _fast_path: list[str | None] = []  # the verdict of the self-test, once per process
 _self_test_lock = threading.Lock()
+
+
+def _reader_history(topic: Topic) -> Any:
+    if topic.keep_last or topic.overwrites:
+        return Policy.History.KeepLast(1 if topic.keep_last else topic.reader_samples)
+    return Policy.History.KeepAll
 
 
 def _self_test(participant: Any) -> str | None:

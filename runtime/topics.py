@@ -27,6 +27,8 @@ class Topic:
             for again: one process that does not keep up must not hold up the others.
         block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
         to_message: from the fields of a sample to a message.
+        overwrites: a full reader drops its oldest sample in place of making its writers wait. For what is said again
+            anyhow: a process whose interpreter is held for long takes nothing, and must not stop the others.
         ignore_local: what a process writes does not come back to its own reader.
         reliable: its readers ask for what they miss, and its writers wait for them.
 
@@ -45,6 +47,7 @@ class Topic:
     to_message: Callable[[Any], Message | frames.Frame]
     ignore_local: bool = False
     reliable: bool = True
+    overwrites: bool = False
 
 
 def _train_cmd(sample: Any) -> TrainCmd:
@@ -88,7 +91,7 @@ TOPICS: dict[type[Any], Topic] = {
     ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
     ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
     # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
-    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control),
+    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, overwrites=True),
 }
 READABLE: dict[type[Any], Topic] = TOPICS | {
     Overheard: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, reliable=False),

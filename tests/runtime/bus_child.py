@@ -6,6 +6,7 @@ PATH is ``fast`` or ``binding``. It says one JSON value a line, and acts on line
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import resource
 import sys
@@ -77,6 +78,17 @@ async def hesitate(bus: Bus) -> None:
     say(zlib.crc32(await payload_from(inbox, UPDATE, 1 << 30)))
 
 
+async def hold(bus: Bus) -> None:
+    """Subscribe, and hold the interpreter, so that nothing is taken; then tell how much is left of what was said."""
+    inbox = bus.subscribe(Control)
+    say("listening")
+    await told()
+    ctypes.PyDLL(None).usleep(8_000_000)
+    say("back")
+    await inbox.get()
+    say("has heard")
+
+
 async def live(bus: Bus) -> None:
     """Say a word, and then nothing more."""
     await reads(bus, Control)
@@ -90,7 +102,7 @@ async def main() -> None:
         asyncio.timeout(60),
         gradbus.connect(job, domain=int(domain), lease_s=float(lease_s), fast=path == "fast") as bus,
     ):
-        await {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live}[role](bus)
+        await {"talk": talk, "receive": receive, "hesitate": hesitate, "live": live, "hold": hold}[role](bus)
 
 
 if __name__ == "__main__":

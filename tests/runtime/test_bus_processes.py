@@ -197,3 +197,22 @@ def test_a_process_killed_at_once_is_told_of_when_its_lease_has_ended(run: Run, 
         assert min(took_s) < 3
 
     run(main)
+
+
+def test_a_process_whose_interpreter_is_held_does_not_stop_what_the_others_say_to_each_other(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place, lease_s=LEASE_S) as bus, child("hold", place) as other:
+            assert await other.says() == "listening"
+            await reads(bus, Control)
+            other.tell("hold it")
+            began_s = time.monotonic()
+            for _ in range(12_000):  # its reader has room for 4,096, and DDS for a few thousand more
+                await bus.publish(CHIEF, BODIES[2])
+            assert time.monotonic() - began_s < 30.0
+            assert await other.says() == "back"
+            await bus.publish(CHIEF, BODIES[2])
+            assert await other.says() == "has heard"
+
+    run(main)

@@ -92,7 +92,8 @@ def test_topics_have_the_quality_of_service_of_the_code(page: str) -> None:
         _, idl_type, _, durability, history, in_reader, in_process, when_full = table[topic.name]
         assert idl_type == f"`gradbus::{topic.idl_type}`"
         assert durability == ("transient-local" if topic.retained else "volatile")
-        assert history == ("keep last 1" if topic.keep_last else "keep all")
+        kept = f"keep all, readers the last {topic.reader_samples}" if topic.overwrites else "keep all"
+        assert history == ("keep last 1" if topic.keep_last else kept)
         assert int(in_reader) == (1 if topic.keep_last else topic.reader_samples)
         assert int(in_process) == topic.inbox
         assert when_full.startswith("dropped") is topic.may_drop
