@@ -107,13 +107,15 @@ async def _run(attack_seed: int | None) -> list[int]:
         gradbus.connect(job=job, domain=domain) as evil,
     ):
         controller = gradbus.Controller(bus, NullTask(DIM), config)
-        attacker = Attacker(evil, attack_seed or 0)
+        attacker: Attacker | None = None
         async with asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(client_id))
             async for report in controller.rounds():
                 assert report.clients == (0, 1)
                 if attack_seed is not None and report.round_id < 3:
+                    # Not earlier: a controller waits for one that may be there already and says nothing.
+                    attacker = attacker or Attacker(evil, attack_seed)
                     await attacker.spray(controller.run_id, victim=report.round_id - 1)
         if attack_seed is not None:
             assert bus.rejected["crc"] > 0
