@@ -18,6 +18,7 @@ from gradbus.experiments.bench_rows import Row
 DOMAIN = 22
 _STORE_S = 60.0
 _SHARED_MEMORY = "GRADBUS_BUS__SHARED_MEMORY"
+_UNSEALED = {"GRADBUS_BUS__SECURITY": "none", "GRADBUS_BUS__JOB": "unsealed"}
 
 Transport = Literal["one-host", "dds-only"]
 TRANSPORTS: dict[Transport, str] = {"one-host": "one host", "dds-only": "DDS only"}
@@ -60,6 +61,18 @@ def new_group() -> dist.ProcessGroup:
     """One of ours, of all ranks."""
     group = dist.new_group(backend="dds")
     assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def unsealed_group() -> dist.ProcessGroup:
+    """The same on a bus of its own that seals nothing."""
+    os.environ |= _UNSEALED
+    try:
+        group = new_group()
+        dist.barrier(group=group)  # its bus is opened when it is used first
+    finally:
+        for name in _UNSEALED:
+            del os.environ[name]
     return group
 
 

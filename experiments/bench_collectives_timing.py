@@ -15,13 +15,21 @@ from torch import Tensor
 
 from gradbus.experiments.bench_children import ChildFailed
 from gradbus.experiments.bench_collectives_leftovers import Holdings
-from gradbus.experiments.bench_collectives_ranks import TRANSPORTS, Place, Transport, failed, run_ranks
+from gradbus.experiments.bench_collectives_ranks import (
+    TRANSPORTS,
+    Place,
+    Transport,
+    failed,
+    run_ranks,
+    unsealed_group,
+)
 from gradbus.experiments.bench_rows import Row, at_least, at_most, shown
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.torch import bus_thread
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 64 * MIB)
+MAX_SEALED = 1.05  # of the time without sealing, where data goes through shared memory
 REPEATS = 15  # of 0.12 s each: with 7 of them the median of the ratios moved by 15 % from run to run
 FEW_REPEATS = 7  # of what takes longer
 _BLOCK_S = 0.12
@@ -148,6 +156,7 @@ def time_cells(place: Place) -> dict[str, Any]:
     before = Holdings.now()
     groups = place.start_both()
     gloo = groups["gloo"]
+    groups["none"] = unsealed_group()
     cells = [Cell(place, collective, size) for collective in place.spec["collectives"] for size in place.spec["sizes"]]
     found = []
     for cell in cells:
@@ -162,7 +171,8 @@ def time_cells(place: Place) -> dict[str, Any]:
         facts["on_group"] = {"median_s": timed(blocks, gloo, place.spec["repeats"])}
     plain.close()
     dist.barrier(group=gloo)
-    dist.destroy_process_group(groups["ours"])
+    for name in ("ours", "none"):
+        dist.destroy_process_group(groups[name])
     return {"cells": found, "segments": segments}
 
 
@@ -179,7 +189,8 @@ def timed(blocks: Mapping[str, Block], gloo: dist.ProcessGroup, repeats: int) ->
 def cell_rows(
     setups: Sequence[Setup] = SETUPS, *, sizes: Sequence[int] = SIZES, repeats: int = REPEATS
 ) -> tuple[list[Row], dict[str, Any]]:
-    """A row for each cell, and one for the same on our own API; one for whether there was shared memory."""
+    """A row for each cell, one for what sealing costs in it, and one for the same on our own API; one for whether there
+    was shared memory."""
     rows: list[Row] = []
     taken: dict[str, Any] = {}
     for setup in setups:
@@ -212,9 +223,14 @@ def _rows_of(ranks: Sequence[dict[str, Any]], where: str, limits: dict[str, tupl
     if size in SIZES:
         limit = limits[collective][SIZES.index(size)]
         row = at_most(name, measured, limit, "x gloo", note)
+    sealing = ratios_of(ranks, base="none")[0]["ours"]
+    note = f"{ms['ours']:.3g} / {ms['none']:.3g} ms; {spread(sealing)}"
+    through_memory = where.startswith(TRANSPORTS["one-host"])
+    sealed = ("  the same, sealed as by default", statistics.median(sealing))
+    seals = at_most(*sealed, MAX_SEALED, "x none", note) if through_memory else shown(*sealed, "x none", note)
     ratios, ms = ratios_of([of_rank["on_group"] for of_rank in ranks])
     note = f"{ms['Group']:.3g} / {ms['gloo']:.3g} ms; {spread(ratios['Group'])}"
-    return [row, shown("  the same on Group, no torch", statistics.median(ratios["Group"]), "x gloo", note)]
+    return [row, seals, shown("  the same on Group, no torch", statistics.median(ratios["Group"]), "x gloo", note)]
 
 
 def in_turns(names: Iterable[str], repeats: int) -> list[str]:

@@ -154,16 +154,17 @@ def test_collectives_are_timed_and_a_cell_above_its_limit_falls_short() -> None:
     rows, taken = cell_rows([Setup("one-host", 2, limits)], sizes=[KIB_4, 8192], repeats=2)
     memory, *rows = rows
     assert memory.ok, memory
-    assert [row.name for row in rows[::2]] == [
+    assert [row.name for row in rows[::3]] == [
         f"{collective} {size}, one host, world 2" for collective in limits for size in ("4 KiB", "8 KiB")
     ]
-    assert [(row.asked, row.ok) for row in rows[::2]] == [
+    assert [(row.asked, row.ok) for row in rows[::3]] == [
         ("<= 1e+06", True), ("", True), ("<= 1e-06", False), ("", True)
     ]  # fmt: skip
-    assert all("Group" in row.name and row.measured > 0 for row in rows[1::2])
+    assert all(row.asked == "<= 1.05" and row.measured > 0 for row in rows[1::3])
+    assert all("Group" in row.name and row.measured > 0 for row in rows[2::3])
     for rank in taken["one host, world 2"]:
         assert [{name: len(values) for name, values in cell["median_s"].items()} for cell in rank["cells"]] == [
-            {"ours": 2, "gloo": 2}
+            {"ours": 2, "none": 2, "gloo": 2}
         ] * 4
 
 

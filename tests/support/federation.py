@@ -122,6 +122,7 @@ class Federation(AbstractContextManager["Federation"]):
             "job": f"test-{os.getpid()}-{time.monotonic_ns()}", "domain": domain, "dim": DIM,
             "patient": silence_s >= NOBODY_DIES_S, **common,
         }  # fmt: skip
+        self.job = str(self._common["job"])
         self._silence_s = silence_s
         self._nodes: list[Node] = []
         self._folder = tempfile.TemporaryDirectory(prefix="gradbus-history-")
