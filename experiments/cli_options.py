@@ -27,7 +27,7 @@ RunDir = Annotated[
 ]
 TensorBoard = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Write scalars for TensorBoard there. Needs: pip install 'gradbus[tensorboard]'"),
+    typer.Option(metavar="DIR", help="Write scalars for TensorBoard there. Needs the package tensorboard"),
 ]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")]
 Insecure = Annotated[

@@ -17,6 +17,7 @@
 | 12 | the history of a run breaks an invariant (``gradbus check``) | report it, with the run directory |
 | 13 | the model, the data or the training code that was configured raised an error | mend it where the line says |
 | 14 | training came to NaN or infinity | as the line says: a smaller learning rate, clipping, other data |
+| 14 | a package that gradbus needs is missing or cannot be loaded | install it, as the line says |
 | 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
 """
 
@@ -59,6 +60,7 @@ class ExitCode(IntEnum):
     RANKS_DISAGREE = 11
     HISTORY = 12
     OWN_CODE = 13
+    PACKAGE = 14
     NOT_FINITE = 14
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from gradbus.experiments.choices import LoopName
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.needs import explain
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.user_errors import readable_traceback, user_error
 
@@ -143,6 +144,9 @@ def guard(
         say(f"gradbus {name}: {error}")
         return exit_code_of(error)
     except Exception as error:
+        if missing := explain(error):
+            say(f"gradbus {name}: {missing}")
+            return ExitCode.PACKAGE
         what = user_error(error)
         print(plain_text(readable_traceback(error, full=full_traceback)), end="", file=sys.stderr)
         if not what.is_own:

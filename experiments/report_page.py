@@ -16,6 +16,7 @@ from typing import Any
 from gradbus.experiments import style
 from gradbus.experiments.report_svg import Picture
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
 
 DASH = "–"
@@ -96,7 +97,9 @@ def need_extras() -> None:
     try:
         import jinja2  # noqa: F401
     except ImportError:
-        raise ConfigError("a report needs jinja2, which is not installed: pip install 'gradbus[figures]'") from None
+        raise ConfigError(
+            f"a report needs jinja2, which is not installed: {install_line('jinja2', 'matplotlib')}"
+        ) from None
     style.need_matplotlib()
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.needs import install_line
 from gradbus.runtime.private_folder import make_private
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Scalars:
         except ImportError as error:
             raise ConfigError(
                 f"--tensorboard needs tensorboard, which cannot be imported here ({error}). "
-                f"Install it: pip install 'gradbus[tensorboard]'"
+                f"Install it: {install_line('tensorboard')}"
             ) from None
         try:
             make_private(folder)

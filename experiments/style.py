@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.needs import install_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +138,7 @@ def have_matplotlib() -> bool:
 def need_matplotlib() -> None:
     """Raises ConfigError, which says what to install, if figures cannot be drawn."""
     if not have_matplotlib():
-        raise ConfigError("figures need matplotlib, which is not installed: pip install 'gradbus[figures]'")
+        raise ConfigError(f"figures need matplotlib, which is not installed: {install_line('matplotlib', 'jinja2')}")
 
 
 @contextlib.contextmanager

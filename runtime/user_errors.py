@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import site
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+
+from gradbus.runtime.needs import requirements
 
 MAX_MESSAGE = 1000  # characters of an error's message in one line
 
@@ -152,12 +152,7 @@ def _stdlib_folders() -> tuple[str, ...]:
 @cache
 def _dependencies() -> frozenset[str]:
     """Top-level names of what gradbus is built on."""
-    try:
-        lines = requires("gradbus") or []
-    except PackageNotFoundError:
-        lines = []
-    names = {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].replace("-", "_").lower() for line in lines}
-    return frozenset(names | {name.lower() for name in _TOOLS})
+    return frozenset({*requirements(), *(name.lower() for name in _TOOLS)})
 
 
 def _shown(filename: str) -> str:

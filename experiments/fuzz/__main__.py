@@ -26,6 +26,7 @@ from rich.table import Table
 from gradbus.experiments.fuzz.catalogue import BROKEN, NAMES, TARGETS
 from gradbus.experiments.fuzz.target import RESIDENT_SLACK_BYTES
 from gradbus.experiments.live import size
+from gradbus.runtime.needs import install_line
 
 _START_S = 120.0  # on top of the time given: imports, seeds, and a corpus of an earlier run
 _KEPT_LINES = 40
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("atheris") is None:
         print(
             "make fuzz: needs atheris, which is not installed (Linux; it has no wheels for the newest Python). "
-            "Install it: pip install 'gradbus[fuzz]', or in this repository: make setup-fuzz",
+            f"Install it: {install_line('atheris')}, or in this repository: make setup-fuzz",
             file=sys.stderr,
         )
         return 2

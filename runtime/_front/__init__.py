@@ -77,10 +77,22 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
+        return getattr(_load(_WHERE[name]), name)
     if name in _PACKAGES:
-        return importlib.import_module(f"gradbus.{name}")
+        return _load(f"gradbus.{name}")
     raise AttributeError(f"module 'gradbus' has no attribute {name!r}")
+
+
+def _load(module: str) -> Any:
+    """Import it. Raises ImportError: in one line, where a package that it needs is missing or broken."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        from gradbus.runtime.needs import explain
+
+        if text := explain(error):
+            raise ImportError(f"gradbus: {text}") from None
+        raise
 
 
 def __dir__() -> list[str]:

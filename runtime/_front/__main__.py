@@ -2,8 +2,18 @@
 
 
 def main() -> None:
-    from gradbus.experiments.cli import main as run
+    """Entry point. Where a package is missing that even the options need, that is said in one line."""
+    try:
+        from gradbus.experiments.cli import main as run
+    except ImportError as error:
+        import sys
 
+        from gradbus.runtime.needs import explain
+
+        text = explain(error)
+        if not text:
+            raise
+        sys.exit(f"gradbus: {text}")
     run()
 
 

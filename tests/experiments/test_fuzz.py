@@ -125,7 +125,7 @@ def test_without_atheris_the_program_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert program.main([]) == 2
-    assert "pip install 'gradbus[fuzz]'" in capsys.readouterr().err
+    assert "-m pip install 'atheris>=3.0'" in capsys.readouterr().err
 
 
 def test_a_target_that_is_not_there_is_named_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:

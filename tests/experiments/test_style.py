@@ -91,6 +91,6 @@ def test_the_picture_of_a_run_is_the_same_for_the_same_run(tmp_path: Path) -> No
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'gradbus\[figures\]'"), style.drawing():
+    with pytest.raises(ConfigError, match=r"-m pip install 'matplotlib>=3.8'"), style.drawing():
         pass
     assert not draw_accuracy(tmp_path / "a.png", [RoundReport(round_id=1, accuracy=0.5)], title="a job")
