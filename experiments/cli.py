@@ -176,13 +176,26 @@ def doctor(
     peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
     domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
     key_file: KeyFile = None,
+    wait_s: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Look for the doctors of other machines for so long. [default: 60 with --peers, else not at all]",
+        ),
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Meet the other doctors under this name.", show_default=False)] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Everybody on the network is trusted.")] = False,
     loop: Loop = LoopName.UVLOOP,
 ) -> None:
-    """Check this machine: versions, network settings, protection, and DDS, measured on the spot."""
+    """Check this machine, and with --peers the way to others: versions, network, protection, and DDS, measured.
+
+    Start it on two machines within a minute, with the same settings and each other's address in --peers: they find each
+    other, measure both ways, and each says what it does not see, and what to check. No answer is a failure.
+    """
     well: list[bool] = []
 
     def action() -> None:
-        from gradbus.experiments.doctor import examine
+        from gradbus.experiments.doctor import DEFAULT_WAIT_S, examine
         from gradbus.runtime import logs
         from gradbus.runtime.settings import BusSettings
 
@@ -191,7 +204,10 @@ def doctor(
         settings = BusSettings(
             domain=domain, network=network.value, interface=interface, peers=addresses, insecure=True  # it says nothing
         )  # fmt: skip
-        well.append(examine(settings, loop, key_file))
+        settings = settings if job is None else settings.model_copy(update={"job": job})
+        others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
+        seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
+        well.append(examine(settings, loop, key_file, wait_s=seconds, trusted=insecure))
 
     code: Any = guard("doctor", action)
     raise typer.Exit(code or (0 if all(well) else 8))

@@ -1,49 +1,82 @@
-"""``gradbus doctor``: what this machine is like for gradbus, measured on the spot, and what to change."""
+"""``gradbus doctor``: what this machine and the way to others are like for gradbus, measured on the spot.
+
+What needs packages that may be missing is imported when those have been looked at.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from gradbus.experiments.choices import LoopName
-from gradbus.experiments.doctor_facts import Finding, Verdict, machine
-from gradbus.experiments.doctor_probe import MET_WITHIN_S, Measured, measure
-from gradbus.experiments.doctor_security import measurable, protected, security
+from gradbus.experiments.doctor_facts import Finding, Verdict, machine, packages
 from gradbus.experiments.lifecycle import run_loop
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.missing_peers import address_of, port_range
+from gradbus.runtime.needs import install_line
+from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.settings import BusSettings
 
+if TYPE_CHECKING:
+    from gradbus.experiments.doctor_probe import Measured
+
+DEFAULT_WAIT_S = 60.0  # for the doctor of another machine, which somebody has to start there
 _STYLES = {Verdict.OK: "green", Verdict.ADVICE: "yellow", Verdict.BAD: "red"}
 
 
-def examine(settings: BusSettings, loop: LoopName, key_file: Path | None = None) -> bool:
+def examine(
+    settings: BusSettings, loop: LoopName, key_file: Path | None = None, *, wait_s: float | None = None,
+    trusted: bool = False,
+) -> bool:  # fmt: skip
     """Print the report. True: nothing is bad.
 
     Args:
         key_file: measure a sealed bus, with the key in this file; None: as the environment says.
+        wait_s: look for other doctors for so long, also without peers; None: not at all.
+        trusted: no key is needed on the network.
 
     Raises:
         ConfigError: the environment holds settings that cannot be.
     """
     console = Console()
-    findings = machine(settings)
-    settings = protected(settings, key_file)
+    findings = [*packages(), *machine(settings)]
+    if all(finding.verdict is not Verdict.BAD for finding in findings):
+        findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
+    _print(console, findings)
+    return all(finding.verdict is not Verdict.BAD for finding in findings)
+
+
+def _on_the_bus(
+    console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
+) -> list[Finding]:
+    from gradbus.experiments.doctor_peers import JOB, look_for
+    from gradbus.experiments.doctor_probe import measure
+    from gradbus.experiments.doctor_security import measurable, protected, security
+
+    settings = asked = protected(settings, key_file)
     own = address_of(settings.interface)
     if settings.interface != "lo" and own is not None:
         # Without multicast a bus finds only the peers it is told of; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
-    findings.append(run_loop(lambda: security(settings), loop))
+    findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]
     try:
         with measurable(settings) as measured:
             findings += judge(run_loop(lambda: measure(measured), loop), settings)
+        if wait_s is not None:
+            name = asked.job if "job" in asked.model_fields_set else JOB
+            named = asked.model_copy(update={"job": name})
+            findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=lambda text: _say(console, text)), loop)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Verdict.BAD, str(error)))
-    _print(console, findings)
-    return all(finding.verdict is not Verdict.BAD for finding in findings)
+    return findings
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def judge(found: Measured, settings: BusSettings) -> list[Finding]:
@@ -56,12 +89,12 @@ def judge(found: Measured, settings: BusSettings) -> list[Finding]:
                 "fast path",
                 "does not work: samples go through the Python binding",
                 Verdict.ADVICE,
-                "install the version of cyclonedds that gradbus asks for (pip install -U gradbus)",
+                f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}",
             )
         ]
     if not found.met:
         cure = (
-            f"two processes of this machine did not find each other on {settings.interface} within {MET_WITHIN_S:g} s: "
+            f"two processes of this machine did not find each other on {settings.interface} in time: "
             f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the peers"
         )
         if found.fault and found.fault.startswith("the second"):
@@ -88,11 +121,13 @@ def judge(found: Measured, settings: BusSettings) -> list[Finding]:
 def _print(console: Console, findings: list[Finding]) -> None:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
-        table.add_row(finding.name, finding.value, Text(finding.verdict.value, style=_STYLES[finding.verdict]))
+        table.add_row(
+            finding.name, Text(plain_text(finding.value)), Text(finding.verdict.value, style=_STYLES[finding.verdict])
+        )
     console.print(table)
     for finding in findings:
         if finding.cure:
             text = Text(f"{finding.name}: ", style=_STYLES[finding.verdict])
-            console.print(text.append(finding.cure, style="default"), soft_wrap=True)
+            console.print(text.append(plain_text(finding.cure), style="default"), soft_wrap=True)
     well = all(finding.verdict is not Verdict.BAD for finding in findings)
     console.print("all well" if well else "not well: see above", style="green" if well else "red")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gradbus.experiments.versions import versions
 from gradbus.runtime.missing_peers import port_range
+from gradbus.runtime.needs import fault_of
 from gradbus.runtime.settings import BusSettings
 
 WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
@@ -34,6 +35,12 @@ class Finding:
     cure: str = ""
 
 
+def packages() -> list[Finding]:
+    """Whether torch and Cyclone DDS can be loaded; nothing where they can."""
+    faults = {name: fault_of(module) for name, module in (("torch", "torch"), ("cyclonedds", "cyclonedds.domain"))}
+    return [Finding(name, "cannot be used", Verdict.BAD, fault) for name, fault in faults.items() if fault]
+
+
 def machine(settings: BusSettings) -> list[Finding]:
     """Versions, interface, buffers, ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
@@ -54,7 +61,7 @@ def machine(settings: BusSettings) -> list[Finding]:
 
 def _network(settings: BusSettings) -> Finding:
     name, profile = settings.interface, settings.network
-    mtu = _mtu(name)
+    mtu = mtu_of(name)
     value = f"profile {profile}, interface {name}" + (f", MTU {mtu}" if mtu else "")
     if settings.peers:
         value += f", peers {', '.join(settings.peers)}"
@@ -90,7 +97,8 @@ def _ports(domain: int) -> Finding:
     return Finding("UDP ports", f"{port_range(domain)} (domain {domain})")
 
 
-def _mtu(interface: str) -> int | None:
+def mtu_of(interface: str) -> int | None:
+    """Of an interface of this machine, as far as the system tells."""
     text = _read(Path("/sys/class/net", interface, "mtu"))
     return int(text) if text else None
 

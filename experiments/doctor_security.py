@@ -17,6 +17,7 @@ from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.status_settings import BusFile
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.messages import Control
+from gradbus.runtime.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.other_users import other_users
 from gradbus.runtime.security.identity_key import public_text
 from gradbus.runtime.security.identity_opening import read_identity
@@ -25,7 +26,7 @@ from gradbus.runtime.security.settings import level_in_force, names_key, securit
 from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.settings import BusSettings, load_settings
 
-TRIP_S = 5.0
+TRIP_S = 10.0
 _PROOF = "a sealed word"
 
 
@@ -75,13 +76,17 @@ async def _identity(settings: BusSettings) -> Finding:
     return Finding("security", f"identity: {value}; measured with a key of this moment")
 
 
-async def security(settings: BusSettings) -> Finding:
-    """The level, and with a key whether a sealed sample comes back. The key's id is said, never the key."""
+async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
+    """The level, and with a key whether a sealed sample comes back. The key's id is said, never the key.
+
+    Args:
+        trusted: the user says that everybody on the network is trusted, so that no key is needed there.
+    """
     if settings.security == "identity":
         return await _identity(settings)
     level = level_in_force(security_of(settings), document_of(settings))
     if level == "none":
-        return _unprotected(settings)
+        return _unprotected(settings, trusted)
     try:
         key, origin = load_key(level, settings.key_file)
         trip_s = await _trip_s(settings)
@@ -93,8 +98,16 @@ async def security(settings: BusSettings) -> Finding:
     return Finding("security", f"{level}, key {key.id.hex()}: works, {1000 * trip_s:.0f} ms; from {origin}")
 
 
-def _unprotected(settings: BusSettings) -> Finding:
+def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     """Asked for, or on a network without a key."""
+    document = document_of(settings)
+    if not trusted and (leaves_machine(document) or has_peers_elsewhere(document)):
+        return Finding(
+            "security", "none, on a network", Verdict.BAD,
+            "anybody there could read the data and join in, so no job starts: make a key with 'gradbus keys new "
+            "job.key', copy it to all machines, and give --key-file job.key (bus.key_file); --insecure does without "
+            "where everybody is trusted",
+        )  # fmt: skip
     if settings.security == "none" and names_key(settings.key_file):
         return Finding(
             "security", "none, though there is a key", Verdict.ADVICE,

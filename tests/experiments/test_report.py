@@ -259,7 +259,8 @@ def test_without_the_extra_it_is_said_what_to_install(
     monkeypatch.setitem(sys.modules, package, None)
     ended = invoke("report", federated)
     assert ended.code == 2
-    assert "-m pip install 'jinja2>=3.1'" in ended.err
+    assert "-m pip install '" in ended.err
+    assert "'jinja2>=3.1'" in ended.err
 
 
 def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -42,6 +42,22 @@ def test_a_command_without_a_package_says_how_to_install_it(package: str, argume
     assert requirements()[package] in line
 
 
+def test_the_doctor_runs_without_them_and_reports_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", without("cyclonedds", "sys.modules['torch'] = None; ")
+         + CONTROLLER.format(arguments="'doctor'")],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 8, done.stderr
+    for package in ("torch", "cyclonedds"):
+        assert (
+            f"{package}: the package {package} is not installed here. Install it: {install_line(package)}"
+            in done.stdout
+        )
+    assert "UDP ports" in done.stdout
+    assert done.stdout.endswith("not well: see above\n")
+
+
 @pytest.mark.parametrize("name", ["connect", "Controller"])
 def test_a_program_that_imports_gradbus_without_a_package_is_told_the_same(name: str) -> None:
     package = "cyclonedds" if name == "connect" else "torch"

@@ -1,0 +1,198 @@
+"""Plain UDP packets between two doctors, past DDS: what passes which way, up to which size, how the other is set up.
+
+Each says several times a second who it is and whom it has heard, to the last pair of ports of its DDS domain, which
+the firewall rule for DDS lets through. Nothing that comes in decides about anything but lines of the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.missing_peers import port_range
+from gradbus.runtime.plain_text import plain_line
+
+SMALL_BYTES, LARGE_BYTES = 1_400, 65_500  # datagrams of the profiles network and loopback
+_MAGIC = b"gradbus doctor 1 "
+_MAX_TEXT = 128
+_MAX_DOCTORS = 32
+_EVERY_S = 0.25
+_SWEEP_S = 2.0  # how often to look in all other domains
+_DOMAINS = 233
+_REASONS = {
+    errno.ECONNREFUSED: "the machine answers that nothing listens there: no doctor runs in this domain",
+    errno.EHOSTUNREACH: "no machine has that address, or the link is down",
+    errno.ENETUNREACH: "this machine has no route to it: is the interface up?",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """How a doctor is set up.
+
+    Attributes:
+        name: random, of this start of it. host: of its machine. address: of its interface.
+        domain, job, profile: of its bus. security: level and id of the key.
+    """
+
+    name: str
+    host: str
+    address: str
+    domain: int
+    job: str
+    profile: str
+    security: str
+
+
+@dataclass(slots=True)
+class Heard:
+    """Another doctor.
+
+    Attributes:
+        hears_us: it says so. largest: bytes of the largest datagram of ours that it has got; ``got``: of its, here.
+    """
+
+    card: Card
+    source: tuple[str, int]
+    hears_us: bool = False
+    largest: int = 0
+    got: int = 0
+
+
+def probe_ports(domain: int) -> tuple[int, int]:
+    """The last two ports of a domain."""
+    last = int(port_range(domain).partition("-")[2])
+    return last - 1, last
+
+
+@dataclass(slots=True)
+class Packets:
+    """Sends and listens while :meth:`run` does.
+
+    Attributes:
+        heard: doctors by name. unreachable: why packets to an address cannot be sent, or are refused.
+    """
+
+    card: Card
+    peers: Sequence[str]
+    size_bytes: int
+    heard: dict[str, Heard] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
+    _swept_s: float = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled. Raises OSError: no port of the domain is free."""
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as undo:
+            listening = undo.enter_context(self._bound())
+            loop.add_reader(listening, self._read, listening)
+            undo.callback(loop.remove_reader, listening)
+            asking = {peer: undo.enter_context(_connected(peer, self.card.domain)) for peer in self.peers}
+            while True:
+                self._say(listening)
+                for peer, probe in asking.items():  # a connected socket is told when it is refused
+                    self._ask(peer, probe)
+                await asyncio.sleep(_EVERY_S)
+
+    def of(self, address: str) -> Heard | None:
+        """The doctor at an address."""
+        return next((one for one in self.heard.values() if address in (one.card.address, one.source[0])), None)
+
+    def _bound(self) -> socket.socket:
+        for port in probe_ports(self.card.domain):
+            bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            bound.setblocking(False)
+            try:
+                bound.bind(("", port))
+            except OSError as error:
+                bound.close()
+                last = error
+            else:
+                return bound
+        raise last
+
+    def _say(self, sock: socket.socket) -> None:
+        targets = {(peer, port) for peer in self.peers for port in probe_ports(self.card.domain)}
+        targets |= {one.source for one in self.heard.values()}
+        for target in targets:
+            self._send(sock, target)
+            self._send(sock, target, self.size_bytes)
+        if time.monotonic() - self._swept_s > _SWEEP_S:
+            self._swept_s = time.monotonic()
+            for peer in self.peers:
+                for domain in range(_DOMAINS):
+                    if domain != self.card.domain:
+                        self._send(sock, (peer, probe_ports(domain)[0]))
+
+    def _send(self, sock: socket.socket, target: tuple[str, int], size: int = 0) -> None:
+        heard = {name: one.got for name, one in self.heard.items()}
+        fields = {**{name: getattr(self.card, name) for name in Card.__slots__}, "heard": heard}
+        try:
+            sock.sendto(self.packet_of(fields).ljust(size), target)
+        except OSError as error:
+            self._note(target[0], error)
+
+    def _ask(self, peer: str, probe: socket.socket) -> None:
+        try:
+            with contextlib.suppress(BlockingIOError):
+                probe.recv(1)
+            probe.send(_MAGIC)
+        except OSError as error:
+            self._note(peer, error)
+
+    def _note(self, address: str, error: OSError) -> None:
+        if error.errno != errno.EMSGSIZE:
+            reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+            self.unreachable[address] = reason
+
+    def _read(self, sock: socket.socket) -> None:
+        while True:
+            try:
+                data, source = sock.recvfrom(65_536)
+            except BlockingIOError:
+                return
+            except OSError:  # what was sent before has been refused
+                continue
+            self.take(data, source)
+
+    @staticmethod
+    def packet_of(fields: dict[str, Any]) -> bytes:
+        """The bytes of what a doctor says."""
+        return _MAGIC + json.dumps(fields).encode()
+
+    def take(self, data: bytes, source: tuple[str, int]) -> None:
+        """A datagram has come, from a doctor or from anybody."""
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not from a doctor
+            self._on_packet(data, source)
+
+    def _on_packet(self, data: bytes, source: tuple[str, int]) -> None:
+        if not data.startswith(_MAGIC) or len(data) <= len(_MAGIC):
+            return
+        fields: dict[str, Any] = parse_json(data[len(_MAGIC) : len(_MAGIC) + 8192].decode().rstrip())
+        heard = fields.pop("heard")
+        texts = {name: plain_line(str(fields[name]))[:_MAX_TEXT] for name in Card.__slots__ if name != "domain"}
+        card = Card(**texts, domain=int(fields["domain"]))
+        if card.name == self.card.name or (card.name not in self.heard and len(self.heard) >= _MAX_DOCTORS):
+            return
+        one = self.heard.setdefault(card.name, Heard(card, source))
+        one.card, one.source = card, source
+        one.got = max(one.got, len(data))
+        one.hears_us = self.card.name in heard
+        one.largest = max(one.largest, int(heard.get(self.card.name, 0)))
+
+
+@contextlib.contextmanager
+def _connected(peer: str, domain: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.setblocking(False)
+        with contextlib.suppress(OSError):  # sending says why
+            probe.connect((peer, probe_ports(domain)[0]))
+        yield probe
