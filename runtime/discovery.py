@@ -189,6 +189,6 @@ class Announcer:
 
 
 def _user_data(count: int) -> Qos:
-    # A property of one's own takes the place of those that Cyclone adds: names of host and process, in clear.
-    number = Policy.Property(key="__Pid", value=str(os.getpid()), propagate=True)
-    return Qos(Policy.Userdata(data=f"{peer_processes.own_claim()}\n{count}".encode()), number)
+    # Cyclone would add both, in clear. What is set already it leaves as it is.
+    names = [Policy.Property(key=key, value="", propagate=True) for key in ("__Hostname", "__ProcessName")]
+    return Qos(Policy.Userdata(data=f"{peer_processes.own_claim()}\n{count}".encode()), *names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +56,24 @@ def test_malformed_packets_write_some_lines_in_the_log_and_their_number_and_noth
 
     run(main)
     assert "malformed" not in capfd.readouterr().err
+
+
+def test_discovery_does_not_tell_the_name_of_the_program(run: Run, place: dict[str, Any]) -> None:
+    heard = []
+    port = 7410 + 250 * place["domain"] + 2 * 90  # of a process that is not there, where anybody may listen
+
+    async def main() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
+            anybody.bind(("127.0.0.1", port))
+            anybody.setblocking(False)
+            async with gradbus.connect(**place):
+                told = await asyncio.get_running_loop().sock_recv(anybody, 65_536)
+        heard.append(told)
+
+    run(main)
+    assert b"__ProcessName" in heard[0]
+    for name in (Path("/proc/self/comm").read_text().strip(), Path(sys.executable).name):
+        assert name.encode() not in heard[0]
 
 
 def test_a_configuration_that_cyclone_refuses_is_refused_and_its_reason_told(
