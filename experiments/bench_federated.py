@@ -11,7 +11,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments import bench_accuracy, bench_codecs, bench_overhead, bench_parts
+from gradbus.experiments import bench_accuracy, bench_codecs, bench_overhead, bench_parts, bench_sealing
 from gradbus.experiments.bench_parts import Part, Taken
 
 
@@ -24,6 +24,7 @@ PARTS: dict[str, Part] = {
     "overhead": Part(bench_overhead.overhead_rows, "time of a round beside training: 2 min"),
     "durable": Part(bench_overhead.durable_rows, "the same with a checkpoint in every round: 20 s"),
     "memory": Part(bench_overhead.memory_rows, "of the controller, 2 to 32 clients: 2 min"),
+    "sealing": Part(partial(bench_sealing.part_rows, bench_sealing.PARTS["round"], 3), "with a key and without: 20 s"),
     "determinism": Part(bench_overhead.determinism_rows, "weights after another order of arrival: 10 s"),
     "accuracy": Part(bench_accuracy.accuracy_rows, "24 runs of 10 rounds on MNIST: 20 min", needs_mnist=True),
 }

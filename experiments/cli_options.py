@@ -31,12 +31,14 @@ TensorBoard = Annotated[
 ]
 Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue the run in the state directory.")]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Let data leave this machine without protection: no bus.security.")
+    bool, typer.Option("--insecure", help="Let data leave this machine without protection: with no key.")
 ]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="The key of a sealed job. [default: as the environment says]", show_default=False
+        metavar="FILE",
+        help="The key of the job. [default: as the environment says, else the key of this user]",
+        show_default=False,
     ),
 ]
 FullTraceback = Annotated[

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.resources
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -75,16 +76,22 @@ def check_command_line() -> None:
 
 
 def check_demo() -> None:
+    caches = {"XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config"}  # of fonts and the like stay where they are
+    kept = {name: os.environ.get(name, str(Path.home() / there)) for name, there in caches.items()}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [COMMAND, *DEMO],
             cwd=folder,
+            env=os.environ | kept | {"HOME": folder},
             timeout=DEMO_TIMEOUT_S,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         assert done.returncode == 0, f"gradbus {' '.join(DEMO)} ended with {done.returncode}:\n{done.stdout}"
+        assert Path(folder, ".config", "gradbus", "user.key").is_file(), (
+            "the demo was not sealed with a key of the user"
+        )
         summaries = sorted(Path(folder).glob(SUMMARY))
         assert len(summaries) == 1, f"no {SUMMARY} in {sorted(Path(folder).rglob('*'))}; the demo said:\n{done.stdout}"
         summary = json.loads(summaries[0].read_text(encoding="utf-8"))
