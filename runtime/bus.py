@@ -20,7 +20,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from gradbus.runtime import control, frames, peer_processes
+from gradbus.runtime import control, forks, frames, peer_processes
 from gradbus.runtime.channel import Channel
 from gradbus.runtime.dds import Node, Waiter, Writer
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
@@ -72,6 +72,7 @@ class Bus:
         self._messages_out = 0
         self._voices: dict[Identity, None] = {}  # who has spoken through it
         self._closed = False
+        self._made_in = forks.generation
         self._receiver.start()
         try:
             node.start(self._receiver)
@@ -302,6 +303,7 @@ class Bus:
         return Counter(self._receiver.received_bytes)
 
     def _check_open(self) -> None:
+        forks.check(self._made_in, "the bus")
         if self._closed:
             raise BusClosed("the bus is closed")
         if self._receiver.fault is not None:
@@ -313,6 +315,8 @@ class Bus:
         if self._closed:
             return
         self._closed = True
+        if self._made_in != forks.generation:
+            return  # its parent's bus goes on
         try:
             if not self._sender.idle:
                 with contextlib.suppress(TimeoutError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
 from cyclonedds.util import duration
 
-from gradbus.runtime import c_topics, ddsc, domains, idl_types, malloc
+from gradbus.runtime import c_topics, ddsc, domains, forks, idl_types, malloc
 from gradbus.runtime.dds_log import dds_log
 from gradbus.runtime.ddsc import MatchedReader
 from gradbus.runtime.enveloping import Seals
@@ -234,6 +233,7 @@ class Node:
         self.topics = domains.Topics(self.participant, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
         self._is_open = True
+        self._made_in = forks.generation
         self.leaves_machine = leaves_machine(xml)
         self.shared_memory = network.shared_memory
         self.reach = Reach.of(domain_id, network)
@@ -344,7 +344,7 @@ class Node:
 
     def close(self) -> None:
         """Delete everything. May take a moment; not for the event loop."""
-        if not self._is_open:
+        if not self._is_open or self._made_in != forks.generation:
             return
         self._is_open = False
         for entity in reversed(self._made):
@@ -361,6 +361,7 @@ class Waiter:
 
     def __init__(self, node: Node) -> None:
         """Raises BusError: DDS does not give what it takes."""
+        self._made_in = forks.generation
         with domains.made_by_dds("a wait set"):
             self._guard = node.keep(GuardCondition(node.participant))
             self._entity = node.keep(WaitSet(node.participant))
@@ -383,12 +384,13 @@ class Waiter:
         return numbers
 
     def wake(self) -> None:
-        """Make the wait return."""
-        self._guard.set(True)
+        """Make the wait return. In a child by fork nobody waits."""
+        if self._made_in == forks.generation:
+            self._guard.set(True)
 
 
 _fast_path: list[str | None] = []  # the verdict of the self-test, once per process
-_self_test_lock = threading.Lock()
+_self_test_lock = forks.new_lock()
 
 
 def _reader_history(topic: Topic) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cyclonedds.internal import DDS, dds_c_t
 
+from gradbus.runtime import forks
 from gradbus.runtime.idl_types import ENCAPSULATION
 
 RETCODE_OK = 0
@@ -47,13 +48,18 @@ class _Scattered(ct.Structure):
     )  # fmt: skip
 
 
+_functions: list[Any] = []  # those that there are
+
+
 def function(name: str, result: Any, *arguments: Any, brief: bool = False) -> Callable[..., Any] | None:
     """A function of libddsc; None: there is none. ``brief``: it only looks, so the GIL is not given up for it,
     which would take longer."""
     try:
-        return (ct.PYFUNCTYPE if brief else ct.CFUNCTYPE)(result, *arguments)((name, _lib))
+        made: Callable[..., Any] = (ct.PYFUNCTYPE if brief else ct.CFUNCTYPE)(result, *arguments)((name, _lib))
     except AttributeError:
         return None
+    _functions.append(made)
+    return made
 
 
 _from_iov = function(
@@ -115,6 +121,24 @@ AVAILABLE = all(
         _entity_sertype,
     )
 )
+
+
+_FREEING = ("_to_ser_unref", "_serdata_unref", "_free_endpoint", "_delete_statistics")  # destructors call them
+
+
+def forget() -> None:
+    """In a child by fork of a process that has DDS open: none of these functions is called any more."""
+    for name, value in list(globals().items()):
+        if any(value is made for made in _functions):
+            globals()[name] = _nothing if name in _FREEING else _refuse
+
+
+def _refuse(*_: object) -> int:
+    raise forks.refusal("DDS")
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def sertype_of(entity: Any) -> int:
@@ -202,21 +226,22 @@ class WaitSet:
         """``entity``: the wait set of the binding, empty."""
         if _waitset_attach is None or _waitset_detach is None or _waitset_wait is None:
             raise OSError("libddsc has no dds_waitset functions")  # they are public, so every one has
-        self._attach, self._detach, self._wait = _waitset_attach, _waitset_detach, _waitset_wait
         self._entity = entity
         self._triggered = (ct.c_ssize_t * 64)()
         self._attached = 0
 
     def attach(self, entity: Any, number: int) -> None:
         """Wait for an entity, too. ``number``: what stands for it."""
-        code = self._attach(self._entity._ref, entity._ref, number)
+        assert _waitset_attach is not None
+        code = _waitset_attach(self._entity._ref, entity._ref, number)
         if code < 0:
             raise OSError(f"dds_waitset_attach returned {code}")
         self._attached += 1
 
     def detach(self, entity: Any) -> None:
         """Wait for it no more."""
-        if self._detach(self._entity._ref, entity._ref) >= 0:
+        assert _waitset_detach is not None
+        if _waitset_detach(self._entity._ref, entity._ref) >= 0:
             self._attached -= 1
 
     def wait(self, timeout_s: float) -> list[int]:
@@ -224,7 +249,8 @@ class WaitSet:
         if self._attached > len(self._triggered):
             self._triggered = (ct.c_ssize_t * (2 * self._attached))()
         room = len(self._triggered)
-        count = self._wait(self._entity._ref, self._triggered, room, int(timeout_s * 1e9) if timeout_s > 0 else 0)
+        assert _waitset_wait is not None
+        count = _waitset_wait(self._entity._ref, self._triggered, room, int(timeout_s * 1e9) if timeout_s > 0 else 0)
         if count < 0:
             raise OSError(f"dds_waitset_wait returned {count}")
         return self._triggered[: min(count, room)] if count else []

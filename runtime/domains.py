@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
-from cyclonedds.core import DDSException, Policy
+from cyclonedds.core import DDSException, Entity, Policy
 from cyclonedds.domain import Domain
 
-from gradbus.runtime import peer_processes
+from gradbus.runtime import ddsc, forks, peer_processes
 from gradbus.runtime.dds_log import dds_log
 from gradbus.runtime.discovery import Announcer, Discovery, keep_to_loopback, make_participant
 from gradbus.runtime.errors import BusError, ConfigError
@@ -57,6 +58,23 @@ class _OpenDomain:
 
 _domains: dict[int, _OpenDomain] = {}
 _lock = threading.Lock()
+_is_broken = False  # this process was forked from one that had DDS open: its locks and threads are in pieces
+
+
+def _forget() -> None:
+    """In a child by fork: DDS is never called again. Else the destructors of entities would, as soon as the interpreter
+    drops them, and wait for threads that are not there."""
+    global _is_broken
+    _is_broken = _is_broken or bool(_domains) or _lock.locked()
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+    if _is_broken:
+        none: Any = weakref.WeakValueDictionary()
+        Entity._entities = none  # a destructor does nothing for what is not among these
+        _domains.clear()
+        ddsc.forget()
+
+
+forks.in_child(_forget)
 
 
 def acquire(domain_id: int, xml: str, partition: str) -> Participant:
@@ -68,7 +86,10 @@ def acquire(domain_id: int, xml: str, partition: str) -> Participant:
     Raises:
         ConfigError: the domain is open with another configuration, or its configuration is refused.
         BusError: no participant could be made.
+        ForkedProcess: this process was forked from one that had DDS open.
     """
+    if _is_broken:
+        raise forks.refusal("DDS")
     with _lock:
         domain = _open(domain_id, xml)
         try:
@@ -86,6 +107,8 @@ def acquire(domain_id: int, xml: str, partition: str) -> Participant:
 
 def release(participant: Participant, partition: str) -> None:
     """The bus has deleted what it had on the participant."""
+    if _is_broken:
+        return
     with _lock:
         domain = _domains[participant.domain_id]
         participant.partitions.discard(partition)
@@ -250,4 +273,6 @@ def made_by_dds(what: str) -> Iterator[None]:
 
 def delete(entity: Any) -> None:
     """Delete a DDS entity and all below it; the binding's object becomes an empty shell."""
+    if _is_broken:
+        return
     entity._delete(entity._ref)

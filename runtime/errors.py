@@ -21,6 +21,10 @@ class BusClosed(BusError):
     """The bus is closed or closing; nothing more can be sent or received."""
 
 
+class ForkedProcess(BusClosed):
+    """This process was forked from the one that the bus belongs to, and cannot use it."""
+
+
 class WriteTimeout(BusError, TimeoutError):
     """Data could not be handed to DDS in time: some matched reader does not take its data.
 

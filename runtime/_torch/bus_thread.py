@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from gradbus.runtime import forks
 from gradbus.runtime.bus import Bus, connect
 from gradbus.runtime.missing_peers import Reach
 from gradbus.runtime.network import NetworkConfig
@@ -77,6 +78,7 @@ class BusThread:
         """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError, BusError."""
         self.job = job
         self.users = 0
+        self._made_in = forks.generation
         self._settings = settings
         self._security: Security = rank_security(settings, rank)
         self._opened: Future[Bus] = Future()
@@ -87,7 +89,8 @@ class BusThread:
         self.bus = self._opened.result()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop."""
+        """Run a coroutine on the loop. Raises ForkedProcess: in a child by fork, which has no such thread."""
+        forks.check(self._made_in, "the bus")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, function: Any, *arguments: Any) -> None:
@@ -119,7 +122,7 @@ class BusThread:
 
 
 _threads: dict[tuple[int, str], BusThread] = {}  # by process (a fork does not inherit threads) and job
-_lock = threading.Lock()
+_lock = forks.new_lock()
 
 
 def acquire(store: Store, rank: int) -> BusThread:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from gradbus.runtime import forks
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.logs import get_logger
 
@@ -45,12 +46,14 @@ class Lane:
         lock: guards the state of the lane and of its works. Held for some instructions only.
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
+        made_in: the generation of the process, see :mod:`gradbus.runtime.forks`.
         also_watch: called by :meth:`watch`.
     """
 
     engine: Engine
 
     def __init__(self) -> None:
+        self.made_in = forks.generation
         self.lock = threading.Lock()
         self.running = 0
         self.issued = 0

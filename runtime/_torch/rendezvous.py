@@ -12,7 +12,6 @@ is set by the environment (``GRADBUS_BUS__INTERFACE=eth0`` and so on); the domai
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from gradbus.runtime import forks
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.opening import check_job
 from gradbus.torch.store import DdsStore
@@ -30,7 +30,7 @@ _FORM = "dds://DOMAIN/JOB with rank= and world_size= for init_process_group, or 
 _MAX_WORLD = 1 << 20
 
 _links: dict[tuple[int, int, str, int], StoreLink] = {}  # by process (a fork does not inherit threads) and address
-_lock = threading.Lock()
+_lock = forks.new_lock()
 
 
 def parse(url: str) -> Address:

@@ -140,7 +140,8 @@ class StoreLink:
             raise DistNetworkError(f"store {self.address.name}, rank {self.address.rank}: {self.fault}")
         if self._process != os.getpid():
             raise DistNetworkError(
-                f"store {self.address.name}: this process was forked from one that has the store open; open it here"
+                f"store {self.address.name} was opened by the process that this one was forked from, and cannot be "
+                f"used here. Start processes that use it by spawn, as multiprocessing.get_context('spawn') does"
             )
 
     def call(

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
+from gradbus.runtime import forks
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.errors import CollectiveTimeout
+from gradbus.runtime.errors import CollectiveTimeout, ForkedProcess
 from gradbus.torch.task import Task
 from gradbus.torch.untraced import untraced
 
@@ -41,6 +42,8 @@ class DdsWork(Work):
             ordered: it takes its turn in the order of the group's collectives.
         """
         super().__init__()
+        self._made_in = lane.made_in
+        self._check_process(task.what)
         self.task = task
         self.name = name
         self.ordered = ordered
@@ -58,6 +61,13 @@ class DdsWork(Work):
         self._settling = threading.Lock()
         self._gate = threading.Lock()  # open when all has ended
         self._gate.acquire()
+
+    def _check_process(self, what: str) -> None:
+        """Raises DistBackendError: this process is a child, by fork, of the one that is in the group."""
+        try:
+            forks.check(self._made_in, "the process group")
+        except ForkedProcess as error:
+            raise DistBackendError(f"{what}: {error}") from error
 
     # For the lane
 
@@ -199,6 +209,7 @@ class DdsWork(Work):
         Raises:
             DistBackendError: it failed, or it is not done in time.
         """
+        self._check_process(self.task.what)
         limit_s = timeout.total_seconds()
         if 0 < limit_s < self.until_s - time.monotonic():
             if not self._gate.acquire(timeout=limit_s):

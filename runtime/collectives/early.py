@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gradbus.runtime.collectives.operation import OperationKey
 from gradbus.runtime.frames import Frame
 
-MAX_FRAMES = 65_536
+MAX_FRAMES = 131_072  # half of them, at the default size, may be of what is sent without asking; the others are offers
 _MAX_REFUSED = 4096  # keys remembered that something was dropped of
 
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
+from gradbus.runtime import forks
+from gradbus.runtime.collectives.credit import Credit
 from gradbus.runtime.collectives.early import EarlyFrames, Envelope
 from gradbus.runtime.collectives.operation import LARGE_BYTES, Link, Operation, OperationKey, lane_of
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.frames import Flags, Frame
 
-MAX_PENDING = 4096  # collectives of one group at a time
+MAX_PENDING = 65_536  # collectives of one group, on all ranks but one together: that one may keep an offer for each
+MIN_PENDING = 4096  # on one rank, whatever the world
 MAX_NAME_BYTES = 120  # signature and meta share the frame's name field
 MAX_NAME_BYTES_ON_WIRE = 244  # the most that is 4 beyond a multiple of 16 and fits a frame
 _MAX_NAMES = 65_536  # names whose calls are counted
@@ -97,6 +100,7 @@ class Engine:
         self._early = EarlyFrames(early_bytes, early_age_s)
         # So that some collectives may be called by all others before they are called here.
         self._large_bytes = min(LARGE_BYTES, early_bytes // (4 * world))
+        self.credit = Credit(world, early_bytes)
         self._pending: dict[OperationKey, Operation] = {}
         self._starting: set[OperationKey] = set()  # called, but not yet able to take frames
         self._feeding: set[OperationKey] = set()  # getting what came early
@@ -104,6 +108,7 @@ class Engine:
         self._lost: dict[int, str] = {}
         self._left: dict[int, str] = {}
         self._closed: BaseException | None = None
+        self._made_in = forks.generation
         self._group_id = 0
         self._incarnations: dict[int, int] = {}
         self.dropped: Counter[str] = Counter()
@@ -169,18 +174,25 @@ class Engine:
 
     # Calls
 
+    def check_process(self) -> None:
+        """Raises ForkedProcess: this process is a child of the one that is in the group."""
+        forks.check(self._made_in, f"group {self.group!r}")
+
     def start(self, operation: Operation, name: str, round_id: int) -> None:
         """Start a collective. What is wrong with it beyond its arguments it says when it is awaited.
 
         Raises:
             ValueError: name or round cannot be sent.
+            ForkedProcess: this process is a child of the one that is in the group.
         """
+        self.check_process()
         size = len(name.encode())
         if not 0 < size <= MAX_NAME_BYTES or "\0" in name:
             raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes and no NUL, got {size}: {name[:60]!r}")
         if not 0 <= round_id <= 0xFFFF_FFFF:
             raise ValueError(f"round_id must be within 0 .. 2**32 - 1, got {round_id}")
         operation.large_bytes = min(operation.large_bytes, self._large_bytes)
+        operation.credit = self.credit
         with self._lock:
             error = self._obstacle(operation) or self._too_many()
             call = self._count((round_id, name, operation.lane))
@@ -227,9 +239,10 @@ class Engine:
         return PeerLost(self.group, gone) if gone else None
 
     def _too_many(self) -> BaseException | None:
-        if len(self._pending) >= MAX_PENDING:
+        most = max_pending(self.world)
+        if len(self._pending) >= most:
             return CollectiveError(
-                f"{MAX_PENDING} collectives of group {self.group!r} are pending; await some before starting more"
+                f"{most} collectives of group {self.group!r} are pending; await some before starting more"
             )
         return None
 
@@ -325,6 +338,11 @@ class Engine:
         for operation in pending:
             operation.fail(error)
         self._tell()
+
+
+def max_pending(world: int) -> int:
+    """How many collectives of a group of so many ranks may be pending on one of them."""
+    return max(MIN_PENDING, MAX_PENDING // max(1, world - 1))
 
 
 def no_shared_memory(frame: Frame) -> list[Frame]:

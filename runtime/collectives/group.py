@@ -295,6 +295,7 @@ class Group(ObjectCollectives):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {limit_s}")
+        self._engine.check_process()
         handle: Handle[Any] = Handle(operation, self._loop, limit_s, timed_out)
         self._engine.start(operation, name, round_id)
         self._engine.progress.resume()
@@ -349,8 +350,8 @@ async def join_group(
         name: of the group, within the job: letters, digits and underscores.
         timeout_s: how long to wait for the others.
         collective_timeout_s: deadline of a collective, from its call, unless it says another.
-        early_bytes: payload that is kept at most for collectives not called here yet; what exceeds it is dropped, and
-            the call for it fails.
+        early_bytes: payload that is kept at most for collectives not called here yet, the same on all ranks: when half
+            of it is in use, the others ask before they send more.
         max_payload_bytes: of one payload of another rank, where its size is not known beforehand.
         stall_warning_s: a collective that waits for so long gets a line in the log that names the ranks it waits for,
             again after twice the time, and so on. 0: none does.

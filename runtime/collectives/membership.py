@@ -11,6 +11,7 @@ import socket
 import time
 from collections import deque
 
+from gradbus.runtime import forks
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.collectives.dds_link import BELL, DdsLink
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
@@ -54,6 +55,7 @@ class Membership:
             bus.claim(group)
             undo.callback(bus.release, group)
             self._fault: Exception | None = None
+            self._made_in = forks.generation
             self._bus = bus
             self._loop = asyncio.get_running_loop()
             self.identity = Identity(rank, new_incarnation())
@@ -368,7 +370,10 @@ class Membership:
         await self._bus.publish(self.identity, leave)
 
     async def close(self, *, ok: bool, reason: str) -> None:
-        """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them."""
+        """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them. In a child
+        by fork nothing is left: the rank is its parent's."""
+        if self._made_in != forks.generation:
+            return
         self._no_more_refused()
         if self._pulse is not None:
             self._pulse.cancel()

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gradbus.runtime.collectives.credit import FRAME_BYTES, Credit
 from gradbus.runtime.collectives.stream import Signal, Stream
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import Frame
+from gradbus.runtime.frames import CHUNK_BYTES, Frame, chunk_count
 
 # Parts of empty messages about the payloads of a collective.
 RECEIPT = 0xFFFF  # your payload is here, whole
@@ -96,6 +97,7 @@ class Operation:
     received_bytes = 0
     repeats = 0
     large_bytes = LARGE_BYTES  # what is larger waits for its receivers; the engine may set less
+    credit: Credit | None = None  # what may be sent ahead of ranks that have not called; the engine has it
     value: Any = None
     convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
     error: BaseException | None = None
@@ -119,6 +121,7 @@ class Operation:
         self.heard: set[int] = set()
         self._ready: set[int] = set()  # ranks that have made the call, as far as they were asked
         self._offered: set[int | None] = set()
+        self._ahead: dict[int, int] = {}  # credit used for ranks that were not heard yet, bytes
         self._held: list[tuple[int | None, Callable[[], None]]] = []  # large payloads that wait for their receivers
         self._open = 1  # streams and sendings to come, and one for set_up
 
@@ -161,7 +164,7 @@ class Operation:
             number = self._numbers = self._numbers + 1
             self._open += 1
             self._sendings[number] = None
-            held = len(payload) > self.large_bytes and not has_called and not self._are_ready(to)
+            held = not has_called and self._must_ask(to, payload, only)
             if held:
                 self._held.append((to, partial(self._send_now, number, to, part, payload, meta, only, written)))
                 ask = to not in self._offered
@@ -203,6 +206,37 @@ class Operation:
                 cancel = sending
         if cancel is not None:  # it failed meanwhile
             cancel.cancel()
+
+    def _must_ask(self, to: int | None, payload: Bytes, only: Sequence[int] | None) -> bool:
+        """Whether a payload waits until its receivers have called: it is large, or so much is there already that they
+        keep for calls to come. With the lock held."""
+        size = len(payload)
+        if not size or self._are_ready(to):
+            return False
+        if size > self.large_bytes or to in self._offered:
+            return True
+        credit, heard = self.credit, self.heard
+        ranks = [rank for rank in (self.others if to is None else (to,)) if rank not in heard]
+        if credit is None or not ranks:
+            return False
+        chunks = chunk_count(size) if only is None else len(only)
+        cost = min(size, chunks * CHUNK_BYTES) + chunks * FRAME_BYTES
+        if not credit.take(ranks, cost):
+            return True
+        for rank in ranks:
+            self._ahead[rank] = self._ahead.get(rank, 0) + cost
+        return False
+
+    def _note_heard(self, sender: int) -> None:
+        """A rank has made the call. With the lock held."""
+        self.heard.add(sender)
+        self._give_back(sender)
+
+    def _give_back(self, rank: int) -> None:
+        """Nothing that this rank has sent ahead of another one is kept there any more, or it will not be used."""
+        ahead = self._ahead.pop(rank, 0)
+        if ahead and self.credit is not None:
+            self.credit.give_back(rank, ahead)
 
     def _are_ready(self, to: int | None) -> bool:
         return to in self._ready if to is not None else len(self._ready) == self.world - 1
@@ -265,7 +299,8 @@ class Operation:
                     return
                 if signature != self.signature:
                     raise CollectiveError(f"calls {signature!r} where this rank calls {self.signature!r}")
-                self.heard.add(sender)
+                if sender not in self.heard:
+                    self._note_heard(sender)
                 if part == OFFER:
                     self.send(sender, READY, _EMPTY)
                     return
@@ -330,6 +365,8 @@ class Operation:
         self._ended = True
         self.finished_s = time.perf_counter()
         self.release()
+        for rank in tuple(self._ahead):
+            self._give_back(rank)
         self._streams, self._sendings, self._held = {}, {}, []  # and with them all buffers, those of DDS among them
 
     def _announce(self) -> None:

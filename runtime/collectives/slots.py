@@ -13,12 +13,12 @@ after its last look at the data, with a lock taken and released in between.
 from __future__ import annotations
 
 import ctypes as ct
-import os
 import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+from gradbus.runtime import forks
 from gradbus.runtime.collectives.layout import SLOTS, Layout
 from gradbus.runtime.frames import CHUNK_BYTES, DESCRIPTOR_BYTES, Frame
 from gradbus.runtime.shared_memory import Bytes
@@ -27,17 +27,6 @@ _DESCRIPTOR = struct.Struct("<II")
 assert _DESCRIPTOR.size == DESCRIPTOR_BYTES
 _MASK = 0xFFFF_FFFF
 _NEWER = 1 << 31  # generations wrap: one is newer than another if it is less than so many ahead of it
-
-_forks = 0  # how often this process is a child by fork of one that had this module
-
-
-def _note_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Slot:
@@ -83,7 +72,7 @@ class Slots:
         self._their_notes: dict[int, memoryview] = {}
         self._lent: dict[tuple[int, int], int] = {}  # sender, slot -> generation that is held here
         self._readers: frozenset[int] = frozenset()
-        self._forks = _forks
+        self._made_in = forks.generation
         self.sent_bytes = 0
 
     def attach(self, rank: int, memory: Bytes) -> None:
@@ -196,7 +185,7 @@ class Slots:
 
     def give_back(self, sender: int, slot: int, generation: int) -> None:
         """Note that a slot of a sender's is no longer needed."""
-        if self._forks != _forks:
+        if self._made_in != forks.generation:
             return  # the parent of this process holds it still
         with self._lock:
             self._lent.pop((sender, slot), None)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gradbus.runtime import forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, Header
@@ -159,11 +160,17 @@ class Sealer:
         self._keys = keys
         self._session = session
         self._topic = topic
+        self._made_in = forks.generation
         self._counter = itertools.count(start)  # its next() is one step for the interpreter: no thread gets another's
         self._key = (-1, b"", StreamKey(bytes(32)))
 
     def envelope(self, plain: tuple[Any, ...]) -> Envelope:
-        """The next envelope, for what ``plain`` make together."""
+        """The next envelope, for what ``plain`` make together.
+
+        Raises:
+            ForkedProcess: in a child by fork, whose counter would go on as that of its parent, with the same nonces.
+        """
+        forks.check(self._made_in, f"the session that seals topic {self._topic!r}")
         self._last = counter = next(self._counter)
         moment = int(time.monotonic() - self._began_s)
         key = self._keys.current
@@ -217,11 +224,13 @@ class Seal:
         self.keys = keys
         self.session = session or secrets.token_bytes(envelope.SESSION_BYTES)
         self.peers = Peers(self.session)
+        self._made_in = forks.generation
         self._began_s = time.monotonic()
         self._sealers: dict[str, Sealer] = {}
 
     def sealer(self, topic: str) -> Sealer:
         """The sealer of a topic; the same for all its writers, so that they share its counter."""
+        forks.check(self._made_in, f"the session that seals topic {topic!r}")
         made = Sealer(self.keys, self.job, self.session, topic, began_s=self._began_s)
         return self._sealers.setdefault(topic, made)  # one step: whoever comes second takes the first one's
 

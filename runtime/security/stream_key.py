@@ -10,26 +10,34 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from gradbus.runtime import forks
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.job_key import derive
 
 
 class StreamKey:
-    """A key at work. Any thread may use it; the GIL is free while bytes are sealed and opened.
+    """A key at work. Any thread may use it; the GIL is free while bytes are sealed and opened. A process that was
+    forked from this one seals nothing with it: it would use the nonces that this one uses.
 
     Attributes:
-        encrypt, decrypt, decrypt_into: as those of :class:`AESGCM`.
+        decrypt, decrypt_into: as those of :class:`AESGCM`.
     """
 
-    __slots__ = ("_algorithm", "decrypt", "decrypt_into", "encrypt")
+    __slots__ = ("_algorithm", "_encrypt", "_made_in", "decrypt", "decrypt_into")
 
     def __init__(self, secret: bytes) -> None:
         """``secret``: 32 octets."""
         aead = AESGCM(secret)
-        self.encrypt = aead.encrypt
+        self._made_in = forks.generation
+        self._encrypt = aead.encrypt
         self.decrypt = aead.decrypt
         self.decrypt_into = aead.decrypt_into
         self._algorithm = AES(secret)
+
+    def encrypt(self, nonce: bytes, data: bytes, context: bytes) -> bytes:
+        """As that of :class:`AESGCM`. Raises ForkedProcess: in a child by fork."""
+        forks.check(self._made_in, "a key")
+        return self._encrypt(nonce, data, context)
 
     def encrypt_parts_into(self, nonce: bytes, parts: Sequence[Any], context: bytes, room: memoryview) -> None:
         """Seal what lies apart: each part is read where it lies and is written once, as it has to be in the end.
@@ -37,7 +45,11 @@ class StreamKey:
         Args:
             nonce: 12 octets. parts: contiguous. context: is authenticated with them.
             room: of the size of all parts together and a tag of 16 octets, which come here.
+
+        Raises:
+            ForkedProcess: in a child by fork.
         """
+        forks.check(self._made_in, "a key")
         encryptor = Cipher(self._algorithm, GCM(nonce)).encryptor()
         encryptor.authenticate_additional_data(context)
         at = 0

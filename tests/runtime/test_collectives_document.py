@@ -194,7 +194,7 @@ def test_numbers_are_those_of_the_code(page: str) -> None:
     assert f"more than {operation.LARGE_BYTES // MIB} MiB (or" in text
     assert f"at most {engine.MAX_NAME_BYTES} bytes" in text
     assert f"the latest {engine._MAX_NAMES} pairs" in text
-    assert f"At most {engine.MAX_PENDING} collectives" in text
+    assert f"At most {engine.MAX_PENDING} / (world - 1) collectives, or {engine.MIN_PENDING}, may be pending" in text
     assert f"at most {objects.MAX_OBJECT_BYTES // MIB} MiB as msgpack" in text
     assert f"What is small ({dds_link.INLINE_BYTES // 1024} KiB)" in text
     assert f"two above {CHUNK_BYTES // MIB} MiB" in text

@@ -17,6 +17,7 @@ from memory_link import MAX_BYTES, Job, MemoryLink, MemoryNet
 
 from gradbus.runtime import frames
 from gradbus.runtime.collectives import (
+    credit,
     dds_link,
     early,
     engine,
@@ -260,7 +261,12 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     assert limits["name of a group"].startswith("64 of")
     assert limits["dimensions of a tensor"] == str(tensors.MAX_DIMS)
     assert limits["object"] == f"{objects.MAX_OBJECT_BYTES} bytes"
-    assert limits["collectives of a group that are pending"] == str(engine.MAX_PENDING)
+    pending = f"{engine.MAX_PENDING} / (world - 1) but not fewer than {engine.MIN_PENDING}"
+    assert limits["collectives of a group that are pending on a rank"] == pending
+    assert engine.Engine("", 0, 3, None, early_bytes=800, early_age_s=1).credit.share_bytes == 800 / (2 * 2)  # type: ignore[arg-type]
+    assert (
+        f"{credit.FRAME_BYTES} bytes for each frame" in limits["payload without OFFER, to a rank that has not called"]
+    )
     assert f"{defaults['early_bytes']} by default; {early.MAX_FRAMES} frames" in limits["frames for calls not made yet"]
     assert limits["payload without OFFER"].startswith(f"{operation.LARGE_BYTES} bytes or")
     assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1)._large_bytes == 800 / (4 * 8)  # type: ignore[arg-type]

@@ -85,6 +85,7 @@ class MemoryNet:
         world: number of ranks. seed: decides the order of everything.
         repeat: share of frames that arrive once more. inline: share of single frames that are written at once.
         lost: which frames (sender, receiver, frame) never arrive. large_bytes: what is larger waits for its receiver.
+        share_bytes: what a rank may send to each other one before that has called.
     """
 
     world: int
@@ -95,6 +96,7 @@ class MemoryNet:
     early_bytes: int = 1 << 20
     early_age_s: float = 60.0
     large_bytes: int = 1 << 30
+    share_bytes: int = 1 << 30
     rng: random.Random = field(init=False)
     jobs: list[Job] = field(default_factory=list)
     flying: list[tuple[int, bytes]] = field(default_factory=list)  # to whom, and the bytes
@@ -108,6 +110,7 @@ class MemoryNet:
         ]
         for engine in self.engines:
             engine._large_bytes = self.large_bytes
+            engine.credit.share_bytes = self.share_bytes
             engine.admit(GROUP_ID, {rank: INCARNATION + rank for rank in range(self.world)})
 
     def start(self, operation: Operation, name: str = "x", round_id: int = 0) -> Operation:
@@ -171,5 +174,6 @@ class MemoryNet:
         """No rank holds anything for a collective any more; one that has not called it may hold frames for it."""
         for engine in self.engines:
             assert (engine.pending, engine._starting) == (0, set())
+            assert engine.credit.used_bytes == (0,) * self.world
             if engine.rank != but_early_frames_of:
                 assert (engine.early_bytes, len(engine._early), len(engine._early._slots)) == (0, 0, 0)

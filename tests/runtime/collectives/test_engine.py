@@ -120,6 +120,25 @@ def test_the_number_of_early_frames_is_bounded_as_well(monkeypatch: pytest.Monke
     assert [net.start(gather(1), f"{number}").error is None for number in range(5)] == [True] * 3 + [False] * 2
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_are_far_ahead_fill_no_more_than_half_of_the_room(seed: int) -> None:
+    """In whatever order the late one calls then: what waits at the others comes when it is asked for."""
+    world, early_bytes = 4, 1 << 17
+    net = net_of(world, seed=seed, early_bytes=early_bytes, share_bytes=early_bytes // (2 * (world - 1)))
+    names = [f"{number}" for number in range(300)]
+    started = [net.start(gather(rank, bytes([rank]) * 1000, world), name) for name in names for rank in (1, 2, 3)]
+    net.settle()
+    late = net.engines[0]
+    assert 0 < late.early_bytes <= early_bytes // 2
+    net.rng.shuffle(names)
+    started += [net.start(gather(0, b"late", world), name) for name in names]
+    net.settle()
+    for operation in started:
+        assert operation.value == [b"late", *(bytes([rank]) * 1000 for rank in (1, 2, 3))]
+    assert [engine.dropped["early"] for engine in net.engines] == [0] * world
+    net.assert_nothing_is_left()
+
+
 # Frames that tell of some pieces in shared memory
 
 

@@ -111,6 +111,7 @@ def test_one_that_has_failed_lets_go_of_what_has_come_so_far_although_its_handle
 
 def test_no_more_collectives_than_the_bound_may_be_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_PENDING", 3)
+    monkeypatch.setattr(engine, "MIN_PENDING", 1)
     net = net_of(2)
     first, *others = [net.start(gather(0), f"{number}") for number in range(3)]
     assert [operation.error for operation in (first, *others)] == [None] * 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,12 +19,19 @@ from gradbus.runtime.collectives.operation import LARGE_BYTES
 Script = Callable[[Group], Awaitable[Any]]
 
 
-async def as_ranks(place: dict[str, Any], world: int, script: Script, **options: Any) -> list[Any]:
+async def as_ranks(
+    place: dict[str, Any],
+    world: int,
+    script: Script,
+    *,
+    connect: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> list[Any]:
     """The script on every rank of a group, each with a bus of its own; its results in rank order."""
 
     async def rank(number: int) -> Any:
         async with contextlib.AsyncExitStack() as stack:
-            bus = await stack.enter_async_context(gradbus.connect(**place, lease_s=20))
+            bus = await stack.enter_async_context(gradbus.connect(**place, lease_s=20, **connect))
             group = await stack.enter_async_context(gradbus.join_group(bus, rank=number, world=world, **options))
             return await script(group)
 
@@ -64,6 +72,37 @@ def test_ranks_with_little_room_for_early_frames_wait_for_whichever_is_late(
         return bool((result == 6).all()), group.stats.dropped["early"]
 
     assert run(lambda: as_ranks(place, 3, script, early_bytes=1 << 20)) == [(True, 0)] * 3
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_late_rank_finds_all_that_the_others_have_called_meanwhile(
+    run: Run, place: dict[str, Any], shared_memory: bool
+) -> None:
+    """Several times what a rank keeps for calls to come: what it has no room for waits at the others."""
+    sizes = [40_000] * 60 + [1000] * 400  # elements of 4 bytes: 11 MB
+
+    async def script(group: Group) -> tuple[bool, int, int]:
+        def call(number: int) -> Any:
+            tensor = torch.full((sizes[number],), group.rank + number)
+            return group.all_reduce(f"sum {number}", tensor)
+
+        numbers = list(range(len(sizes)))
+        handles: dict[int, Any] = {}
+        if group.rank:
+            handles = {number: call(number) for number in numbers}
+        await group.barrier("called")
+        kept = group.stats.early_bytes
+        if not group.rank:
+            handles = {number: call(number) for number in reversed(numbers)}
+        right = [bool((await handles[number] == 3 + 3 * number).all()) for number in numbers]
+        return all(right), kept, group.stats.dropped["early"]
+
+    late, *others = run(
+        lambda: as_ranks(place, 3, script, early_bytes=1 << 20, connect={"shared_memory": shared_memory})
+    )
+    assert [right for right, _, _ in (late, *others)] == [True] * 3
+    assert [dropped for _, _, dropped in (late, *others)] == [0] * 3
+    assert 0 < late[1] <= 1 << 19
 
 
 def test_a_large_broadcast_waits_for_the_last_receiver(run: Run, place: dict[str, Any]) -> None:

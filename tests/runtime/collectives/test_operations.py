@@ -38,8 +38,10 @@ def small_chunks() -> Iterator[None]:
 
 
 def net_of(world: int, seed: int = 0) -> MemoryNet:
-    """By the seed, all payloads wait until their receiver has called, or those of some size, or none."""
-    return MemoryNet(world, seed=seed, repeat=0.2, large_bytes=[0, 100, 1 << 20][seed % 3])
+    """By the seed, all payloads wait until their receiver has called, or those of some size, or what is too much
+    together, or none."""
+    large_bytes, share_bytes = [0, 100, 1 << 20][seed % 3], [3000, 1 << 30][seed // 3 % 2]
+    return MemoryNet(world, seed=seed, repeat=0.2, large_bytes=large_bytes, share_bytes=share_bytes)
 
 
 def vectors(world: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

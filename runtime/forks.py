@@ -1,0 +1,53 @@
+"""What becomes of this package in a process that was forked from one that uses it.
+
+Neither DDS nor any thread survives a fork: in the child, a lock that a thread held is held for ever, shared memory is
+still the parent's, and a counter of envelopes goes on where the parent's does. So the child forgets: what was made
+before the fork refuses to work in it, without a call into DDS, and is dropped without one. The parent notices nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gradbus.runtime.errors import ForkedProcess
+
+generation = 0  # how often this process, since it began, is the child of a fork
+
+
+def _next_generation() -> None:
+    global generation
+    generation += 1
+
+
+def in_child(function: Callable[[], Any]) -> None:
+    """Have a function called in every child by fork, before anything else happens there."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=function)
+
+
+def new_lock() -> threading.Lock:
+    """A lock that is free in a child, whoever held it: for what a module has."""
+    lock = threading.Lock()
+    in_child(lock._at_fork_reinit)  # type: ignore[attr-defined]
+    return lock
+
+
+def refusal(what: str) -> ForkedProcess:
+    """The error for a use of ``what`` in a child."""
+    return ForkedProcess(
+        f"{what} belongs to the process that this one (process {os.getpid()}) was forked from: neither DDS nor its "
+        f"threads survive a fork. Start processes that use the bus by spawn, as multiprocessing.get_context('spawn') "
+        f"does, or fork before the first bus is opened"
+    )
+
+
+def check(made_in: int, what: str) -> None:
+    """Raises ForkedProcess: ``what`` was made in generation ``made_in``, and this process is a child of that one."""
+    if made_in != generation:
+        raise refusal(what)
+
+
+in_child(_next_generation)

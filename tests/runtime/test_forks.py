@@ -1,0 +1,73 @@
+"""Children by fork of processes that have a bus open: they end, they are told what they cannot do, and their parents go
+on. Each scene of tests/support/forking.py in a program of its own, as only that ends as programs do."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
+PROGRAM_S = 80.0
+
+pytestmark = pytest.mark.slow
+
+Seen = dict[str, dict[str, Any]]
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def seen(program: subprocess.Popen[str]) -> Seen:
+    """What a program saw, by what it was."""
+    try:
+        out, err = program.communicate(timeout=PROGRAM_S)
+    finally:
+        program.kill()
+    assert program.returncode == 0, err
+    return {line["what"]: line for line in map(json.loads, out.splitlines())}
+
+
+def test_a_child_of_a_process_with_a_bus_and_a_group_ends_and_the_parent_goes_on() -> None:
+    found = seen(start("bus_and_group"))
+    child = found.pop("child")
+    for what in ("publish", "subscribe", "all_reduce", "barrier", "another bus"):
+        assert child[what].startswith("ForkedProcess: "), what
+        assert "multiprocessing.get_context('spawn')" in child[what]
+    assert (child["leave"], child["close"], child["exit"]) == ("None", "None", "3")
+    for what in ("seal", "seal what was begun", "seal another topic"):
+        assert child[what].startswith("ForkedProcess: "), f"{what}: its nonces are those of the parent"
+    assert found["multiprocessing"]["exit"] == 4
+    assert [found[when]["works"] for when in ("before", "after", "at the end")] == [True] * 3
+    assert found["at the end"]["sealed"]
+    assert found["afterwards"] == {"what": "afterwards", "a bus": "'open: another'", "exit": "3"}
+
+
+def test_a_child_that_begins_in_a_coroutine_ends_and_the_parent_goes_on() -> None:
+    found = seen(start("inside_the_loop"))
+    assert (found["child"]["exit"], found["after"]["works"]) == (5, True)
+
+
+def test_children_of_a_rank_of_torch_distributed_end_and_workers_load_data_for_it() -> None:
+    domain = random.randrange(40, 100)
+    programs = [start("torch_backend", rank, domain) for rank in range(2)]
+    found, other = map(seen, programs)
+    child = found["child"]
+    for what in ("all_reduce", "send", "barrier"):
+        assert child[what].startswith("DistBackendError: "), what
+        assert "multiprocessing.get_context('spawn')" in child[what]
+    assert "multiprocessing.get_context('spawn')" in child["store"]
+    assert "was forked from" in child["a new group"]
+    assert (child["destroy"], child["exit"]) == ("None", "3")
+    assert found["multiprocessing"]["exit"] == 4
+    assert found["after"]["works"]
+    assert other["after"]["works"]
+    assert found["epoch"]["seen"] == 2 * sum(range(40))
+    assert found["workers"]["left"] == []
