@@ -13,6 +13,7 @@ from torch_node import play
 
 import gradbus.torch
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
+from gradbus.runtime.job_name import default_job
 from gradbus.runtime.network import NetworkConfig
 from gradbus.runtime.settings import BusSettings
 from gradbus.torch import bus_thread, hooks, stall
@@ -47,7 +48,7 @@ def test_the_settings_are_those_of_the_code(page: str, monkeypatch: pytest.Monke
     assert told.keys() == {f"GRADBUS_BUS__{name.upper()}" for name in BusSettings.model_fields}
     for name, default in told.items():
         if default:
-            monkeypatch.setenv(name, default)
+            monkeypatch.setenv(name, default.replace("default-USER", default_job()))
     assert bus_thread.settings_from_environment() == BusSettings()
     (peers,) = re.findall(r"PEERS='(.*?)'", page)
     monkeypatch.setenv("GRADBUS_BUS__PEERS", peers)
