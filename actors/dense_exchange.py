@@ -52,7 +52,7 @@ class DenseExchange:
         if self._looks:
             self.own_is_finite = are_finite([flat]) and self.own_is_finite
         if self._not_finite is not None:
-            flat[:1].masked_fill_(self._not_finite, math.nan)
+            flat[:1].masked_fill_(self._not_finite.to(flat.device), math.nan)  # a model may lie on several devices
         return self._group.all_reduce(
             f"grad/{index}", flat, op="mean", out=flat, divisor=self._active, algorithm=self._config.algorithm,
             round_id=self._step, timeout_s=self._config.collective_timeout_s,

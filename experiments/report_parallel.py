@@ -90,14 +90,14 @@ def _tiles(run: Run) -> list[Tile]:
         return []
     known = [report.accuracy for report in epochs if report.accuracy is not None]
     last = epochs[-1]
-    wanted = run.setting("worker", "epochs")
+    wanted, skipped = run.setting("worker", "epochs"), sum(report.skipped_steps for report in epochs)
     return [
         Tile(
             name="test accuracy", value=percent(known[-1] if known else None),
             note=f"best {percent(max(known))}" if known else "",
         ),
         Tile(name="epochs", value=str(len(epochs)), note=f"of {wanted}" if wanted else ""),
-        Tile(name="steps", value=f"{last.step:,}", note=f"{last.skipped_steps} skipped" if last.skipped_steps else ""),
+        Tile(name="steps", value=f"{last.step:,}", note=f"{skipped} skipped: NaN or infinity" if skipped else ""),
         Tile(name="step", value=duration(last.step_s_mean), note="mean of the last epoch"),
         Tile(name="of it waiting", value=duration(last.wait_s_mean), note="for others and the network"),
         Tile(

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,10 @@ class _Command:
 
         if self._place.rank != 0:
             shown = RankLines(screen.console, self._file.worker.epochs) if self._tells else NoDisplay()
-            self._run(Telling(display=lambda worker: shown), loop)
+            # Started by hand it says what it waits for, too; among the lines of all ranks rank 0 says that for all.
+            says = self._tells and screen.style is LogStyle.AUTO
+            quiet = Telling(display=lambda worker: shown)
+            self._run(replace(quiet, say=screen.say) if says else quiet, loop)
             return
         self._hint.append(f"To continue: the same command for all ranks, with --run-dir {self._file.run_dir}")
         with open_scalars(self._file.tensorboard) as scalars:
