@@ -16,16 +16,20 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import gradbus
 from gradbus.experiments.pauses_rank import burn, play, sit
+from gradbus.runtime.dds import Node
+from gradbus.runtime.discovery import discovery_ports, goodbye
 
 START_S = 60.0  # for a group to form
 STEP_S = 0.02  # between two collectives: several groups share two cores
@@ -221,6 +225,36 @@ def _renice(process: int, nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
+def forge_goodbyes(times: int, every_s: float) -> Deed:
+    """Tell all ranks, in the name of each of them, that it goes: 84 bytes that anybody on the machine can send."""
+
+    def deed(made: Sequence[GroupRun]) -> None:
+        domain = made[0].domain
+        ranks = {rank.process.pid for group in made for rank in group.ranks}
+        node = Node(domain_id=domain, partition="outsider", network=gradbus.NetworkConfig())
+        try:
+            until_s = time.monotonic() + START_S
+            while len(found := _participants(node, ranks)) < len(ranks):
+                if time.monotonic() > until_s:
+                    raise SystemExit(f"of {len(ranks)} participants {len(found)} were found")
+                time.sleep(0.1)
+        finally:
+            node.close()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+            for _ in range(times):
+                for prefix in found:
+                    for port in discovery_ports(domain):
+                        speaker.sendto(goodbye(prefix), ("127.0.0.1", port))
+                time.sleep(every_s)
+
+    return deed
+
+
+def _participants(node: Node, processes: Collection[int]) -> list[bytes]:
+    node.look_around()
+    return [prefix for prefix, claim in node.others.items() if int(claim.split()[1]) in processes]
+
+
 DEEDS: dict[str, Deed] = {
     "one rank stopped for 1.2 s": stop_one(1.2),
     "one rank stopped for 5 s": stop_one(5.0),
@@ -228,6 +262,7 @@ DEEDS: dict[str, Deed] = {
     "all ranks stopped for 3 s": stop_all(3.0),
     "all ranks stopped for 10 s": stop_all(10.0),
     "12 s in one C call with the GIL": hold_one(12.0),
+    "forged goodbyes of all ranks, 3 times": forge_goodbyes(3, 2.0),
     "nice 19 beside 8 busy processes for 60 s": starve_one(60.0),
 }
 
@@ -312,28 +347,61 @@ def crowds(times: int, world: int, domain: int) -> bool:
     return fine
 
 
-def idle(buses: int, domain: int, for_s: float = 10.0) -> bool:
-    """What buses cost that nobody uses, each in a process of its own."""
+@contextlib.contextmanager
+def idle_buses(count: int, domain: int, lease_s: float | None = None) -> Iterator[list[Any]]:
+    """Buses that nobody uses, each in a process of its own, when all are open."""
     pipes, processes = [], []
-    for _ in range(buses):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=sit, args=(domain, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
     try:
+        for _ in range(count):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=sit, args=(domain, lease_s, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
         for pipe in pipes:
-            pipe.recv()
-        time.sleep(10.0)  # until all have found each other
-        before = [_used_s(process) for process in processes]
-        time.sleep(for_s)
-        shares = [(_used_s(p) - b) / for_s for p, b in zip(processes, before, strict=True)]
+            with contextlib.suppress(EOFError):  # it has crashed: whoever looks sees that
+                pipe.recv()
+        yield processes
     finally:
         for process in processes:
             process.kill()
             process.join(10.0)
+
+
+def idle(buses: int, domain: int, for_s: float = 10.0) -> bool:
+    """What buses cost that nobody uses."""
+    with idle_buses(buses, domain) as processes:
+        time.sleep(10.0)  # until all have found each other, and have said so for the last time
+        before = [_used_s(process) for process in processes]
+        time.sleep(for_s)
+        shares = [(_used_s(p) - b) / for_s for p, b in zip(processes, before, strict=True)]
     print(f"{buses} idle buses: {statistics.mean(shares):.2%} of a core each, at most {max(shares):.2%}", flush=True)
     return statistics.mean(shares) <= 0.003
+
+
+def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 12, for_s: float = 1.5) -> bool:
+    """Stop all processes, again and again, while they find each other: do some crash?
+
+    Cyclone DDS 11.0.1 registers the lease of a participant that it has found before it notes the address. When that
+    lease ends in between, as in a process that was stopped just then for longer, it looks for an address that is not
+    there (``ddsi_spdp_unref_locator``): SIGSEGV. With ``lease_s`` below ``for_s`` that is seen; with ours it is not.
+    """
+    done, crashed = 0, 0
+    while done < stops:
+        with idle_buses(buses, domain, lease_s) as processes:
+            while done < stops and all(process.exitcode is None for process in processes):
+                time.sleep(random.uniform(0.0, 0.5))
+                for process in processes:
+                    os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(for_s)
+                for process in processes:
+                    os.kill(process.pid, signal.SIGCONT)
+                done += buses
+            crashed += sum(process.exitcode not in (None, 0) for process in processes)
+    lease = "the lease of the profile" if lease_s is None else f"a lease of {lease_s:g} s"
+    print(f"{done} stops of {for_s:g} s with {lease}: {crashed} crashes", flush=True)
+    return crashed == 0
 
 
 def _used_s(process: Any) -> float:
@@ -345,18 +413,21 @@ def _used_s(process: Any) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: all as it should be."""
     parser = argparse.ArgumentParser(prog="python -m gradbus.experiments.pauses", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=("pauses", "kill", "crowd", "idle"), help="only this part")
+    parser.add_argument("--only", choices=("pauses", "kill", "crowd", "idle", "crash"), help="only this part")
     parser.add_argument("--runs", type=int, default=28, help="of pauses (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=900.0, help="that pauses may begin in (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=3, help="of each kind of group (default: %(default)s)")
     parser.add_argument("--crowds", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--world", type=int, default=48, help="of a crowd (default: %(default)s)")
+    parser.add_argument("--stops", type=int, default=504, help="for a crash (default: %(default)s)")
+    parser.add_argument("--lease", type=float, help="of those that are stopped: 1 shows a fault of Cyclone DDS 11.0.1")
     parser.add_argument("--domain", type=int, default=91, help="of DDS (default: %(default)s)")
     asked = parser.parse_args(arguments)
     _context.set_forkserver_preload(["gradbus.experiments.pauses_rank"])
     parts: dict[str, Callable[[], bool]] = {
         "kill": lambda: kills(asked.kills, asked.domain),
         "idle": lambda: idle(12, asked.domain),
+        "crash": lambda: crashes(asked.stops, asked.domain, asked.lease),
         "crowd": lambda: crowds(asked.crowds, asked.world, asked.domain),
         "pauses": lambda: pauses(asked.runs, asked.domain, asked.seconds),
     }

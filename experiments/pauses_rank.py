@@ -81,9 +81,9 @@ def _hold_the_interpreter(for_s: float) -> None:
     ctypes.PyDLL(None).usleep(int(for_s * 1e6))
 
 
-def sit(domain: int, pipe: Connection) -> None:
+def sit(domain: int, lease_s: float | None, pipe: Connection) -> None:
     async def wait() -> None:
-        async with gradbus.connect("idle", domain=domain, security=Security(insecure=True)) as bus:
+        async with gradbus.connect("idle", domain=domain, lease_s=lease_s, security=Security(insecure=True)) as bus:
             bus.subscribe(Control)
             bus.open_writer(Control)
             pipe.send("open")

@@ -50,6 +50,7 @@ class Bus:
         self.job = job
         self.stall_timeout_s = stall_timeout_s
         self.memory = PayloadMemory(switched_on=node.shared_memory)
+        self.lease_s = node.lease_s  # after so long a silence others elsewhere are gone
         self.standing = node.standing  # what its security says of this process
         self.reach = node.reach  # who can be met on it
         self._node = node

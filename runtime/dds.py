@@ -269,6 +269,11 @@ class Node:
         """See :func:`.domains.claims`."""
         return domains.claims(self._lease)
 
+    @property
+    def others(self) -> dict[bytes, str]:
+        """See :attr:`.discovery.Discovery.others`."""
+        return self._lease.discovery.others
+
     def start(self, receiver: Any) -> None:
         """What it has to say by itself, it says from now on, on the receive thread of its bus."""
 

@@ -124,6 +124,12 @@ class Discovery:
                 if len(news) < _BATCH:
                     return
 
+    @property
+    def others(self) -> dict[bytes, str]:
+        """Participants in other processes of this machine: the first 12 bytes of their GUID, and their claims."""
+        with self._lock:
+            return dict(self._claims)
+
     def _note(self, sample: Any) -> None:
         prefix = sample.key.bytes[:12]
         if sample.sample_info.instance_state != InstanceState.Alive:

@@ -62,9 +62,9 @@ class FramePort:
         self._receiver.add(channel)
         return channel
 
-    def open_writer(self, topic: Topic) -> Writer:
-        """Write a topic."""
-        writer = self._node.topic_writer(topic)
+    def open_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
+        """Write a topic. ``retained_samples``: of a topic that is retained, the newest that DDS keeps."""
+        writer = self._node.topic_writer(topic, retained_samples=retained_samples)
         self._writers.append(writer)
         self._receiver.add(writer)
         return writer

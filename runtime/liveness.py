@@ -1,4 +1,4 @@
-"""Whether those who were heard on a bus are still there: plain decisions, without a clock or I/O of their own.
+"""Whether those who were heard on a bus are still there: plain decisions, without a clock of their own.
 
 Three know something. The *kernel* knows the processes of this machine, without fail. The sender itself says so when its
 bus closes. *DDS* says that a writer is gone: when its lease ran out, which is also so where a process was stopped, had
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from gradbus.runtime import peer_processes
 from gradbus.runtime.messages import Control, PeerGone
 from gradbus.runtime.speakers import Speakers
 
@@ -24,6 +25,7 @@ LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, t
 # moment, discovery finds it again within some seconds.
 FOUND_AGAIN_S = 10.0
 MAX_SENDERS = 65_536
+DOUBT_S = 1.0  # how often to ask again of whom DDS has lost
 
 Sender = tuple[int, int]  # and which start of it
 
@@ -41,6 +43,32 @@ class _Known:
     watched: bool
     heard_s: float
     departed_s: float = -1.0
+
+
+class Reachability:
+    """Of one peer that is reached over a topic of its own: whether it is gone when DDS knows no reader there."""
+
+    def __init__(self, claim: str, lease_s: float) -> None:
+        """``claim``: the process that it says it is in."""
+        self._claim = claim
+        self._lease_s = lease_s
+        self._lost_s = -1.0
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether DDS has lost it. Then :meth:`is_gone` is to be asked again, once a second or so."""
+        return self._lost_s >= 0
+
+    def is_gone(self, matched: bool, now_s: float) -> bool:
+        """``matched``: DDS knows its reader. ``now_s``: of one clock."""
+        if matched:
+            self._lost_s = -1.0
+            return False
+        ended = peer_processes.has_ended(self._claim)
+        if not self.in_doubt or peer_processes.is_stopped(self._claim):
+            self._lost_s = now_s
+        patience_s = self._lease_s if ended is None else max(self._lease_s, FOUND_AGAIN_S)
+        return bool(ended) or now_s - self._lost_s >= patience_s
 
 
 class Liveness:

@@ -37,12 +37,15 @@ log = get_logger("bus")
 
 @functools.cache
 def _space() -> str:
-    """The kernel's boot, and the namespaces by which it numbers processes and counts time, as 16 digits that tell
-    nobody the name of the machine. Empty where there is no such thing."""
+    """The kernel's boot, and its namespaces of process numbers, clocks and networks, as 16 digits that tell nobody the
+    name of the machine. Empty where there is no such thing. Between two networks a link may fail while processes live,
+    so there it is as between machines."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [
-            os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if kind in os.listdir("/proc/self/ns")
+            os.readlink(f"/proc/self/ns/{kind}")
+            for kind in ("pid", "time", "net")
+            if kind in os.listdir("/proc/self/ns")
         ]
     except (OSError, ValueError):
         return ""
@@ -69,6 +72,17 @@ def _own_claim(process: int) -> str:
     """``process``: so that a child after a fork does not say what its parent is."""
     status = _status(process)
     return f"{_space()} {process} {status[1]}" if _space() and status is not None else ""
+
+
+def has_ended(claim: str) -> bool | None:
+    """Whether a process is no more, now; None: the kernel does not tell here."""
+    known = _parsed(claim)
+    if known is None:
+        return None
+    status = _status(known[0])
+    if status is None:
+        return None if os.path.exists(f"/proc/{known[0]}") else True
+    return status[1] != known[1] or status[0] in "ZX"
 
 
 def is_stopped(claim: str) -> bool:

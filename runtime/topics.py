@@ -109,8 +109,13 @@ def _collective(sample: Any) -> frames.Frame:
 def collective_topic(name: str) -> Topic:
     """Topic of the frames of one group of ranks: ``train/frame/<group>`` for what goes to all of them, and
     ``train/frame/<group>/<rank>`` for what goes to one. Its reader is emptied at once, on the receive thread, so the
-    bound on its samples holds up writers only while that thread has no turn."""
-    return Topic(f"train/frame/{name}", "Frame", False, False, 512, 0, 0.01, False, _collective, ignore_local=True)
+    bound on its samples holds up writers only while that thread has no turn.
+
+    The newest frames are retained, not for newcomers, who know that these are not for them, but for readers that DDS
+    loses and finds again: after a stop that was longer than a lease, or after a goodbye that somebody else has sent in
+    their name. What was written meanwhile would be lost, and a collective would wait for it until its deadline.
+    """
+    return Topic(f"train/frame/{name}", "Frame", True, False, 512, 0, 0.01, False, _collective, ignore_local=True)
 
 
 def _store(sample: Any) -> frames.Frame:

@@ -18,6 +18,7 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.dds import Writer
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.frames import Frame
+from gradbus.runtime.liveness import DOUBT_S, Reachability
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import new_incarnation
 from gradbus.runtime.missing_peers import WaitLog
@@ -68,8 +69,9 @@ class Client:
         self._failed = failed
         self._arbiter = 0  # its incarnation
         self._arbiter_host = ""
+        self._arbiter_process = ""
         self._backlog = Backlog(_MAX_NEWS)
-        self._news: asyncio.Queue[tuple[int, Message]] = asyncio.Queue(_MAX_NEWS)
+        self._news: asyncio.Queue[tuple[int, Message, str]] = asyncio.Queue(_MAX_NEWS)
         self.pending = Pending()
         self._watcher: asyncio.Task[None] | None = None
         self._port = bus.frame_port()
@@ -103,10 +105,11 @@ class Client:
                             self._say(Join(VERSION, self._world, self._host), to=0)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(next_s - now_s):
-                            incarnation, message = await self._news.get()
+                            incarnation, message, process = await self._news.get()
                             match message:
                                 case Welcome():
                                     self._arbiter, self._arbiter_host = incarnation, message.host
+                                    self._arbiter_process = process
                                 case Refused():
                                     raise DistNetworkError(f"{self._name}: {message.why}")
                                 case NotNow():
@@ -189,26 +192,33 @@ class Client:
             if key.incarnation == self._arbiter:
                 self.pending.give(message)
         else:
-            self._backlog.post(self._on_news, key.incarnation, message)
+            self._backlog.post(self._on_news, key.incarnation, message, key.name)
 
-    def _on_news(self, incarnation: int, message: Message) -> None:
+    def _on_news(self, incarnation: int, message: Message, process: str) -> None:
         if not self._arbiter:
             with contextlib.suppress(asyncio.QueueFull):
-                self._news.put_nowait((incarnation, message))
+                self._news.put_nowait((incarnation, message, process))
         elif incarnation == self._arbiter and isinstance(message, Closed):
             self._fail(f"it has been closed: {message.why}")
         elif incarnation != self._arbiter and isinstance(message, Welcome):
             self._say(Leave(), to=incarnation)  # of two arbiters one gives way; this one is not ours
 
     async def _watch(self) -> None:
-        """Fail as soon as DDS says that the arbiter is gone."""
+        """Fail as soon as the arbiter is gone."""
+        reachable = Reachability(self._arbiter_process, self._bus.lease_s)
+
+        def is_gone() -> bool:
+            return reachable.is_gone(self._reader.reader.matched > 0, time.monotonic())
+
         try:
-            while True:
-                with contextlib.suppress(BarrierTimeout):
-                    await self._bus.matched(lambda: self._reader.reader.matched == 0, timeout_s=_LOOK_S)
-                    gone = f"rank 0 on {self._arbiter_host} is gone, and the keys with it. Start all ranks anew"
-                    self._fail(self._bus.standing.refusal or gone)
-                    return
+            while not is_gone():
+                if reachable.in_doubt:
+                    await asyncio.sleep(DOUBT_S)
+                else:
+                    with contextlib.suppress(BarrierTimeout):
+                        await self._bus.matched(lambda: is_gone() or reachable.in_doubt, timeout_s=_LOOK_S)
+            gone = f"rank 0 on {self._arbiter_host} is gone, and the keys with it. Start all ranks anew"
+            self._fail(self._bus.standing.refusal or gone)
         except BusError as error:
             self._fail(str(error))
 

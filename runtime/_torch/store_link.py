@@ -21,7 +21,6 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 from gradbus.runtime.dds import Writer
-from gradbus.runtime.network import NetworkConfig
 from gradbus.torch import bus_thread
 from gradbus.torch.store_client import Client
 from gradbus.torch.store_messages import Answer, Op, Request
@@ -32,6 +31,7 @@ _ACKS_S = 1.0  # how long the others get to take over the last words
 _CLOSE_S = 5.0
 _STAY_S = 60.0  # how long rank 0 keeps the store for others when its own process group is destroyed
 _EXIT_S = 5.0  # and when its process ends
+_PATIENCE_S = 3.0
 _PATIENCE_LEASES = 2.5  # after that a process which is still there is not a dead one
 
 
@@ -110,8 +110,9 @@ class StoreLink:
             end = thread.start(self._make()).result()
             if isinstance(end, Client):
                 settings = bus_thread.settings_from_environment()
-                lease_s = NetworkConfig(profile=settings.network, lease_s=settings.lease_s).effective_lease_s
-                joining = thread.start(end.join(timeout_s, _PATIENCE_LEASES * lease_s))
+                # Of a process of this machine the kernel has told, if it was dead.
+                patience_s = _PATIENCE_S if settings.interface == "lo" else _PATIENCE_LEASES * thread.bus.lease_s
+                joining = thread.start(end.join(timeout_s, patience_s))
                 joining.result()
             self._end = end
         except BaseException:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from gradbus.runtime import frames
+from gradbus.runtime import frames, peer_processes
 from gradbus.runtime.bodies import pack_body, read_body
 from gradbus.runtime.frames import FrameKey, Kind
 from gradbus.runtime.packing import Limits
@@ -164,7 +164,7 @@ def frame_of(message: Message, *, sender: int, incarnation: int, to: int) -> tup
         ValueError: longer than a receiver accepts.
     """
     body = pack_body(message, frames.MAX_CHUNK_BYTES)
-    key = FrameKey(Kind.CONTROL, to, 0, sender, incarnation)
+    key = FrameKey(Kind.CONTROL, to, 0, sender, incarnation, name=peer_processes.own_claim())
     (frame,) = frames.split(key, body, chunk_bytes=frames.MAX_CHUNK_BYTES)
     return frame
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.dds import Writer
 from gradbus.runtime.errors import BusError
+from gradbus.runtime.liveness import Reachability
 from gradbus.runtime.topics import store_topic
 from gradbus.torch.store_messages import MAX_OPEN, Answer, Message, Request, frame_of
 from gradbus.torch.store_table import Reply, Table, Waiter, answer
@@ -63,11 +64,11 @@ class Asker:
 class Peer:
     """A process that wants to join, or has. Belongs to the event loop of the bus."""
 
-    def __init__(self, bus: Bus, table: Table, me: int, rank: int, incarnation: int, host: str) -> None:
+    def __init__(self, bus: Bus, table: Table, me: int, rank: int, incarnation: int, host: str, process: str) -> None:
         """Open a way to it.
 
         Args:
-            me: incarnation of the arbiter. rank, incarnation, host: of the process.
+            me: incarnation of the arbiter. rank, incarnation, host: of the process. process: which one that is.
         """
         self.rank = rank
         self.incarnation = incarnation
@@ -81,16 +82,24 @@ class Peer:
         self._open: set[int] = set()
         self._sending: set[int] = set()  # ids of answers that the writer thread has
         self._heard_s = time.monotonic()
-        self._seen = False  # DDS has matched its inbox: when it no longer does, the process is gone
+        self._seen = False  # DDS has matched its inbox
+        self._reachable = Reachability(process, bus.lease_s)
         self._port = bus.frame_port()
         self.writer: Writer = self._port.open_writer(store_topic(incarnation))
 
     # Whether it is there
 
     def look(self) -> bool:
-        """Whether its process is there, as far as DDS says."""
+        """Whether its process is there, as far as the kernel and DDS say."""
         self._seen |= self.writer.matched > 0
-        return self.writer.matched > 0 if self._seen else not self.is_silent
+        if not self._seen:
+            return not self.is_silent
+        return not self._reachable.is_gone(self.writer.matched > 0, time.monotonic())
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether DDS has lost it, and it may be found again."""
+        return self._reachable.in_doubt
 
     @property
     def is_silent(self) -> bool:

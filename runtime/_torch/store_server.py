@@ -16,6 +16,7 @@ from gradbus.runtime.bus import Bus
 from gradbus.runtime.dds import Writer
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.frames import Frame
+from gradbus.runtime.liveness import DOUBT_S
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.messages import new_incarnation
 from gradbus.runtime.missing_peers import EVERY_S, WaitLog
@@ -128,7 +129,7 @@ class Arbiter:
         match message:
             case Join():
                 if not self.closing:
-                    self._on_join(key.sender, key.incarnation, message)
+                    self._on_join(key.sender, key.incarnation, message, key.name)
             case Here() if key.incarnation != self.incarnation:
                 self._on_here(key.incarnation, message)
             case Request() if peer is not None and self._has_joined(peer):
@@ -141,8 +142,8 @@ class Arbiter:
     def _has_joined(self, peer: Peer) -> bool:
         return self._ranks.get(peer.rank) is peer
 
-    def _on_join(self, rank: int, incarnation: int, said: Join) -> None:
-        peer = self._peers.get(incarnation) or self._open(rank, incarnation, said.host)
+    def _on_join(self, rank: int, incarnation: int, said: Join, process: str) -> None:
+        peer = self._peers.get(incarnation) or self._open(rank, incarnation, said.host, process)
         if peer is None:
             return
         peer.heard()
@@ -170,14 +171,16 @@ class Arbiter:
             )
         return ""
 
-    def _open(self, rank: int, incarnation: int, host: str) -> Peer | None:
+    def _open(self, rank: int, incarnation: int, host: str, process: str) -> Peer | None:
         strangers = [peer for peer in self._peers.values() if not self._has_joined(peer)]
         for peer in strangers:
             if peer.is_silent:
                 self._forget(peer)
         if len(strangers) >= _MAX_STRANGERS:
             return None
-        peer = self._peers[incarnation] = Peer(self._bus, self._table, self.incarnation, rank, incarnation, host)
+        peer = self._peers[incarnation] = Peer(
+            self._bus, self._table, self.incarnation, rank, incarnation, host, process
+        )  # fmt: skip
         return peer
 
     def _on_here(self, incarnation: int, said: Here) -> None:
@@ -207,6 +210,8 @@ class Arbiter:
                     here = Here(not self._absent, self._host)
                     self._port.write(self._others, frame_of(here, sender=0, incarnation=self.incarnation, to=0))
                     await asyncio.sleep(HERE_S)
+                elif self._is_in_doubt:
+                    await asyncio.sleep(DOUBT_S)
                 else:
                     with contextlib.suppress(BarrierTimeout):
                         await self._bus.matched(self._has_news, timeout_s=EVERY_S if self._absent else _LOOK_S)
@@ -216,13 +221,18 @@ class Arbiter:
             self._fail(str(error))
 
     @property
+    def _is_in_doubt(self) -> bool:
+        """Whether DDS has lost somebody, who may be found again."""
+        return any(peer.in_doubt for peer in self._peers.values())
+
+    @property
     def _is_contested(self) -> bool:
         """Whether another arbiter may be there."""
         return self._others.matched > 1 and not self.closing
 
     def _has_news(self) -> bool:
         here = [peer.look() for peer in self._peers.values()]  # all of them: it notes who has been seen
-        return self._is_contested or not all(here) or bool(self._bus.standing.refusal)
+        return self._is_contested or self._is_in_doubt or not all(here) or bool(self._bus.standing.refusal)
 
     def _forget(self, peer: Peer) -> None:
         """It has left, or its process is gone."""

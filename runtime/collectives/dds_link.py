@@ -29,6 +29,9 @@ from gradbus.runtime.topics import collective_topic
 INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
 INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
+RETAINED = (
+    16  # frames of each topic that DDS keeps, for a reader that it loses for a while: see :func:`collective_topic`
+)
 _IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
 BELL = 2  # part of the frame that says: there is a letter for you
@@ -59,9 +62,11 @@ class DdsLink:
         self._flags = int(frames.Flags.NONE if port.needs_crc else frames.Flags.HEAD_CRC)
         rank = identity.sender
         self._readers: list[Channel] = []
-        self._all = port.open_writer(collective_topic(group))
+        self._all = port.open_writer(collective_topic(group), retained_samples=RETAINED)
         self._inboxes: dict[int, Writer] = {
-            other: port.open_writer(collective_topic(f"{group}/{other}")) for other in range(world) if other != rank
+            other: port.open_writer(collective_topic(f"{group}/{other}"), retained_samples=RETAINED)
+            for other in range(world)
+            if other != rank
         }
 
     def listen(self, take: Callable[[Frame], None]) -> None:

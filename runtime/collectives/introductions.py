@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 
 from gradbus.runtime.control import GroupHello
 
-REPEAT_S = 0.1  # how often at least to say again what is not new
+REPEAT_S = 0.1  # how often at least to say again what is not new, in a group that is not large
+# In a large one everybody hears world^2 words each time, which takes all of them some 70 us each: so that many that
+# wait for few leave the processors to those few, who are still to start.
+REPEAT_PAIR_S = 0.4e-3
+MAX_REPEAT_S = 1.0
 NEWS_S = 0.001  # how long to wait for more news, times the world: about what a hello costs all others together
 
 
@@ -44,7 +48,7 @@ class Introductions:
         if self.wait_s(hello, now_s) > 0.0:
             return False
         has_news = self.met or hello != self._said
-        self._repeat_s = min(REPEAT_S, 2 * (self._pause_s if has_news else self._repeat_s))
+        self._repeat_s = min(self._longest_s, 2 * (self._pause_s if has_news else self._repeat_s))
         self._said, self._said_s, self.met = hello, now_s, False
         return True
 
@@ -55,7 +59,11 @@ class Introductions:
 
     @property
     def _pause_s(self) -> float:
-        return min(REPEAT_S, NEWS_S * self.world)
+        return min(self._longest_s, NEWS_S * self.world)
+
+    @property
+    def _longest_s(self) -> float:
+        return min(MAX_REPEAT_S, max(REPEAT_S, REPEAT_PAIR_S * self.world**2))
 
     def still_owed(self, rank: int, now_s: float) -> bool:
         """A rank says that it is not linked, and perhaps could not take its probe yet. True: it gets another one."""
@@ -77,7 +85,7 @@ class Introductions:
         Returns:
             Ranks whose own topic gets one, and whether the topic of all does.
         """
-        if digest != self._digest or now_s >= self._probed_s + REPEAT_S:
+        if digest != self._digest or now_s >= self._probed_s + self._longest_s:
             self._digest, self._probed_s, self._probed_all = digest, now_s, False
             self._probed.clear()
         ranks = [rank for rank in owed if rank not in self._probed]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gradbus.runtime import peer_processes
 from gradbus.runtime.control import Leave
-from gradbus.runtime.liveness import FOUND_AGAIN_S, LONGEST_TURN_S, Liveness
+from gradbus.runtime.liveness import FOUND_AGAIN_S, LONGEST_TURN_S, Liveness, Reachability
 from gradbus.runtime.messages import Control, PeerGone
 
 HERE, ELSEWHERE = "0123456789abcdef 5 7", "fedcba9876543210 5 7"
@@ -139,3 +140,18 @@ def test_when_the_bus_closes_nothing_is_watched_any_more() -> None:
     world.says(HERE)
     world.liveness.close()
     assert world.watched == []
+
+
+def test_a_peer_with_a_topic_of_its_own_is_gone_when_it_has_ended_or_is_not_found_again() -> None:
+    space, number, start = peer_processes.own_claim().split()
+    dead = f"{space} {number} {int(start) - 1}"  # who had that number before
+    for claim, patience_s in ((dead, 0.0), (ELSEWHERE, LEASE_S), (f"{space} {number} {start}", FOUND_AGAIN_S)):
+        peer = Reachability(claim, LEASE_S)
+        assert not peer.is_gone(True, 100.0)
+        assert peer.is_gone(False, 200.0) is (patience_s == 0.0)
+        assert not peer.is_gone(True, 201.0)  # found again
+        assert not peer.in_doubt
+        peer.is_gone(False, 300.0)
+        assert peer.is_gone(False, 300.0 + patience_s - 0.1) is (patience_s == 0.0)
+        assert peer.in_doubt
+        assert peer.is_gone(False, 300.0 + patience_s)

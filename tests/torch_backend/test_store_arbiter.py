@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from stores import RawRank, begin, finished, new_job, open_rank, opened, until, vanish
 
+from gradbus.runtime import liveness
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.frames import Kind
 from gradbus.torch import bus_thread, store_peer
@@ -241,6 +242,14 @@ def test_a_store_that_waits_for_ranks_gives_way_to_one_that_does_not(job: tuple[
             first.get("nothing")
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ends that leave DDS without a word while their process, which is this one, lives on."""
+    monkeypatch.setenv("GRADBUS_BUS__LEASE_S", "0.4")
+    monkeypatch.setattr(liveness, "FOUND_AGAIN_S", 0.4)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_when_rank_0_is_gone_the_others_are_told_by_name() -> None:
     with opened(2) as (first, second):
         wait = begin(second.get, "nothing")
@@ -251,6 +260,7 @@ def test_when_rank_0_is_gone_the_others_are_told_by_name() -> None:
             second.set("k", "v")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_when_another_rank_is_gone_nobody_else_minds() -> None:
     with opened(3) as (first, second, third):
         wait = begin(second.get, "k")

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from gradbus.runtime.collectives.formation import Formation, Member
-from gradbus.runtime.collectives.introductions import NEWS_S, REPEAT_S, Introductions
+from gradbus.runtime.collectives.introductions import MAX_REPEAT_S, NEWS_S, REPEAT_S, Introductions
 from gradbus.runtime.control import GroupHello
 
 HELLO = GroupHello("world", 4, 0, False, False, 5, "host (process 1)", "", [])
@@ -49,7 +49,18 @@ def test_who_was_met_hears_what_is_not_new() -> None:
 def test_news_never_wait_longer_than_what_is_said_again() -> None:
     words = Introductions(1024)
     assert words.says(HELLO, 10.0)
-    assert words.says(NEWS, 10.0 + REPEAT_S)
+    assert words.says(NEWS, 10.0 + MAX_REPEAT_S)
+
+
+def test_many_ranks_that_wait_say_it_again_so_seldom_that_hearing_it_takes_a_fifth_of_one_core() -> None:
+    heard_s = 70e-6
+    for world in (16, 24, 48):
+        words, now_s, said = Introductions(world), 0.0, 0
+        while now_s < 60.0:
+            now_s += max(1e-6, words.wait_s(HELLO, now_s))
+            said += words.says(HELLO, now_s)
+        assert said * world * (world - 1) * heard_s / 60.0 < 0.2
+        assert said > 60.0 / MAX_REPEAT_S
 
 
 def test_each_rank_gets_a_probe_when_it_knows_the_members_and_again_from_time_to_time() -> None:

@@ -1,0 +1,63 @@
+"""Nobody who lives is taken for dead, and the dead are missed at once; more of it: ``gradbus.experiments.pauses``."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from patience import until
+
+from gradbus.experiments.pauses import (
+    Deed,
+    Kind,
+    crashes,
+    forge_goodbyes,
+    groups,
+    hold_one,
+    starve_one,
+    stop_all,
+    stop_one,
+    survive,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+KEY = "gradbus-key-1 " + "6b" * 32
+KINDS = (Kind(2, False), Kind(3, True, KEY))
+DEEDS: tuple[Deed, ...] = (
+    stop_one(1.2),
+    stop_all(1.5),
+    hold_one(2.0),
+    starve_one(4.0),
+    forge_goodbyes(2, 0.5),
+)
+
+
+@pytest.fixture
+def domain() -> int:
+    return random.randrange(40, 100)
+
+
+def test_ranks_that_are_stopped_starved_or_said_to_be_gone_are_waited_for_and_all_go_on(domain: int) -> None:
+    with groups(KINDS, domain) as made:
+        for deed in DEEDS:
+            assert list(survive(made, deed, recover_s=30.0).values()) == [""] * len(made)
+
+
+def test_the_others_miss_a_killed_rank_at_once_whatever_the_lease_is_also_while_they_wait_for_it(domain: int) -> None:
+    with groups(KINDS, domain) as made:
+        for group in made:
+            stop_one(0.0)([group])
+            group.ranks[-1].process.kill()
+        killed_s = time.monotonic()
+        for group in made:
+            others = group.ranks[:-1]
+            until(lambda others=others, group=group: group.look() or all(rank.failed for rank in others))  # type: ignore[misc]
+            for rank in others:
+                assert rank.failed.startswith("PeerLost")
+                assert rank.failed_s - killed_s < 2.0  # 0.3 s on a machine that does nothing else
+
+
+def test_processes_that_are_stopped_while_they_find_each_other_do_not_crash(domain: int) -> None:
+    assert crashes(24, domain, None, buses=6, for_s=0.5)
