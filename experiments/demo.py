@@ -149,7 +149,8 @@ async def run_demo(
     """
     config = run.path / "client.json"
     config.write_text(planned.client.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
-    log_file = screen.log_file(run)
+    # Its clients are its own children: it knows when one of them ends, and that the others are on their way.
+    log_file = screen.log_file(run, hidden=["still waiting"])
 
     async with Children() as children:
         for number in range(options.clients):

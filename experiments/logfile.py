@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TextIO
 
 from gradbus.runtime import logs
@@ -27,8 +27,12 @@ class LogFile:
         file: TextIO,
         on_warning: Callable[[str], None] | None = None,
         on_traceback: Callable[[str], None] | None = None,
+        *,
+        hidden: Collection[str] = (),
     ) -> None:
-        """``on_warning``: gets these lines. ``on_traceback``: gets the traceback of an error elsewhere, many lines."""
+        """``on_warning``: gets these lines, but for events that are ``hidden``. ``on_traceback``: gets the traceback of
+        an error elsewhere, many lines."""
+        self._hidden = [f'"event": "{event}"' for event in hidden]
         self._file = file
         self._on_warning = on_warning
         self._on_traceback = on_traceback
@@ -37,7 +41,8 @@ class LogFile:
     def write(self, text: str) -> int:
         self._file.write(text)
         for line in text.splitlines():
-            if '"level": "warning"' in line or '"level": "error"' in line:
+            worth_showing = '"level": "warning"' in line or '"level": "error"' in line
+            if worth_showing and not any(event in line for event in self._hidden):
                 self.show(readable(line))
                 self._show_traceback(line)
         return len(text)

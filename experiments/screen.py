@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -44,11 +44,13 @@ class Screen:
         """Log to stderr."""
         logs.configure(level=self.level.value, style=self.style.value)
 
-    def log_file(self, run: RunDirectory) -> LogFile:
-        """The log of this run; its warnings are lines on stderr where there is no table."""
+    def log_file(self, run: RunDirectory, *, hidden: Collection[str] = ()) -> LogFile:
+        """The log of this run; its warnings are lines on stderr where there is no table, but for ``hidden`` events."""
         if self.table:  # rich puts the lines above the table
-            return LogFile(run.log, None, self.say)
-        return LogFile(run.log, lambda line: print(f"warning: {plain_line(line)}", file=sys.stderr), _to_stderr)
+            return LogFile(run.log, None, self.say, hidden=hidden)
+        return LogFile(
+            run.log, lambda line: print(f"warning: {plain_line(line)}", file=sys.stderr), _to_stderr, hidden=hidden
+        )
 
     def logging(self, log: LogFile) -> AbstractContextManager[None]:
         """Send the log there meanwhile."""

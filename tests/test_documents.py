@@ -1,9 +1,18 @@
-"""Every relative link of the documentation leads to a file, and to a heading in it."""
+"""Every relative link of the documentation leads to a file, and to a heading in it; the README's commands work as they
+stand in a fresh shell."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from gradbus.experiments.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,3 +80,60 @@ def test_every_page_is_in_the_index_and_the_index_in_the_readme() -> None:
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
     named = {file for file, _ in links(prose(ROOT / "README.md"))}
     assert {"docs/README.md", "docs/tutorial-federated.md", "docs/operations.md", "docs/comparison.md"} <= named
+
+
+# The README's commands
+
+
+def shell_lines(text: str) -> list[str]:
+    """Lines of its blocks of shell, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = (line.partition("  #")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def wrong_command(line: str) -> str:
+    """Why a command does not work in a fresh shell at the root of a clone that was set up; empty: it does."""
+    words = shlex.split(line)
+    if words[0] == "make":
+        clean = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/"), "NO_UV": "1"}
+        done = subprocess.run(
+            ["make", "-n", *words[1:]], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=30
+        )
+        return "" if done.returncode == 0 else done.stderr.strip()
+    if words[0] == "cp":
+        return "" if (ROOT / words[1]).is_file() else f"no {words[1]}"
+    if words[0] == ".venv/bin/torchrun":
+        at = words.index(".venv/bin/gradbus")
+        return wrong_command(shlex.join(words[at:]))
+    if words[0] != ".venv/bin/gradbus":
+        return "" if words[0] == "scp" else f"{words[0]} is not there in a fresh shell"
+    group: Any = typer.main.get_command(app)
+    try:
+        with group.make_context("gradbus", words[1:]) as context:
+            name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+            while hasattr(command, "resolve_command"):
+                name, command, rest = command.resolve_command(context, rest)
+            command.make_context(name, list(rest), parent=context)
+    except Exception as error:  # click's own, for an option or a command that does not exist
+        return f"{type(error).__name__}: {getattr(error, 'message', error)}"
+    return ""
+
+
+def test_the_commands_of_the_readme_work_as_they_stand_in_a_fresh_shell() -> None:
+    lines = shell_lines((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(lines) > 12
+    assert {line: why for line in lines if (why := wrong_command(line))} == {}
+
+
+def test_a_command_that_does_not_work_would_be_found() -> None:
+    assert wrong_command("gradbus doctor") == "gradbus is not there in a fresh shell"
+    assert "No such option" in wrong_command(".venv/bin/gradbus doctor --peeers x")
+    assert "No such command" in wrong_command(".venv/bin/gradbus doctr")
+    assert "no-such-target" in wrong_command("make no-such-target")
+    assert wrong_command("cp experiments/configs/absent.json x.json") == "no experiments/configs/absent.json"
+
+
+def test_no_page_installs_a_package_of_our_name_from_a_registry() -> None:
+    for path in documents():
+        assert not re.search(r"pip install [^`\n]*\bgradbus\b", path.read_text(encoding="utf-8")), path.name
