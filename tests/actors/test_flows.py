@@ -135,6 +135,24 @@ def test_a_client_whose_training_holds_the_interpreter_is_counted_in_every_round
     assert not any("client" in reason for report in reports for reason in report["dropped"])
 
 
+def test_an_offer_of_a_client_that_was_only_silent_counts_while_its_round_is_open(
+    federation: Federation, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    controller = federation.controller(rounds=1, num_clients=2, dead_after_s=1.0)
+    client = federation.client(0, hold={"1": str(gate)})
+    sleeper = federation.client(1, faults="delay offer round=1 seconds=2")
+    sleeper.wait_for("phase", phase="offering")
+    sleeper.signal(signal.SIGSTOP)  # what it has to offer is still in this process
+    controller.wait_for("lost", client=1)
+    sleeper.signal(signal.SIGCONT)
+    controller.wait_for("takes part", client=1, from_round=1)
+    gate.touch()
+    (report,) = finish(controller, client, sleeper)
+    assert report["clients"] == [0, 1]
+    assert "client silent" not in report["dropped"]
+
+
 def test_without_any_client_the_controller_says_who_is_missing(federation: Federation) -> None:
     controller = federation.controller(rounds=1, num_clients=2, min_clients=2, start_timeout_s=0.5)
     assert controller.wait() == 3

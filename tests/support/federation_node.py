@@ -243,6 +243,8 @@ def _tell_who_takes_part(say: Say) -> None:
 
     def follow(self: Round, *table: Any) -> tuple[list[int], list[int]]:
         lost, found = follows(self, *table)
+        for client_id in lost:
+            say({"event": "lost", "client": client_id, "round": self.round_id})
         for client_id in found:
             say({"event": "takes part", "client": client_id, "from_round": self.round_id})
         return lost, found
