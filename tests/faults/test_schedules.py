@@ -221,7 +221,8 @@ class Schedules(RuleBasedStateMachine):
     @rule(client_id=who, nth=st.integers(1, 4))
     def a_word_arrives_that_a_later_one_has_overtaken(self, client_id: int, nth: int) -> None:
         sim = self.clients[client_id]
-        if self.members.get(client_id, sim.incarnation) is not None and nth < len(sim.said):
+        if self.members.heard(client_id, sim.incarnation, self.now_s) is not None and nth < len(sim.said):
+            self.gone(client_id)  # or rather found again: any word shows that it lives, and this one nothing else
             ready = self.members.ready(self.round_id + 1)
             answer = self.members.hello(
                 client_id,
