@@ -26,6 +26,9 @@ from gradbus.runtime.security.peers import Peer, Peers
 from gradbus.runtime.security.stream_key import StreamKey, salt_of, stream_key
 
 _SMALL_BYTES = 4096
+# Memory of NumPy begins at a multiple of 16. So much later, payload of collectives lies at one, as in an envelope
+# that is opened where it came.
+_PAD_BYTES = 4
 
 
 class Key(Derives, Protocol):
@@ -291,7 +294,10 @@ class Opener:
             plain = memoryview(open_small(aead, header, view, self._context, self._topic))
         else:
             size = header.size
-            plain = view[HEADER_BYTES : HEADER_BYTES + size] if in_place else np.empty(size, np.uint8).data
+            if in_place:
+                plain = view[HEADER_BYTES : HEADER_BYTES + size]
+            else:
+                plain = np.empty(_PAD_BYTES + size, np.uint8).data[_PAD_BYTES:]
             open_into(plain, aead, header, view, self._context, self._topic)
         if peer is None:
             peer = self._peers.add(header.session)
