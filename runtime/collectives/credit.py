@@ -9,7 +9,7 @@ want of room. The other half is for these offers, which have no payload, and for
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 # What a kept frame counts for beside its payload: its header, its fields and its place in the table take half as much.
 FRAME_BYTES = 2048
@@ -24,14 +24,15 @@ class Credit:
         self._used = [0] * world
         self._lock = threading.Lock()
 
-    def take(self, ranks: Iterable[int], size: int) -> bool:
+    def take(self, ranks: Sequence[int], size: int) -> bool:
         """Whether so many bytes may go to these ranks, all of them; then they count as used there."""
-        room = self.share_bytes - size
+        used, room = self._used, self.share_bytes - size
         with self._lock:
-            if any(self._used[rank] > room for rank in ranks):
-                return False
+            for rank in ranks:  # no any(): this is in the way of every small collective
+                if used[rank] > room:
+                    return False
             for rank in ranks:
-                self._used[rank] += size
+                used[rank] += size
             return True
 
     def give_back(self, rank: int, size: int) -> None:
