@@ -315,7 +315,8 @@ class Worker:
                 timeout_s=config.collective_timeout_s,
             )  # fmt: skip
             ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-        self._log.warning(
+        tells = self._group.rank in (0, *ranks)  # the others have it in their log for whoever looks for it
+        (self._log.warning if tells else self._log.info)(
             "step skipped: NaN or infinity", step=position.step, by_ranks=list(ranks),
             in_a_row=position.skipped_in_row, limit=config.max_nonfinite_steps or None,
         )  # fmt: skip
