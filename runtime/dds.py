@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -58,6 +59,7 @@ class Writer:
         self._sertype = ddsc.sertype_of(entity) if fast else None
         self.matched = 0  # readers that are matched, as of the last refresh
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
+        self.awaited_since_s = 0.0  # when somebody began to wait until all readers have taken over all; 0: nobody does
         self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
@@ -130,7 +132,11 @@ class Writer:
 
     def wait_for_acks(self, timeout_s: float) -> bool:
         """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""
-        return ddsc.wait_for_acks(self.entity, timeout_s)
+        self.awaited_since_s = time.monotonic()
+        try:
+            return ddsc.wait_for_acks(self.entity, timeout_s)
+        finally:
+            self.awaited_since_s = 0.0
 
     def delete(self) -> None:
         """Take it out of DDS; it must not be used any more."""

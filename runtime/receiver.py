@@ -88,6 +88,7 @@ class Receiver(threading.Thread):
         self.each_turn: Callable[[], None] | None = None  # called on the thread, at least once a second
         # Called on the thread as well; returns the seconds after which it wants to be called again at the latest.
         self.watch: Callable[[], float] | None = None
+        self.before_deletion: Callable[[Sequence[Writer]], None] | None = None  # which waits for readers; on the thread
         self.has_new_readers = False  # some writer has, or has lost some, or is gone; for ``watch``
         self._watch_s = IDLE_S
         self._liveness = Liveness(
@@ -234,6 +235,8 @@ class Receiver(threading.Thread):
             raise
         finally:
             self._turn.acquire(timeout=2 * VISIT_S)  # for good: DDS may be closed when this thread has ended
+            if self.before_deletion is not None and self.fault is None:
+                self.before_deletion(self._writers)
             self._liveness.close()
             self._cares, self._new_cares = [], deque()  # they hold what they look after
 
@@ -315,6 +318,8 @@ class Receiver(threading.Thread):
                 self._waiter.detach(endpoint.reader.entity)
                 endpoint.reader.delete()
             elif isinstance(endpoint, Writer) and endpoint in self._writers:
+                if self.before_deletion is not None:
+                    self.before_deletion([endpoint])
                 self._writers.remove(endpoint)
                 self.has_new_readers = True
                 self._waiter.detach(endpoint.entity)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -28,6 +28,7 @@ from gradbus.runtime.receiver import IDLE_S, Receiver
 
 LOOK_S, QUIET_LOOK_S = 0.05, 0.25  # between two looks at writers that have guests; the latter while none is held up
 WINDOW_S = 0.2  # over which is measured how long writes have waited
+ACKS_S = 0.05  # for readers to take over the last samples of a writer
 HELD_UP = 0.25  # of that time; less is what readers cost that do their best
 # A member shows itself within milliseconds of being found, or later when its process or machine is busy. Once guests
 # have done harm, later ones get less time; and none when writes have waited for so long for guests that come and go.
@@ -67,7 +68,11 @@ class _Watched:
         return {guid[:PREFIX_BYTES] for guid in found}
 
     def is_held_up(self, now_s: float, window_s: float) -> bool:
-        """Whether its writes have waited for a good part of the time since this was asked, at least ``window_s``."""
+        """Whether its writes have waited for a good part of the time since this was asked, at least ``window_s``; or
+        somebody has, for so long, until its readers have taken over all."""
+        awaited_since_s = self.writer.awaited_since_s
+        if awaited_since_s and now_s - awaited_since_s > window_s:
+            return True
         if self.throttled_s >= 0 and now_s - self.since_s < window_s:
             return False
         throttled_s = self.writer.throttled_s
@@ -108,6 +113,7 @@ class ForeignReaders:
         self._cannot = False
         ForeignReaders._all.add(self)
         receiver.watch = self.look
+        receiver.before_deletion = self.dismiss
 
     def look(self) -> float:
         """Look whether guests do harm. Returns the seconds after which to look again."""
@@ -121,6 +127,24 @@ class ForeignReaders:
         pause_s = self._judge(now_s) if is_new or self._guests or self._shut else IDLE_S
         self._due_s, self._wanted_s = now_s + LOOK_S, now_s + pause_s
         return pause_s
+
+    def dismiss(self, writers: Sequence[Writer]) -> None:
+        """Shut out guests that have not taken over what these writers have written: to delete a writer takes up to a
+        second while a reader has not."""
+        members = self.members()
+        if members is None or not self._guests:
+            return
+        known = self._node.own_prefixes() | set(members)
+        now_s = time.monotonic()
+        for watched in [self._watched[writer] for writer in writers if writer in self._watched]:
+            guests = {one for one in watched.prefixes(reliable=True) - known if self._may_be_dismissed(one, now_s)}
+            if guests and not watched.writer.wait_for_acks(ACKS_S):
+                self._shut_out(dict.fromkeys(guests, watched.writer.topic.name), now_s)
+
+    def _may_be_dismissed(self, prefix: bytes, now_s: float) -> bool:
+        shut = self._shut.get(prefix)
+        is_out = shut is not None and shut.is_out
+        return not is_out and now_s - self._guests.get(prefix, now_s) > GRACE_S
 
     def _find_readers(self) -> None:
         writers = self._receiver.writers
