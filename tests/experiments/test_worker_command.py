@@ -15,6 +15,7 @@ from commands import Forked
 from identities import Identities
 
 from gradbus.experiments.files import WorkerFile, load
+from gradbus.runtime.job_name import default_job
 from gradbus.runtime.profile_summary import read_summary
 
 pytestmark = pytest.mark.slow
@@ -157,7 +158,7 @@ def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
     monkeypatch.setenv("WORLD", "2")
     endless = ("--set", "worker.epochs=1000000")
     first = fork("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
-    read_until(first, "waiting for 1 more of 2 ranks: job default, on lo")
+    read_until(first, f"waiting for 1 more of 2 ranks: job {default_job()}, on lo")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("GRADBUS_BUS__KEY_FILE", known.security("host-b")["key_file"])
     second = fork("worker", config, *endless)
