@@ -16,14 +16,14 @@
 | 11 | the ranks do not ask for the same, so they cannot work together | give all the same program and settings |
 | 12 | the history of a run breaks an invariant (``gradbus check``) | report it, with the run directory |
 | 13 | the model, the data or the training code that was configured raised an error | mend it where the line says |
-| 14 | training came to NaN or infinity | as the line says: a smaller learning rate, clipping, other data |
 | 14 | a package that gradbus needs is missing or cannot be loaded | install it, as the line says |
+| 15 | training came to NaN or infinity | as the line says: a smaller learning rate, clipping, other data |
 | 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, unique
 
 from gradbus.runtime.errors import (
     BarrierTimeout,
@@ -43,6 +43,7 @@ from gradbus.runtime.errors import (
 )
 
 
+@unique
 class ExitCode(IntEnum):
     """See the table above."""
 
@@ -61,7 +62,7 @@ class ExitCode(IntEnum):
     HISTORY = 12
     OWN_CODE = 13
     PACKAGE = 14
-    NOT_FINITE = 14
+    NOT_FINITE = 15
 
 
 class NoData(GradbusError):
