@@ -36,7 +36,7 @@ class WriteTimeout(BusError, TimeoutError):
     def __init__(self, topic: str, timeout_s: float) -> None:
         super().__init__(
             f"topic {topic!r}: no progress for {timeout_s:g} s; a matched reader does not take its data. "
-            f"It is dropped when its lease ends; see the peers with 'gradbus doctor'"
+            f"It is dropped when its process ends, or, elsewhere, its lease; see the peers with 'gradbus doctor'"
         )
         self.topic = topic
         self.timeout_s = timeout_s

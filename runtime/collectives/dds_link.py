@@ -1,7 +1,7 @@
 """The way out over DDS: one topic that all ranks of a group read, and one inbox for each rank.
 
 What is small leaves at once, on the thread that has it; everything else goes to the writer thread of the bus. A dead
-rank can hold up the common topic for as long as its lease; the group has failed by then anyway.
+rank of another machine can hold up the common topic for as long as its lease; the group has failed by then anyway.
 """
 
 from __future__ import annotations
