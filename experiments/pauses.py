@@ -380,7 +380,7 @@ def idle(buses: int, domain: int, for_s: float = 10.0) -> bool:
     return statistics.mean(shares) <= 0.003
 
 
-def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 12, for_s: float = 1.5) -> bool:
+def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 32, for_s: float = 1.5) -> bool:
     """Stop all processes, again and again, while they find each other: do some crash?
 
     Cyclone DDS 11.0.1 registers the lease of a participant that it has found before it notes the address. When that
@@ -391,17 +391,21 @@ def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 12, for
     while done < stops:
         with idle_buses(buses, domain, lease_s) as processes:
             while done < stops and all(process.exitcode is None for process in processes):
-                time.sleep(random.uniform(0.0, 0.5))
-                for process in processes:
-                    os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(random.uniform(0.0, 0.3))  # they find each other again, all at once
+                _signal(processes, signal.SIGSTOP)
                 time.sleep(for_s)
-                for process in processes:
-                    os.kill(process.pid, signal.SIGCONT)
+                _signal(processes, signal.SIGCONT)
                 done += buses
             crashed += sum(process.exitcode not in (None, 0) for process in processes)
     lease = "the lease of the profile" if lease_s is None else f"a lease of {lease_s:g} s"
     print(f"{done} stops of {for_s:g} s with {lease}: {crashed} crashes", flush=True)
     return crashed == 0
+
+
+def _signal(processes: Sequence[Any], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it has crashed
+            os.kill(process.pid, number)
 
 
 def _used_s(process: Any) -> float:
@@ -419,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=3, help="of each kind of group (default: %(default)s)")
     parser.add_argument("--crowds", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--world", type=int, default=48, help="of a crowd (default: %(default)s)")
-    parser.add_argument("--stops", type=int, default=504, help="for a crash (default: %(default)s)")
+    parser.add_argument("--stops", type=int, default=512, help="for a crash (default: %(default)s)")
     parser.add_argument("--lease", type=float, help="of those that are stopped: 1 shows a fault of Cyclone DDS 11.0.1")
     parser.add_argument("--domain", type=int, default=91, help="of DDS (default: %(default)s)")
     asked = parser.parse_args(arguments)

@@ -29,7 +29,7 @@ DEEDS: tuple[Deed, ...] = (
     stop_one(1.2),
     stop_all(1.5),
     hold_one(2.0),
-    starve_one(4.0),
+    starve_one(2.0),
     forge_goodbyes(2, 0.5),
 )
 
