@@ -12,7 +12,8 @@ A home that several machines share gives all of them the same key. It is used on
 bus that leaves the machine takes no key but one that it was given (see :mod:`.settings`).
 
 Others cannot put a key there: the folder has to belong to this user and be writable for nobody else, the file to be
-readable for nobody else, and neither may be a link. Two processes that begin at once end with the same key: each writes
+readable for nobody else, and neither may be a link. Nor can they keep this user from having one: what is somebody
+else's in a folder that all may write, such as ``/dev/shm``, counts as no place at all. Two processes that begin at once end with the same key: each writes
 a file of its own and links it to the name, which only the first one can.
 """
 
@@ -48,6 +49,10 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
+class _Occupied(ConfigError):
+    """Where everybody may make a folder, somebody else has made this one."""
+
+
 class LoadedKey(NamedTuple):
     """A key, and where it is from, for people."""
 
@@ -77,9 +82,10 @@ def load_user_key(places: tuple[Path, ...] | None = None) -> LoadedKey:
     """
     places = places_of_user() if places is None else places
     for folder in places:
-        key = _read(folder)
-        if key is not None:
-            return LoadedKey(key, str(folder / FILE_NAME))
+        with contextlib.suppress(_Occupied):
+            key = _read(folder)
+            if key is not None:
+                return LoadedKey(key, str(folder / FILE_NAME))
     faults = []
     for folder in places:
         try:
@@ -88,6 +94,9 @@ def load_user_key(places: tuple[Path, ...] | None = None) -> LoadedKey:
             if error.errno not in _ELSEWHERE:
                 raise ConfigError(f"the key of this user cannot be made in {folder}: {error.strerror}") from None
             faults.append(f"{folder} ({error.strerror})")
+            continue
+        except _Occupied as error:
+            faults.append(str(error))
             continue
         key = _read(folder)
         if key is not None:
@@ -148,7 +157,8 @@ def _is_there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A folder that nobody else can change. Raises OSError, and ConfigError: others can."""
+    """A folder that nobody else can change. Raises OSError, and ConfigError: others can; _Occupied."""
+    _check_owner(folder)
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -172,8 +182,19 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(handle)
 
 
+def _check_owner(folder: Path) -> None:
+    """Raises _Occupied. What comes there after this look is still not used, only complained about."""
+    try:
+        owner, parent = os.lstat(folder).st_uid, os.stat(folder.parent).st_mode
+    except OSError:
+        return
+    if owner != os.geteuid() and parent & stat.S_IWOTH:
+        raise _Occupied(f"{folder} (it belongs to user {owner})")
+
+
 def _make(folder: Path) -> None:
-    """A key in a folder, unless there is one meanwhile. Raises OSError: it cannot be made there; ConfigError."""
+    """A key in a folder, unless there is one meanwhile. Raises OSError: it cannot be made there; ConfigError, _Occupied."""
+    _check_owner(folder)
     if folder.parent.name == ".config":
         folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -107,6 +107,24 @@ def test_what_another_user_may_have_put_there_is_refused(
         load_user_key(places)
 
 
+@_AS_ROOT
+@pytest.mark.parametrize("occupy", [Path.mkdir, Path.touch, lambda path: path.symlink_to("/nowhere")])
+def test_somebody_who_occupies_a_place_that_is_everybodys_keeps_nobody_from_having_a_key(
+    tmp_path: Path, occupy: Callable[[Path], object]
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    occupied = shared / "gradbus-0"
+    occupy(occupied)
+    os.chown(occupied, NOBODY, -1, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"can be made nowhere: .*gradbus-0 \(it belongs to user {NOBODY}\)"):
+        load_user_key((occupied,))
+    key, origin = load_user_key((tmp_path / "gradbus", occupied))
+    assert origin == str(tmp_path / "gradbus" / "user.key")
+    assert load_user_key((occupied, tmp_path / "gradbus")).key == key
+
+
 _LOADS = """
 import pathlib, sys
 from gradbus.runtime.security.user_key import load_user_key
