@@ -97,9 +97,8 @@ class _Statistic(ct.Structure):
 
 
 _matched_subscriptions = function("dds_get_matched_subscriptions", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
-_subscription_data = function(
-    "dds_get_matched_subscription_data", ct.POINTER(_Endpoint), ct.c_int32, ct.c_uint64, brief=True
-)
+# Not brief: it takes the lock of the writer, which a write holds for as long as it waits for a reader.
+_subscription_data = function("dds_get_matched_subscription_data", ct.POINTER(_Endpoint), ct.c_int32, ct.c_uint64)
 _RELIABLE = 1  # DDS_RELIABILITY_RELIABLE
 _get_reliability = function("dds_qget_reliability", ct.c_bool, ct.c_void_p, ct.c_void_p, ct.c_void_p, brief=True)
 _free_endpoint = function("dds_builtintopic_free_endpoint", None, ct.POINTER(_Endpoint), brief=True)

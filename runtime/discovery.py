@@ -29,7 +29,13 @@ from gradbus.runtime import peer_processes
 MAX_CLAIM_BYTES = 64
 MAX_PARTICIPANTS = 4096  # of others
 ANNOUNCE_S = (0.8, 2.8, 6.8)  # when a participant is announced again, after it has been made
-_BATCH = 64
+_BATCH, _MOST_BATCHES = (
+    64,
+    16,
+)  # of news at a time: a thousand take a tenth of a second, and there may be no end of them
+_PROPERTIES = ("__Hostname", "__ProcessName", "__Pid", "__NetworkAddresses")
+_MAX_TEXT = 256
+_ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open
 
 # From the specification of RTPS 2.5: a message of one DATA submessage of the writer that announces participants, which
 # says of one participant that it is disposed of and unregistered.
@@ -105,6 +111,10 @@ class Discovery:
         self._domain_id = domain_id
         self._lock = threading.Lock()
         self._claims: dict[bytes, str] = {}  # by GUID prefix: the first claim counts
+        self._of_process: dict[str, set[bytes]] = {}  # and the other way round
+        self._told: dict[bytes, dict[str, str]] = {}  # by GUID prefix
+        self._addresses: list[tuple[str, int]] = []
+        self._addresses_s = -_ADDRESSES_S
         self._reader = BuiltinDataReader(participant, BuiltinTopicDcpsParticipant)
         self._new = ReadCondition(self._reader, SampleState.NotRead | InstanceState.Any | ViewState.Any)
         self._is_open = True
@@ -114,7 +124,7 @@ class Discovery:
         with self._lock:
             if not self._is_open:
                 return
-            while True:
+            for _ in range(_MOST_BATCHES):  # the rest is for the next time
                 try:
                     news = self._reader.take(_BATCH, self._new)
                 except DDSException:  # some user data that the binding cannot read
@@ -130,28 +140,56 @@ class Discovery:
         with self._lock:
             return dict(self._claims)
 
+    @property
+    def told(self) -> dict[bytes, dict[str, str]]:
+        """What participants say of themselves, by the first 12 bytes of their GUID: the properties ``__Hostname``,
+        ``__ProcessName``, ``__Pid`` and ``__NetworkAddresses``."""
+        with self._lock:
+            return dict(self._told)
+
     def _note(self, sample: Any) -> None:
         prefix = sample.key.bytes[:12]
         if sample.sample_info.instance_state != InstanceState.Alive:
-            claim = self._claims.pop(prefix, None)
-            if claim is not None:
-                peer_processes.watched.unwatch(claim, self._on_ended)
+            self._told.pop(prefix, None)
+            self._forget(prefix)
             return
+        if len(self._told) < MAX_PARTICIPANTS or prefix in self._told:
+            self._told[prefix] = _properties_in(sample.qos)
         if prefix in self._claims or len(self._claims) >= MAX_PARTICIPANTS:
             return
         claim = _claim_in(sample.qos)
-        if claim and claim != peer_processes.own_claim():
-            self._claims[prefix] = claim  # first: the end may be told at once
-            if not peer_processes.watched.watch(claim, self._on_ended):
-                del self._claims[prefix]
+        if not claim or claim == peer_processes.own_claim():
+            return
+        others = self._of_process.setdefault(claim, set())
+        others.add(prefix)
+        self._claims[prefix] = claim  # first: the end may be told at once
+        if len(others) > 1:  # one listener for all of a process, which may announce thousands
+            if peer_processes.has_ended(claim):
+                self._dismiss([prefix])
+        elif not peer_processes.watched.watch(claim, self._on_ended):
+            del self._claims[prefix], self._of_process[claim]
+
+    def _forget(self, prefix: bytes) -> None:
+        claim = self._claims.pop(prefix, None)
+        if claim is not None:
+            others = self._of_process[claim]
+            others.discard(prefix)
+            if not others:
+                del self._of_process[claim]
+                peer_processes.watched.unwatch(claim, self._on_ended)
 
     def _on_ended(self, claim: str) -> None:
         """On a thread of the kernel's news, or within :meth:`look`."""
-        prefixes = [prefix for prefix, one in list(self._claims.items()) if one == claim]
+        self._dismiss(list(self._of_process.get(claim, ())))
+
+    def _dismiss(self, prefixes: list[bytes]) -> None:
         if not prefixes or not self._is_open:
             return
+        now_s = time.monotonic()
+        if now_s > self._addresses_s + _ADDRESSES_S:
+            self._addresses, self._addresses_s = own_addresses(self._domain_id), now_s
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
-            for address in own_addresses(self._domain_id):
+            for address in self._addresses:
                 for prefix in prefixes:
                     speaker.sendto(goodbye(prefix), address)
 
@@ -159,7 +197,7 @@ class Discovery:
         """Before its participant goes."""
         with self._lock:
             self._is_open = False
-            claims, self._claims = list(self._claims.values()), {}
+            claims, self._claims, self._of_process = list(self._of_process), {}, {}
             self._reader._delete(self._reader._ref)
         for claim in claims:
             peer_processes.watched.unwatch(claim, self._on_ended)
@@ -171,6 +209,15 @@ def _claim_in(qos: Any) -> str:
         if len(data) <= MAX_CLAIM_BYTES:
             return data.split(b"\n")[0].decode("ascii")
     return ""
+
+
+def _properties_in(qos: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception):
+        for policy in qos:
+            if isinstance(policy, Policy.Property) and policy.key in _PROPERTIES:
+                found[policy.key] = str(policy.value)[:_MAX_TEXT]
+    return found
 
 
 def make_participant(domain_id: int) -> Any:

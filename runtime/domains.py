@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
-from cyclonedds.core import DDSException, Entity, Policy
+from cyclonedds.core import DDSException, Entity
 from cyclonedds.domain import Domain
 
 from gradbus.runtime import ddsc, forks, peer_processes
@@ -133,22 +132,12 @@ def own_prefixes(domain_id: int) -> set[bytes]:
 
 
 def claims(participant: Participant) -> dict[bytes, Claim]:
-    """What discovery says of each participant of the domain, by prefix. Takes a millisecond or more."""
-    found: dict[bytes, Claim] = {}
-    with made_by_dds("a reader of discovery"):
-        reader = BuiltinDataReader(participant.entity, BuiltinTopicDcpsParticipant)
-    try:
-        for sample in reader.take(N=4096):
-            if sample.key is None or sample.qos is None:
-                continue
-            told = {policy.key: policy.value for policy in sample.qos if isinstance(policy, Policy.Property)}
-            found[sample.key.bytes[:PREFIX_BYTES]] = Claim(
-                told.get("__Hostname", ""), told.get("__ProcessName", ""), told.get("__Pid", ""),
-                told.get("__NetworkAddresses", ""),
-            )  # fmt: skip
-    finally:
-        delete(reader)
-    return found
+    """What discovery says of each participant of the domain, by prefix."""
+    participant.discovery.look()
+    return {
+        prefix: Claim(*(told.get(f"__{key}", "") for key in ("Hostname", "ProcessName", "Pid", "NetworkAddresses")))
+        for prefix, told in participant.discovery.told.items()
+    }
 
 
 def _open(domain_id: int, xml: str) -> _OpenDomain:

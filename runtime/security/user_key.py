@@ -13,8 +13,10 @@ bus that leaves the machine takes no key but one that it was given (see :mod:`.s
 
 Others cannot put a key there: the folder has to belong to this user and be writable for nobody else, the file to be
 readable for nobody else, and neither may be a link. Nor can they keep this user from having one: what is somebody
-else's in a folder that all may write, such as ``/dev/shm``, counts as no place at all. Two processes that begin at once end with the same key: each writes
-a file of its own and links it to the name, which only the first one can.
+else's in a folder that all may write, such as ``/dev/shm``, counts as no place at all.
+
+Two processes that begin at once end with the same key: each writes a file of its own and links it to the name, which
+only the first one can.
 """
 
 from __future__ import annotations
@@ -193,7 +195,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """A key in a folder, unless there is one meanwhile. Raises OSError: it cannot be made there; ConfigError, _Occupied."""
+    """A key in a folder, unless there is one meanwhile. Raises OSError: it cannot be made; ConfigError, _Occupied."""
     _check_owner(folder)
     if folder.parent.name == ".config":
         folder.parent.mkdir(mode=0o700, exist_ok=True)
