@@ -96,7 +96,7 @@ class Client:
         """Off the loop: building a model and reading residuals take their time."""
         self._bus.standing.check_client()
         self._model = FlatModel(self._task.build_model())
-        owed = Residuals(self._config.state_dir, self.client_id, dim=self._model.dim)
+        owed = Residuals(self._config.state_dir, self.client_id)
         self._training = LocalTraining(self._task, self._identity, self._model, owed, self._bus.memory, self._probe)
         self._copy = ModelCopy(self._model.dim, probe=self._probe, standing=self._bus.standing)
         self._frozen = ModelCopy(self._model.frozen_dim, standing=self._bus.standing, frozen=True)

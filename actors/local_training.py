@@ -112,9 +112,9 @@ class LocalTraining:
     ) -> Update:  # fmt: skip
         identity = self._identity
         self._probe.reached("before_training", command.round_id)
-        self._residuals.start_run(welcome.run_id)
-        started_s = time.perf_counter()
         self.arrange(welcome)
+        self._residuals.start_run(welcome.run_id, self._model.dim)
+        started_s = time.perf_counter()
         self._model.write(base)
         outcome = self._task.train(
             self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,

@@ -25,23 +25,26 @@ class SavedResidual(Meta):
 class Residuals:
     """The residuals of one client in one run. Methods may block: for the compute thread."""
 
-    def __init__(self, directory: Path | None, client_id: int, *, dim: int | None = None) -> None:
+    def __init__(self, directory: Path | None, client_id: int) -> None:
         """Raises CheckpointError: the directory cannot be used.
 
         Args:
             directory: where they are kept; None: in memory only.
-            dim: length of a residual; None: any.
         """
-        self._shape = None if dim is None else (dim,)
+        self._shape: tuple[int] | None = None
         self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
         self._run_id = 0
         self._by_round: dict[int, Tensor] = {}
 
-    def start_run(self, run_id: int) -> None:
-        """The client takes part in this run now; residuals of another one are worth nothing."""
+    def start_run(self, run_id: int, dim: int | None = None) -> None:
+        """The client takes part in this run now; residuals of another one are worth nothing.
+
+        Args:
+            dim: length of a residual, which the controller decides: frozen parameters may travel, too. None: any.
+        """
         if run_id == self._run_id:
             return
-        self._run_id = run_id
+        self._run_id, self._shape = run_id, None if dim is None else (dim,)
         self._by_round.clear()
         if self._store is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,29 @@ class Client:
         update = self.training.train(self.welcome, command, base, round_id, lambda: False, 0.0)
         self.training.answered(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
         return update
+
+
+def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_parameters_travel(tmp_path: Path) -> None:
+    def started() -> Client:
+        # The controller has exchange="all": welcome.frozen is 0.
+        module = nn.Sequential(nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 1, bias=False).requires_grad_(False))
+        client = Client(Jumping(1e-3, 1), "s4")
+        client.training = LocalTraining(
+            Jumping(1e-3, 1), Identity(0, 1), FlatModel(module),  # type: ignore[arg-type]
+            Residuals(tmp_path, 0), PayloadMemory(switched_on=False),
+        )  # fmt: skip
+        return client
+
+    first = started()
+    owed = first.train(1, torch.zeros(2 * DIM)).residual
+    first.training.close()
+    assert owed is not None
+    again = started()
+    again.train(2, torch.zeros(2 * DIM))
+    known = again.training._residuals.before(2)
+    again.training.close()
+    assert known is not None
+    assert torch.equal(known, owed)
 
 
 @each_variant

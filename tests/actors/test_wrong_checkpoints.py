@@ -75,9 +75,9 @@ def federated(directory: Path) -> RunState:
 
 def client(directory: Path) -> None:
     """What a client still owes. A checkpoint that cannot be used is named in the log, and does not count."""
-    residuals = Residuals(directory, 5, dim=8)
+    residuals = Residuals(directory, 5)
     try:
-        residuals.start_run(7)
+        residuals.start_run(7, dim=8)
         owed = residuals.before(99)
         residuals.accepted(3, torch.ones(8) if owed is None else owed + 1)
     finally:
