@@ -75,9 +75,9 @@ class Participation:
             return None
         return self._known.setdefault(client_id, Participant())
 
-    def samples(self) -> list[int]:
+    def samples(self) -> dict[int, int]:
         """Of each client that has counted, how many samples it has announced last."""
-        return [participant.num_samples for participant in self._known.values() if participant.counted]
+        return {i: participant.num_samples for i, participant in self._known.items() if participant.counted}
 
     def never_counted(self, expected: Iterable[int]) -> dict[int, str]:
         """Clients of which no update has counted in the whole run, ascending, and why, as a sentence for people.
@@ -97,10 +97,9 @@ class Participation:
         return f"expected {times}; in round {participant.round_id}: {participant.reason}"
 
     def state(self) -> list[Entry]:
-        """What a restart has to know, for JSON."""
-        return [
-            (i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in self._known.items()
-        ]
+        """What a restart has to know, for JSON. From any thread: clients may be turned away meanwhile."""
+        known = list(self._known.items())
+        return [(i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in known]
 
     def load_state(self, state: Iterable[Entry]) -> None:
         """Put back what :meth:`state` gave."""

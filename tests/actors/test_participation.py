@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 
 from gradbus.actors.participation import MAX_TURNED_AWAY, NO_UPDATE, Participation
 
@@ -35,14 +37,41 @@ def test_the_samples_are_those_that_a_client_announced_last() -> None:
     participation = Participation()
     participation.commit(1, {0: 600, 1: 300}, {})
     participation.commit(2, {0: 50}, {1: NO_UPDATE})
-    assert sorted(participation.samples()) == [50, 300]
+    assert participation.samples() == {0: 50, 1: 300}
 
 
 def test_a_restart_knows_it_all() -> None:
     before, after = Participation(), Participation()
     before.commit(1, {0: 600}, {1: NO_UPDATE})
     after.load_state(json.loads(json.dumps(before.state())))
-    assert (after.never_counted([]), after.samples()) == (before.never_counted([]), [600])
+    assert (after.never_counted([]), after.samples()) == (before.never_counted([]), {0: 600})
+
+
+def test_clients_may_be_turned_away_while_its_state_is_written() -> None:
+    participation = Participation()
+    for client_id in range(MAX_TURNED_AWAY // 2):
+        participation.turned_away(client_id, "no")
+    newcomers, failed = iter(range(10_000, 10_400)), []
+
+    def write() -> None:
+        try:
+            for _ in range(400):
+                json.dumps(participation.state())
+        except RuntimeError as error:  # dictionary changed size during iteration
+            failed.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        writer = threading.Thread(target=write)
+        writer.start()
+        while writer.is_alive():
+            if (client_id := next(newcomers, None)) is not None:
+                participation.turned_away(client_id, "no")
+    finally:
+        sys.setswitchinterval(interval_s)
+        writer.join()
+    assert failed == []
 
 
 def test_made_up_ids_do_not_make_it_grow_without_end() -> None:
@@ -51,4 +80,4 @@ def test_made_up_ids_do_not_make_it_grow_without_end() -> None:
         participation.turned_away(client_id, "no")
     assert len(participation.state()) == MAX_TURNED_AWAY
     participation.commit(1, {0x7000_0000: 5}, {})
-    assert participation.samples() == [5]
+    assert participation.samples() == {0x7000_0000: 5}
