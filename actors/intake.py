@@ -21,7 +21,7 @@ from typing import Any
 from gradbus import codecs
 from gradbus.actors.conduct import Conduct, Strike
 from gradbus.actors.rounds import Round
-from gradbus.actors.sample_cap import SampleCap
+from gradbus.actors.sample_cap import ENOUGH, SampleCap
 from gradbus.actors.strategy import NoRoom, Strategy
 from gradbus.actors.tally import Tally
 from gradbus.actors.timeline import RoundTiming
@@ -41,6 +41,7 @@ from gradbus.runtime.topics import TOPICS
 
 REPAIR_AFTER_S = 0.3  # without a new frame, ask for those that are missing
 STALL_AFTER_S = 10.0  # without a new frame, give the place to somebody else
+ALONE = "no second update"  # why the only update of an attempt does not count
 _NOTED = 100  # refusals of one kind in a round that a history tells one by one
 
 log = get_logger("controller")
@@ -188,7 +189,15 @@ class Intake:
             return
         if not round_.has_enough_offers(self._offers.keys(), time.monotonic()):
             return
-        self._cap.settle(offer.num_samples for _, offer in self._offers.values())
+        announced = {client_id: offer.num_samples for client_id, (_, offer) in self._offers.items()}
+        if self._cap.clients(announced) < min(ENOUGH, round_.minimum):
+            # The round needs a second update anyhow. Weighed by its own word alone, this one would decide that round.
+            if round_.open <= announced.keys():  # and in this attempt there will be none
+                for client_id in announced:
+                    round_.fail(client_id, ALONE)
+                self._on_change()
+            return
+        self._cap.settle(announced)
         for client_id, (incarnation, offer) in list(self._offers.items()):
             if self._may_read(client_id, incarnation, offer):
                 self._read_where_it_lies(client_id, incarnation, offer)

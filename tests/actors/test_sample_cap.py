@@ -14,7 +14,7 @@ from torch import nn
 
 import gradbus
 from gradbus.actors import Client, Controller
-from gradbus.actors.rounds import Round
+from gradbus.actors.rounds import TRAINING_FAILED, Outcome, Round
 from gradbus.actors.sample_cap import SampleCap
 from gradbus.models import NullTask, TrainResult
 
@@ -24,27 +24,39 @@ _domains = itertools.cycle(range(60, 70))
 
 def test_a_cap_is_so_many_times_the_median_of_those_known_before_and_the_same_in_every_attempt() -> None:
     cap = SampleCap(4.0)
-    cap.begin(2, [600, 500, 1 << 30])
+    cap.begin(2, {0: 600, 1: 500, 2: 1 << 30})
     assert (cap.is_settled, cap.cap) == (True, 2400)
-    cap.begin(2, [1])
+    cap.begin(2, {0: 1, 1: 1})
     assert (cap.weight(2000), cap.weight(1 << 30)) == (2000, 2400)
 
 
 def test_of_two_clients_the_smaller_one_is_typical() -> None:
     cap = SampleCap(4.0)
-    cap.begin(1, [1 << 30, 100])
+    cap.begin(1, {0: 1 << 30, 1: 100})
     assert cap.cap == 400
 
 
 def test_where_nothing_is_known_the_offers_decide_and_without_a_cap_nothing_has_to() -> None:
     cap = SampleCap(4.0)
-    cap.begin(1, [])
+    cap.begin(1, {})
     assert not cap.is_settled
-    cap.settle([10, 20, 1 << 30])
+    cap.settle({0: 10, 1: 20, 2: 1 << 30})
     assert (cap.is_settled, cap.cap) == (True, 80)
     free = SampleCap(None)
-    free.begin(1, [])
+    free.begin(1, {})
     assert (free.is_settled, free.weight(1 << 40)) == (True, 1 << 40)
+
+
+def test_one_client_alone_is_not_typical_of_those_who_come_later() -> None:
+    cap = SampleCap(4.0)
+    cap.begin(2, {0: 1 << 30})
+    assert not cap.is_settled
+    cap.settle({0: 1 << 30, 1: 100})
+    assert cap.cap == 400
+    alone = SampleCap(4.0)
+    alone.begin(2, {0: 100})
+    alone.settle({0: 1 << 30})  # what it says now is what counts, as for all others
+    assert alone.cap == 1 << 32
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -55,7 +67,7 @@ def test_in_a_first_round_updates_wait_for_all_offers_and_weigh_alike_in_whateve
 
     async def main(hall: Hall) -> None:
         hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, [])
+        hall.intake._cap.begin(1, {})
         for client_id in order[:2]:
             await senders[client_id].offer_to(hall)
         assert hall.bus.granted == []
@@ -75,7 +87,7 @@ def test_in_a_first_round_updates_wait_for_all_offers_and_weigh_alike_in_whateve
 def test_who_is_lost_in_a_first_round_is_not_waited_for() -> None:
     async def main(hall: Hall) -> None:
         hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, [])
+        hall.intake._cap.begin(1, {})
         await Sender(0).offer_to(hall)
         assert hall.bus.granted == []
         for client_id in (1, 2):
@@ -88,7 +100,7 @@ def test_who_is_lost_in_a_first_round_is_not_waited_for() -> None:
 def test_where_earlier_rounds_tell_what_is_typical_nothing_waits() -> None:
     async def main(hall: Hall) -> None:
         hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, [10, 12, 14])
+        hall.intake._cap.begin(1, {7: 10, 8: 12, 9: 14})
         await deliver(hall, Sender(0, num_samples=48))
         assert hall.intake.capped == {}
 
@@ -107,6 +119,37 @@ def test_offers_wait_for_the_quorum_and_its_grace_or_for_half_of_the_time() -> N
     assert not every.has_enough_offers({0, 1, 2}, 49.0)
     assert every.has_enough_offers({0}, 50.0)
     assert opened(1.0).has_enough_offers({0, 1, 2, 3}, 0.0)
+
+
+def test_where_one_update_does_not_suffice_the_first_one_waits_for_a_second_number() -> None:
+    liar = Sender(0, num_samples=1 << 29)
+
+    async def main(hall: Hall) -> None:
+        hall.round = Round(1, range(3), minimum=2, quorum=1.0, now_s=-1e9, deadline_s=1e9 + 1e6, grace_s=0.0)
+        hall.intake._cap = SampleCap(4.0)
+        hall.intake._cap.begin(1, {})
+        hall.intake.open(hall.round)
+        await liar.offer_to(hall)  # half of the time is over, and nobody else has answered
+        assert hall.bus.granted == []
+        await Sender(1, num_samples=100).offer_to(hall)
+        assert sorted(hall.bus.granted) == [0, 1]
+        assert hall.intake._cap.cap == 400
+
+    run_with(main)
+
+
+def test_a_round_in_which_only_one_is_left_of_two_ends_and_what_that_one_announced_decides_nothing() -> None:
+    async def main(hall: Hall) -> None:
+        hall.round = Round(1, range(2), minimum=2, quorum=1.0, now_s=0.0, deadline_s=1e9, grace_s=0.0)
+        hall.intake._cap = SampleCap(4.0)
+        hall.intake._cap.begin(1, {})
+        hall.intake.open(hall.round)
+        await Sender(0, num_samples=1 << 29).offer_to(hall)
+        hall.round.fail(1, TRAINING_FAILED)
+        await hall.until(lambda: hall.round.verdict(1.0) is Outcome.TOO_FEW)
+        assert (hall.round.accepted, hall.bus.granted, hall.intake._cap.cap) == (set(), [], None)
+
+    run_with(main, repair_after_s=0.02)
 
 
 class Shares(NullTask):
