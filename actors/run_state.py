@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -176,7 +177,8 @@ class RunState:
             )
 
     def _set_initial(self, path: Path) -> None:
-        """Weights from a file: named tensors, which have the frozen parameters, too, or a checkpoint, which has not."""
+        """Weights from a file: named tensors, which have the frozen parameters, too, or a checkpoint, beside which they
+        lie."""
         named = False
 
         def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -186,8 +188,26 @@ class RunState:
 
         given, where = load_weights(path, assemble=assemble), f"initial weights {path}"
         self._set_weights(given[: self._model.dim] if named else given, where)
-        if named and self._model.frozen_dim:
+        if not named:
+            self._fit_to(path, where)
+        elif self._model.frozen_dim:
             self._model.write_frozen(given[self._model.dim :])
+
+    def _fit_to(self, path: Path, where: str) -> None:
+        """A vector of the right length may be of another model: its checkpoint tells, and has its frozen parameters."""
+        place = re.fullmatch(r"round-(\d+)\.safetensors", path.name)
+        if place is None or not path.with_suffix(".json").exists():
+            if self._model.frozen_dim:
+                log.warning("frozen parameters are those of build_model", file=str(path), reason="no checkpoint beside")
+            return
+        store = CheckpointStore.to_read(path.parent)
+        saved = SavedRun.of(store.load(int(place[1]), SavedRun.of))
+        if saved.layout != self._layout:
+            raise CheckpointError(
+                f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
+                f"tensors (gradbus export)"
+            )
+        restore_frozen(self._model, saved.frozen, store.load_constant, where)
 
     def _set_weights(self, vector: Tensor, where: str) -> None:
         if vector.shape != self.weights.shape:

@@ -123,6 +123,17 @@ def test_initial_weights_bring_their_frozen_parameters_and_a_resume_has_them_wit
         assert all(torch.equal(seen, given.body) for seen in task.seen)
 
 
+def test_a_checkpoint_as_initial_weights_brings_its_frozen_parameters_too(tmp_path: Path) -> None:
+    given = Backbone(5)
+    save_file({name: tensor.detach() for name, tensor in given.state_dict().items()}, tmp_path / "given.safetensors")
+    run(Tuning(), Tuning(), init_path=tmp_path / "given.safetensors", state_dir=tmp_path / "state")
+    server, client = Tuning(), Tuning()
+    run(server, client, init_path=tmp_path / "state" / "round-000002.safetensors")
+    for task in (server, client):
+        assert task.seen
+        assert all(torch.equal(seen, given.body) for seen in task.seen)
+
+
 @pytest.mark.parametrize(("how", "what"), [("thaws", "parameter 'body' was"), ("writes", "parameters were")])
 def test_to_train_what_was_frozen_is_an_error_that_says_what_to_do(how: str, what: str) -> None:
     with pytest.raises((TrainingFailed, ExceptionGroup)) as caught:
