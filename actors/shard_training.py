@@ -206,8 +206,8 @@ class ShardTraining:
         return bool(self._step_loss.isfinite()) and self.exchange.own_is_finite
 
     def model_is_finite(self) -> bool:
-        """Whether all parameters are finite: equal on all ranks, as these are."""
-        return are_finite([p.detach() for p in self.model.parameters() if p.is_floating_point()])
+        """Whether all that is trained is finite: equal on all ranks, as it is. What is frozen may be a mask."""
+        return are_finite([p.detach() for p in self.model.parameters() if p.requires_grad])
 
     def loss_sum(self) -> float:
         """Of this rank's batches of this epoch, without those of steps that were skipped."""

@@ -194,6 +194,22 @@ def spoils(*numbers: int, value: float = float("nan")) -> Callable[[nn.Module, A
     return lambda model, batch, number: value if number in numbers else None
 
 
+def test_a_frozen_parameter_may_be_infinite_as_masks_are() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_mlp()
+            self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+
+        def forward(self, images: Tensor) -> Tensor:
+            logits: Tensor = self.inner(images)
+            return logits
+
+    task = ClassificationTask(Masked, data(), batch_size=16)
+    outcome = succeeded(train(task, world=1))[0]
+    assert outcome.worker.skipped_steps == 0
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "settings", [{}, {"overlap": False}, {"bucket_bytes": 1}, {"clip_norm": 1.0}, {"exchange": "dgc"}], ids=str
