@@ -290,8 +290,8 @@ class Controller:
                 self._missed[client_id] = reason
                 log.warning(reason, client=client_id, round=round_id)
             for client_id in found:
-                self._intake.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
-                self._missed.pop(client_id, None)
+                if self._missed.pop(client_id, None) == CLIENT_SILENT:  # else it was silent before the round began
+                    self._intake.dropped -= Counter({CLIENT_SILENT: 1})  # it is not lost to this round any more
                 log.info("client waited for again", client=client_id, round=round_id)
         self.progress.clients = tuple(sorted(member.client_id for member in self._members if not member.silent))
         self.progress.out = self._state.conduct.out(self._state.round_id + 1)
@@ -351,7 +351,8 @@ class Controller:
     def _too_few(self, round_: Round) -> GradbusError:
         """Why a round came to nothing: the clients' own code, if every update that is missing is missing for that."""
         failed = sorted(client_id for client_id, why in round_.failed.items() if why in FAILURES)
-        if failed and round_.expected == round_.accepted.union(failed):
+        would_do = len(round_.accepted) + len(failed) >= round_.minimum  # else others are missing as well
+        if failed and would_do and round_.expected == round_.accepted.union(failed):
             who = f"client{'s' * (len(failed) > 1)} {', '.join(map(str, failed[:20]))}{' ...' * (len(failed) > 20)}"
             return TrainingFailed(
                 f"training failed on {who}: {self._failures.newest(failed[0])}. Mend it there, start the clients and "

@@ -15,9 +15,10 @@ import pytest
 import gradbus
 from gradbus.actors import failures
 from gradbus.actors.failures import MAX_DISTINCT, MAX_TEXT, Failures
+from gradbus.actors.rounds import TRAINING_FAILED, Round
 from gradbus.experiments.logfile import LogFile
 from gradbus.models import NullTask
-from gradbus.runtime.errors import TrainingFailed
+from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 
 _domains = itertools.cycle(range(219, 225))
 
@@ -137,3 +138,16 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
     assert "test_failures.py:" in str(error)
     assert "Mend it there" in str(error)
     assert [f"training failed here: {here}" in str(end) for end in ends] == [True, True]
+
+
+def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_for_one_failure() -> None:
+    def error_of(minimum: int) -> GradbusError:
+        controller = gradbus.Controller(None, NullTask(1), gradbus.FederatedConfig(min_clients=minimum))  # type: ignore[arg-type]
+        round_ = Round(1, range(3), minimum=minimum, quorum=1.0, now_s=0.0, deadline_s=9.0, grace_s=0.0)
+        round_.fail(0, TRAINING_FAILED)
+        round_.lose(1)
+        round_.lose(2)
+        return controller._too_few(round_)
+
+    assert isinstance(error_of(1), TrainingFailed)
+    assert isinstance(error_of(3), RoundTimeout)  # clients wait for the controller to come back
