@@ -91,9 +91,10 @@ class _Command:
             else:
                 lines = EpochLines(screen.console, self._file.worker.epochs)
                 outcome = self._run(Telling(screen.say, lambda worker: lines, scalars), loop)
-        self._conclude(outcome)
+        if outcome is not None:
+            self._conclude(outcome)
 
-    def _run(self, telling: Telling, loop: LoopName) -> Outcome:
+    def _run(self, telling: Telling, loop: LoopName) -> Outcome | None:
         from gradbus.experiments.worker_run import run_worker
 
         try:

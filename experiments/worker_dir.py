@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.files import OF_CLIENTS, WorkerFile
-from gradbus.experiments.run_dir import about_this_program, json_text, write_json
+from gradbus.experiments.run_dir import MAX_FILE_BYTES, about_this_program, json_text, write_json
 from gradbus.experiments.traces import trace_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
@@ -22,6 +22,7 @@ from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
     from gradbus.actors.worker_report import EpochReport
+    from gradbus.runtime.parallel_settings import DataParallelConfig
 
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64
@@ -95,6 +96,20 @@ class WorkerDirectory:
         with path.open("a" if self._written else "w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in [*before, json_text(report.to_json())])
         self._written = True
+
+    def is_finished(self, rules: DataParallelConfig) -> bool:
+        """Whether all that these rules ask for is done and written down. Nothing is written."""
+        if not rules.resume:
+            return False
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what is wrong there others say better
+            summary = parse_json(read_text(self.path / "summary.json", MAX_FILE_BYTES))
+            steps = int(summary["steps"])
+            enough = int(summary["epochs"]) >= rules.epochs or (
+                rules.max_steps is not None and steps >= rules.max_steps
+            )
+            saved = (rules.state_dir or self.state) / "rank-0" / f"round-{steps:06d}.json"
+            return enough and summary["outcome"] == "done" and saved.exists() and (self.path / "epochs.jsonl").exists()
+        return False
 
     @property
     def trace(self) -> Path:

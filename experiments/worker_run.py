@@ -63,12 +63,15 @@ class Outcome:
     profiles: list[ProfileSummary]
 
 
-async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcome:
+async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcome | None:
     """All epochs that are left. Once they have begun the run directory is complete whatever the end; a start that comes
     to nothing leaves the directory of an earlier run as it was.
 
     Args:
         file: ``run_dir`` is given for rank 0.
+
+    Returns:
+        None: the run in that directory is finished, and stays as it is.
 
     Raises:
         As :func:`gradbus.join_group` and :meth:`gradbus.Worker.run`; NoData, ConfigError.
@@ -98,6 +101,8 @@ async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcom
             ) as group:  # fmt: skip
                 met = await _meet(group, file, task, directory)
                 telling.say(met.text)
+                if met.is_finished:
+                    return None
                 run = _Run(file, group, task, met.directory, telling)
                 await run.train()
     finally:
@@ -201,6 +206,7 @@ class _Run:
 class _Met:
     directory: WorkerDirectory
     text: str
+    is_finished: bool
 
 
 async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, directory: WorkerDirectory | None) -> _Met:
@@ -208,6 +214,7 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
     hello = {
         "machine": _machine(), "facts": task.facts(),
         "directory": None if directory is None else directory.invitation(),
+        "is_finished": directory is not None and directory.is_finished(file.worker),
     }  # fmt: skip
     hellos = await group.all_gather_object("run/hello", hello, timeout_s=file.worker.join_timeout_s)
     check_equal_facts([hello["facts"] for hello in hellos])
@@ -216,6 +223,14 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
         torch.set_num_threads(max(1, cores() // machines.count(machines[group.rank])))
     if directory is None:
         directory = WorkerDirectory.meet(hellos[0]["directory"], file.run_dir, group.rank)
+    if hellos[0]["is_finished"]:
+        return _Met(
+            directory,
+            f"finished: all of this run is done, and {directory.path} stays as it is. For more: the same command for "
+            f"all ranks, with a larger worker.epochs ({file.worker.epochs}) or worker.max_steps "
+            f"({file.worker.max_steps or 'none'}). To begin anew: another --run-dir",
+            is_finished=True,
+        )
     many = len(set(machines))
     where = f"on {many} machines" if many > 1 else "on this machine"
     threads = torch.get_num_threads()
@@ -223,6 +238,7 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
         directory,
         f"{group.world} {'ranks' if group.world > 1 else 'rank'} {where}, here with {threads} "
         f"{'threads' if threads > 1 else 'thread'} each; run directory {directory.path}",
+        is_finished=False,
     )
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from report_runs import parallel_run
 
 from gradbus.actors import EpochReport
 from gradbus.experiments import worker_command
@@ -74,7 +75,7 @@ def test_a_start_that_is_refused_leaves_the_run_that_is_there_as_it_was(run, tmp
     assert first.code == 0, first.err
     before = left(tmp_path / "run")
     assert json.loads(before["summary.json"])["outcome"] == "done"
-    refused = run(width=2)
+    refused = run("--set", "worker.epochs=2", width=2)  # with as many epochs it is finished, whatever else is set
     assert refused.code == 6, refused.err
     assert left(tmp_path / "run") == before
     assert not list((tmp_path / "run").glob("*.tmp"))
@@ -119,3 +120,22 @@ def test_what_is_not_a_number_is_null_for_other_programs(tmp_path: Path) -> None
     write_json(tmp_path / "summary.json", {"loss": float("inf"), "profiles": [{"mean": (1.0, float("nan"))}]})
     assert '"loss": null' in (tmp_path / "epochs.jsonl").read_text()
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "profiles": [{"mean": [1.0, None]}]}
+
+
+def test_a_finished_run_that_is_started_again_stays_as_it_is_and_goes_on_for_more_epochs(
+    tmp_path: Path, domain
+) -> None:
+    run = tmp_path / "run"
+
+    def files() -> dict[str, bytes]:
+        own = {path for path in run.rglob("*") if path.is_file() and path.name != ".rank-0"}  # a mark of each start
+        return {str(path): path.read_bytes() for path in sorted(own)}
+
+    parallel_run(run, domain=domain, epochs=1)
+    before = files()
+    parallel_run(run, domain=domain, epochs=1)
+    assert files() == before
+    parallel_run(run, domain=domain, epochs=2)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["outcome"], summary["epochs"]) == ("done", 2)
+    assert len((run / "epochs.jsonl").read_text().splitlines()) == 2
