@@ -21,7 +21,10 @@ REPEAT_S = 0.1  # how often at least to say again what is not new, in a group th
 # wait for few leave the processors to those few, who are still to start.
 REPEAT_PAIR_S = 0.4e-3
 MAX_REPEAT_S = 1.0
-NEWS_S = 0.001  # how long to wait for more news, times the world: about what a hello costs all others together
+# How long to wait for more news, times the world: about what a hello costs all others together. Where there is more
+# news each time, twice as long, up to REPEAT_PAIR_S for each pair: while many processes start on few cores, every rank
+# has news all the time, and with shorter pauses the hellos alone take more than all cores have.
+NEWS_S = 0.001
 
 
 @dataclass(slots=True)
@@ -37,6 +40,7 @@ class Introductions:
     _said: GroupHello | None = None
     _said_s: float = float("-inf")
     _repeat_s: float = REPEAT_S
+    _news_s: float = 0.0  # how long to wait for more news now
     _digest: int = 0
     _probed: dict[int, float] = field(default_factory=dict)  # rank: when
     _probed_all: bool = False
@@ -49,6 +53,8 @@ class Introductions:
             return False
         has_news = self.met or hello != self._said
         self._repeat_s = min(self._longest_s, 2 * (self._pause_s if has_news else self._repeat_s))
+        was_quiet = now_s >= self._said_s + 2 * self._most_news_s
+        self._news_s = NEWS_S * self.world if was_quiet else min(self._most_news_s, 2 * self._pause_s)
         self._said, self._said_s, self.met = hello, now_s, False
         return True
 
@@ -59,7 +65,11 @@ class Introductions:
 
     @property
     def _pause_s(self) -> float:
-        return min(self._longest_s, NEWS_S * self.world)
+        return min(self._longest_s, max(NEWS_S * self.world, self._news_s))
+
+    @property
+    def _most_news_s(self) -> float:
+        return max(NEWS_S * self.world, min(MAX_REPEAT_S, REPEAT_PAIR_S * self.world**2))
 
     @property
     def _longest_s(self) -> float:

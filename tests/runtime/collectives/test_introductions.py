@@ -38,6 +38,20 @@ def test_news_wait_for_more_news_and_no_longer() -> None:
     assert words.says(NEWS, 10.0 + 12.1 * NEWS_S)
 
 
+def test_ranks_that_have_news_all_the_time_wait_longer_and_longer_for_more_of_it() -> None:
+    """As while many processes start on few cores: what they say to each other must leave them the cores to start."""
+    heard_s = 200e-6  # to decode a hello that lists who is linked, and to note it
+    for world in (16, 24, 48):
+        words, now_s, said = Introductions(world), 0.0, 0
+        while now_s < 60.0:
+            news = GroupHello("world", world, 77, False, False, said, "host (process 1)", "", [])
+            now_s += max(1e-6, words.wait_s(news, now_s))
+            said += words.says(news, now_s)
+        assert said * world * (world - 1) * heard_s / 60.0 < 0.6  # of one core
+    words.says(NEWS, 1000.0)  # after a while without any the next one goes out soon
+    assert words.wait_s(HELLO, 1000.0) == pytest.approx(world * NEWS_S)
+
+
 def test_who_was_met_hears_what_is_not_new() -> None:
     words = Introductions(4)
     assert words.says(HELLO, 10.0)
