@@ -66,7 +66,7 @@ class Controller:
 
     def __init__(
         self, bus: Bus, task: FederatedTask, config: FederatedConfig, *, strategy: Strategy | None = None,
-        fail_at: str | None = None,
+        on_open: Callable[[], object] = lambda: None, fail_at: str | None = None,
     ) -> None:  # fmt: skip
         """A controller that has not started.
 
@@ -75,9 +75,11 @@ class Controller:
             task: gives the model, and evaluates it where it can.
             config: the rules.
             strategy: in place of the one that ``config.strategy`` names.
+            on_open: called once the job is this controller's and the state is restored: from then on it is this run.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
         """
         self._bus = bus
+        self._on_open = on_open
         self._task = task
         self._config = config
         self._given_strategy = strategy
@@ -217,6 +219,7 @@ class Controller:
             await self._compute.run(self._open)
             await claim_job(self._bus, self._identity, config.heartbeat_s, hangs_after_s=config.dead_after_s)
             self._connect()
+            self._on_open()
             state = self._state
             await self._compute.run(state.note_start, self._history)
             resumed_at_end = state.round_id >= config.rounds

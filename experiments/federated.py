@@ -29,7 +29,8 @@ async def run_controller(
     file: ControllerFile, run: RunDirectory, display: MakeDisplay, *, say: Callable[[str], None] = lambda text: None,
     scalars: Scalars | None = None,
 ) -> list[RoundReport]:  # fmt: skip
-    """All rounds that are left. The run directory is complete whatever the end.
+    """All rounds that are left. Once the run has begun its directory is complete whatever the end; a start that comes
+    to nothing leaves what an earlier one has written as it was.
 
     Args:
         display: makes what shows the run, for a controller that has not started.
@@ -44,15 +45,23 @@ async def run_controller(
         config = config.model_copy(update={"state_dir": run.state})
     if config.history_dir is None:
         config = config.model_copy(update={"history_dir": run.history})
-    run.write_config(file.model_copy(update={"federated": config, "run_dir": run.path}).model_dump(mode="json"))
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
+    is_ours = not (run.path / "config.json").exists()  # else it may be a run that this one is not allowed to go on with
+
+    def opened() -> None:
+        nonlocal is_ours
+        is_ours = True
+        run.write_config(file.model_copy(update={"federated": config, "run_dir": run.path}).model_dump(mode="json"))
+
+    if is_ours:
+        opened()
     try:
         await off_the_loop(task.load, "load")
         if task.note:
             log.info("data", note=task.note)
             say(task.note)
         async with open_bus(file.bus) as bus:
-            controller = Controller(bus, task, config)
+            controller = Controller(bus, task, config, on_open=opened)
             progress = controller.progress
             with display(controller) as shown:
                 async with contextlib.aclosing(controller.rounds()) as rounds:
@@ -68,10 +77,11 @@ async def run_controller(
     finally:
         if progress.reports:  # else nothing is known, and what an earlier start wrote stays
             run.add(progress.reports)
-        run.finish(
-            progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
-            data=task.note, never_counted=_named(progress.never_counted),
-        )  # fmt: skip
+        if is_ours:
+            run.finish(
+                progress.reports, outcome=outcome, seconds=time.perf_counter() - started_s, job=file.bus.job,
+                data=task.note, never_counted=_named(progress.never_counted),
+            )  # fmt: skip
     return progress.reports
 
 

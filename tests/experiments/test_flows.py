@@ -17,6 +17,7 @@ import psutil
 import pytest
 from commands import Forked
 from patience import PATIENT_S, soonest
+from report_runs import federated_run
 from safetensors.torch import load_file
 
 from gradbus.actors import Client, Controller
@@ -302,3 +303,17 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is_and_tells_clients_t
     assert after[:2] == first  # its bytes and seconds, too, which the checkpoint does not have
     totals = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (totals["rounds"], totals["bytes_down"]) == (3, sum(row["bytes_down"] for row in after))
+
+
+def test_a_start_that_is_refused_leaves_the_run_that_is_there_as_it_was(invoke, domain, tmp_path: Path) -> None:
+    run = federated_run(tmp_path / "run", domain=domain, rounds=2, clients=1)
+
+    def left() -> dict[str, bytes]:
+        return {name: (run / name).read_bytes() for name in ("config.json", "rounds.jsonl", "summary.json")}
+
+    before = left()
+    more = ("--set", "federated.rounds=4", "--set", "federated.downlink_codec=q8")
+    refused = invoke("controller", run / "config.json", *more)
+    assert refused.code == 6, refused.err
+    assert "downlink_codec=fp32" in refused.err
+    assert left() == before
