@@ -326,7 +326,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         loaded = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
-        raise ConfigError(f"configuration {path} is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from None
+        raise ConfigError(
+            f"configuration {path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}"
+        ) from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"configuration {path}: expected an object with sections, got {type(loaded).__name__}")
     return loaded

@@ -126,6 +126,32 @@ def test_the_commands_of_the_readme_work_as_they_stand_in_a_fresh_shell() -> Non
     assert {line: why for line in lines if (why := wrong_command(line))} == {}
 
 
+def bare_lines(text: str) -> list[str]:
+    """Lines of blocks of code that only work where the environment is active."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = (line.partition("  #")[0].strip().removeprefix("$ ") for block in blocks for line in block.splitlines())
+    return [line for line in lines if line.startswith(("gradbus ", "torchrun "))]
+
+
+def test_pages_with_bare_commands_say_how_a_shell_finds_them() -> None:
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+    bare = {name: text for name, text in pages.items() if bare_lines(text)}
+    assert {"tutorial-federated.md", "tutorial-data-parallel.md", "operations.md", "security.md"} <= bare.keys()
+    silent = []
+    for name, text in bare.items():
+        before = text[: re.search(r"^(\$ )?(gradbus|torchrun) ", text, re.MULTILINE).start()]  # type: ignore[union-attr]
+        if ". .venv/bin/activate" not in before:
+            silent.append(name)
+    assert silent == []
+
+
+def test_the_commands_of_the_tutorials_exist_with_their_options() -> None:
+    for name in ("tutorial-federated.md", "tutorial-data-parallel.md"):
+        lines = [line for line in bare_lines((ROOT / "docs" / name).read_text(encoding="utf-8")) if "gradbus" in line]
+        assert len(lines) > 3
+        assert {line: why for line in lines if (why := wrong_command(f".venv/bin/{line}"))} == {}
+
+
 def test_a_command_that_does_not_work_would_be_found() -> None:
     assert wrong_command("gradbus doctor") == "gradbus is not there in a fresh shell"
     assert "No such option" in wrong_command(".venv/bin/gradbus doctor --peeers x")

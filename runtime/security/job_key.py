@@ -100,7 +100,9 @@ def read_secret_file(path: Path, what: str) -> str:
     try:
         mode, data = read_beginning(path)
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Make one with: gradbus keys new") from None
+        raise ConfigError(
+            f"{what} {path} cannot be read: {error.strerror}. Make one with: gradbus keys new FILE"
+        ) from None
     return check_secret(mode, data, path, what)
 
 

@@ -46,6 +46,11 @@ def read_until(process: Forked, wanted: str) -> None:
     pytest.fail(f"no {wanted!r} before the end; stderr: {process.communicate()[1]}")
 
 
+def without_waiting(err: str) -> str:
+    """What is there but for lines that come every ten seconds of a wait, which a slow machine makes of any start."""
+    return "".join(line for line in err.splitlines(keepends=True) if "still waiting" not in line)
+
+
 def last_line(text: str) -> str:
     assert "Traceback" not in text, text
     return text.strip().splitlines()[-1]
@@ -55,7 +60,7 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain
     process = start(*DEMO, "--rounds", 2, "--run-dir", "run", "--domain", domain, "--codec", "sq8")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    assert err == ""
+    assert without_waiting(err) == ""
     assert [line.split(":")[0] for line in out.splitlines()][2:] == ["round 1/2", "round 2/2", "done"], out
     run = tmp_path / "run"
     reports = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
@@ -97,7 +102,7 @@ def test_ctrl_c_ends_a_demo_and_all_its_processes_in_order(fork, domain, tmp_pat
         _, err = process.communicate(timeout=20)
         taken_s = time.monotonic() - sent_s
         assert process.returncode == 130
-        assert err == f"gradbus demo: stopped by Ctrl-C. What was done until then is in {run}\n"
+        assert without_waiting(err) == f"gradbus demo: stopped by Ctrl-C. What was done until then is in {run}\n"
         assert psutil.wait_procs(children, timeout=10)[1] == []
         assert json.loads((tmp_path / run / "summary.json").read_text())["outcome"] == "stopped"
         return taken_s
@@ -235,7 +240,7 @@ def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_pat
         taken_s = time.monotonic() - sent_s
         assert process.returncode == 143
         how = f"gradbus controller {config} --run-dir {run}"
-        assert err == f"gradbus controller: stopped by SIGTERM. To continue: {how}\n"
+        assert without_waiting(err) == f"gradbus controller: stopped by SIGTERM. To continue: {how}\n"
         return taken_s
 
     assert soonest(takes_s, 3.0) < 3

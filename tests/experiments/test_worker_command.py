@@ -103,7 +103,8 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_al
     process = start("run", "-n", 2, "--", config, "--run-dir", "run")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
-    assert err == ""
+    slow = "still waiting"  # a line for each ten seconds of it
+    assert [line for line in err.splitlines() if slow not in line] == []
     lines = [line.removeprefix("[rank 0] ") for line in out.splitlines()]
     assert lines[0].startswith("waiting for 1 more of 2 ranks: job default-")
     assert lines[1].startswith("2 ranks on this machine, here with ")
