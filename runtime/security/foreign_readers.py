@@ -8,7 +8,7 @@ for readers, and some of those are guests', or when there are many guests, they 
 while, longer each time.
 
 Who is shut out wrongly, as he was slow to show that he is a member while writes waited, is found again when that while
-is over. Not for the level ``none``, where everybody is a member.
+is over, or as soon as what he had said is read. Not for the level ``none``, where everybody is a member.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from gradbus.runtime import forks
 from gradbus.runtime.dds import Node, Writer
 from gradbus.runtime.ddsc import MatchedReader
 from gradbus.runtime.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
@@ -94,6 +95,7 @@ class ForeignReaders:
     _all: ClassVar[weakref.WeakSet[ForeignReaders]] = (
         weakref.WeakSet()
     )  # of this process: a guest here may be a member there
+    _all_lock: ClassVar[Any] = forks.new_lock()  # each has a thread of its own
 
     def __init__(self, node: Node, receiver: Receiver, members: Members, *, knows_all: bool = True) -> None:
         """Begin to look, on the receive thread. ``knows_all``: this process knows all members, so that many guests are
@@ -111,7 +113,8 @@ class ForeignReaders:
         self._lines, self._line_s, self._unnamed = LINES, 0.0, 0
         self._is_placing = False
         self._cannot = False
-        ForeignReaders._all.add(self)
+        with ForeignReaders._all_lock:
+            ForeignReaders._all.add(self)
         receiver.watch = self.look
         receiver.before_deletion = self.dismiss
 
@@ -174,7 +177,7 @@ class ForeignReaders:
             if shut.is_out and prefix in present:  # it was faster than its placeholder
                 out.setdefault(prefix, "")
         self._shut_out(out, now_s)
-        self._let_back(now_s)
+        self._let_back(known, now_s)
         if not self._guests:
             return IDLE_S
         return LOOK_S if self._strain_s > 0 or now_s < self._strict_until_s else QUIET_LOOK_S
@@ -197,10 +200,13 @@ class ForeignReaders:
         return out
 
     def _is_ripe(self, prefix: bytes, now_s: float, grace_s: float) -> bool:
-        return prefix in self._shut or now_s - self._guests[prefix] > grace_s
+        if prefix in self._shut:  # who is back may be a member that had no time to say so
+            grace_s = min(grace_s, SHORT_GRACE_S)
+        return now_s - self._guests[prefix] > grace_s
 
     def _shut_out(self, out: dict[bytes, str], now_s: float) -> None:
-        elsewhere = [other for other in ForeignReaders._all if other is not self]
+        with ForeignReaders._all_lock:
+            elsewhere = [other for other in ForeignReaders._all if other is not self]
         chosen = [prefix for prefix in out if not any(prefix in (other.members() or ()) for other in elsewhere)]
         exclusion = self._exclusion() if chosen else None
         if exclusion is None:
@@ -242,11 +248,15 @@ class ForeignReaders:
         self._is_placing = bool(due)
         return self._is_placing
 
-    def _let_back(self, now_s: float) -> None:
-        back = [prefix for prefix, shut in self._shut.items() if shut.is_out and now_s > shut.until_s]
+    def _let_back(self, known: set[bytes], now_s: float) -> None:
+        """Those whose time is over, and at once members: what they had said before they were shut out is read now."""
+        back = [
+            prefix for prefix, shut in self._shut.items() if shut.is_out and (now_s > shut.until_s or prefix in known)
+        ]
         exclusion = self._exclusion() if back else None
         for prefix in back:
             self._shut[prefix].is_out = False
+            self._shut[prefix].placed_until_s = now_s
             if exclusion is not None:
                 exclusion.end(prefix)  # the placeholder
 

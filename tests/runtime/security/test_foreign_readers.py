@@ -255,3 +255,24 @@ def test_who_was_shut_out_and_takes_again_is_found_again_when_the_time_is_over(
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
 
     run(main())
+
+
+def test_a_member_that_was_shut_out_just_before_its_greeting_was_read_is_found_again_at_once(
+    keyed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_readers, "SHUT_OUT_S", 300.0)
+
+    async def main() -> None:
+        with another_process(keyed, tmp_path / "key"):
+            async with gradbus.connect(**keyed) as bus:
+                bus.open_writer(ModelBlob)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
+                await until(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
+                (member,) = bus._node.members()  # type: ignore[attr-defined]
+                watch: Any = bus._receiver.watch
+                shuts_out = watch.__self__._shut_out
+                bus._receiver.look_after(lambda: bool(shuts_out({member: ""}, time.monotonic())))
+                await until(lambda: bus.matched_readers(ModelBlob) == 0)
+                await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
+
+    run(main())
