@@ -268,6 +268,9 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     name = ".".join(location) or "settings"
     if fault["type"] == "extra_forbidden":
         known = _known_keys(kind, location[:-1])
+        inside = [key for key in known if location[-1] in _known_keys(kind, [*location[:-1], key])]
+        if len(inside) == 1:  # the key is right, its section was left out
+            return f"unknown key {name!r}, did you mean {'.'.join([*location[:-1], inside[0], location[-1]])!r}?"
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         hint = f", did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
         return f"unknown key {name!r}{hint}"

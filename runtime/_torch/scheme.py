@@ -20,7 +20,7 @@ def register_scheme() -> None:
         from torch.distributed.rendezvous import register_rendezvous_handler
     except ImportError:
         return
-    with contextlib.suppress(RuntimeError):  # it is known
+    with contextlib.suppress(RuntimeError):  # it is known: a notebook has loaded this module anew
         register_rendezvous_handler(SCHEME, _handler)  # type: ignore[no-untyped-call]
 
 

@@ -21,6 +21,12 @@ def test_an_unknown_key_names_the_nearest(invoke, configs) -> None:
     assert "did you mean 'batch_size'" in one_line(ended.err)
 
 
+def test_a_key_without_its_section_is_named_with_it(invoke, configs) -> None:
+    ended = invoke("controller", configs / "controller.conf.json", "--set", "rounds=3")
+    assert ended.code == 2
+    assert "unknown key 'rounds', did you mean 'federated.rounds'?" in one_line(ended.err)
+
+
 def test_a_missing_configuration_file_is_named(invoke) -> None:
     ended = invoke("controller", "absent.json")
     assert ended.code == 2
