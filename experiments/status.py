@@ -204,7 +204,7 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
             if not first_s:
                 why = bus.standing.refusal or _about_key(bus.rejected) or bus.doubt
                 raise NoJob(
-                    f"no job {settings.job!r} was heard within {timeout_s:g} s, in domain {settings.domain} on "
+                    f"no job {settings.job!r} was found within {timeout_s:g} s, in domain {settings.domain} on "
                     f"{settings.interface}, profile {settings.network}. Is it running, and are these its settings "
                     f"(--domain, --network, --interface, --peers)? {why}".rstrip()
                 )
