@@ -70,7 +70,7 @@ def test_the_first_example_shows_some_collectives(
 def test_the_second_example_forms_a_group_anew(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(page, 1, tmp_path, capsys)
     assert lines[-1] == "in the end: [6.0, 6.0, 6.0] [6.0, 6.0, 6.0]"
-    first, second = sorted(lines[:-1])
+    first, second = sorted(line for line in lines[:-1] if line.startswith("rank "))  # and no warnings of a busy machine
     assert first.startswith("rank 0 goes on without ranks (1,): {1: 'failed with OSError: the disk is full, at ")
     assert second == "rank 1 has a problem of its own: the disk is full"
 
