@@ -268,7 +268,7 @@ class Client:
                 await self._fetch(welcome, command)
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether this client needs the controller's frozen parameters: looked at once for each welcome."""
+        """Whether this client needs the controller's frozen parameters: decided once for each welcome."""
         key = (self._orders.session, welcome.frozen)
         if welcome.frozen and key != self._frozen_known:
             if await self._compute.run(self._training.lacks_frozen, welcome):

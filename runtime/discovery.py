@@ -29,10 +29,8 @@ from gradbus.runtime import peer_processes
 MAX_CLAIM_BYTES = 64
 MAX_PARTICIPANTS = 4096  # of others
 ANNOUNCE_S = (0.8, 2.8, 6.8)  # when a participant is announced again, after it has been made
-_BATCH, _MOST_BATCHES = (
-    64,
-    16,
-)  # of news at a time: a thousand take a tenth of a second, and there may be no end of them
+# Of announcements at a time: a thousand take a tenth of a second, and there may be no end of them.
+_BATCH, _MOST_BATCHES = 64, 16
 _PROPERTIES = ("__Hostname", "__ProcessName", "__Pid", "__NetworkAddresses")
 _MAX_TEXT = 256
 _ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open

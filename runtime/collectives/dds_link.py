@@ -29,9 +29,8 @@ from gradbus.runtime.topics import collective_topic
 INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
 INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
-RETAINED = (
-    16  # frames of each topic that DDS keeps, for a reader that it loses for a while: see :func:`collective_topic`
-)
+# Frames of each topic that DDS keeps for a reader that it loses for a while; see :func:`collective_topic`.
+RETAINED = 16
 _IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
 BELL = 2  # part of the frame that says: there is a letter for you
