@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments import versions
+from gradbus.experiments.rundir import versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gradbus.experiments.lifecycle import before_abort
+from gradbus.experiments.run.lifecycle import before_abort
 
 _KILL_AFTER_S = 3.0
 

@@ -30,8 +30,8 @@ from gradbus.experiments.cli_options import (
     folder_setting,
     insecure_setting,
 )
-from gradbus.experiments.lifecycle import guard, run_loop
 from gradbus.experiments.lookup import let_current_directory_be_imported
+from gradbus.experiments.run.lifecycle import guard, run_loop
 
 app = typer.Typer(
     name="gradbus",
@@ -84,7 +84,7 @@ def demo(
 
     def action() -> None:
         from gradbus.experiments.demo import DemoOptions
-        from gradbus.experiments.runs import demo_run
+        from gradbus.experiments.run.commands import demo_run
 
         let_current_directory_be_imported()
         options = DemoOptions(
@@ -117,7 +117,7 @@ def controller(
     hint: list[str] = []
 
     def action() -> None:
-        from gradbus.experiments.runs import controller_run
+        from gradbus.experiments.run.commands import controller_run
 
         let_current_directory_be_imported()
         extra = [] if resume is None else [f"federated.resume={str(resume).lower()}"]
@@ -154,7 +154,7 @@ def client(
         extra = [*insecure_setting(insecure), *(["client.full_traceback=true"] if full_traceback else [])]
         settings = load(ClientFile, config, overrides=[*(overrides or ()), *extra], data_root=data_root)
         check(settings.bus)
-        from gradbus.experiments.federated import run_client
+        from gradbus.experiments.run.federated import run_client
 
         run_loop(lambda: run_client(settings, client_id), loop)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradbus.experiments.lifecycle import guard
+from gradbus.experiments.run.lifecycle import guard
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from gradbus.experiments.choices import FileFormat
-from gradbus.experiments.lifecycle import guard
 from gradbus.experiments.lookup import let_current_directory_be_imported
+from gradbus.experiments.run.lifecycle import guard
 
 
 def export(
@@ -35,7 +35,7 @@ def export(
     """
 
     def action() -> None:
-        from gradbus.experiments.export import export as write
+        from gradbus.experiments.rundir.export import export as write
 
         let_current_directory_be_imported()
         print(write(run_dir, to, None if form is None else form.value, number).text)

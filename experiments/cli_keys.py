@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradbus.experiments.lifecycle import guard
+from gradbus.experiments.run.lifecycle import guard
 
 keys = typer.Typer(
     name="keys",

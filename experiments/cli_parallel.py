@@ -22,8 +22,8 @@ from gradbus.experiments.cli_options import (
     folder_setting,
     insecure_setting,
 )
-from gradbus.experiments.lifecycle import guard
 from gradbus.experiments.lookup import let_current_directory_be_imported
+from gradbus.experiments.run.lifecycle import guard
 
 
 def worker(
@@ -57,7 +57,7 @@ def worker(
     hint: list[str] = []
 
     def action() -> None:
-        from gradbus.experiments.worker_command import worker_run
+        from gradbus.experiments.run.worker_command import worker_run
 
         let_current_directory_be_imported()
         extra = [] if resume is None else [f"worker.resume={str(resume).lower()}"]

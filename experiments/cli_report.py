@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradbus.experiments.lifecycle import guard
+from gradbus.experiments.run.lifecycle import guard
 
 
 def report(
@@ -30,7 +30,7 @@ def report(
     """
 
     def action() -> None:
-        from gradbus.experiments.report import make_report
+        from gradbus.experiments.report.build import make_report
 
         print(make_report(run_dir, compare or (), out))
 

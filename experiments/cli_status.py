@@ -9,7 +9,7 @@ import typer
 
 from gradbus.experiments.choices import LoopName, NetworkChoice
 from gradbus.experiments.cli_options import KeyFile, Loop
-from gradbus.experiments.lifecycle import guard, run_loop
+from gradbus.experiments.run.lifecycle import guard, run_loop
 
 
 def status(
@@ -35,8 +35,8 @@ def status(
 
     def action() -> None:
         from gradbus.experiments.buses import check
-        from gradbus.experiments.run_dir import json_text
-        from gradbus.experiments.status_settings import settings_of
+        from gradbus.experiments.run.status_settings import settings_of
+        from gradbus.experiments.rundir.directory import json_text
         from gradbus.runtime import logs
 
         logs.configure(level="error")
@@ -48,8 +48,8 @@ def status(
         }  # fmt: skip
         settings = settings_of(config, {key: value for key, value in options.items() if value is not None})
         check(settings)
-        from gradbus.experiments.status import observe
-        from gradbus.experiments.status_text import lines_of
+        from gradbus.experiments.run.status import observe
+        from gradbus.experiments.run.status_text import lines_of
 
         picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
         print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from gradbus.experiments.children import Child, Children
 from gradbus.experiments.exit_codes import ClientsGone, ExitCode, NoData
 from gradbus.experiments.files import ClientFile, ControllerFile, load
-from gradbus.experiments.lifecycle import off_the_loop
-from gradbus.experiments.logfile import readable
-from gradbus.experiments.run_dir import RunDirectory, new_path
-from gradbus.experiments.scalars import Scalars
-from gradbus.experiments.screen import Screen
-from gradbus.experiments.versions import cores
+from gradbus.experiments.report.scalars import Scalars
+from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.logfile import readable
+from gradbus.experiments.run.screen import Screen
+from gradbus.experiments.rundir.directory import RunDirectory, new_path
+from gradbus.experiments.rundir.versions import cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
@@ -168,8 +168,8 @@ async def run_demo(
 
         over = False
         # Importing torch takes seconds: here, beside the clients, which do the same now, and off the loop.
-        await off_the_loop(lambda: import_module("gradbus.experiments.federated"), "import")
-        from gradbus.experiments.federated import run_controller
+        await off_the_loop(lambda: import_module("gradbus.experiments.run.federated"), "import")
+        from gradbus.experiments.run.federated import run_controller
 
         def ended(child: Child, code: int) -> None:
             if not over:

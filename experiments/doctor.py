@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gradbus.experiments.choices import LoopName
 from gradbus.experiments.doctor_facts import Finding, Verdict, machine, packages
-from gradbus.experiments.lifecycle import run_loop
+from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.missing_peers import address_of, port_range
 from gradbus.runtime.needs import install_line

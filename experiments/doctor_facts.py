@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from gradbus.experiments.versions import versions
+from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime.missing_peers import port_range
 from gradbus.runtime.needs import fault_of
 from gradbus.runtime.settings import BusSettings

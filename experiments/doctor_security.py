@@ -14,7 +14,7 @@ from pathlib import Path
 from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor_facts import Finding, Verdict
 from gradbus.experiments.peer_link import PEER, ROOT, Link
-from gradbus.experiments.status_settings import BusFile
+from gradbus.experiments.run.status_settings import BusFile
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.messages import Control
 from gradbus.runtime.network import has_peers_elsewhere, leaves_machine

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradbus.experiments import style
+from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from gradbus.actors.report import RoundReport

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
 
-from gradbus.experiments.place import MAX_WORLD
+from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.settings import (
     BusSettings,

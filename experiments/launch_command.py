@@ -12,7 +12,7 @@ from typing import Any
 from gradbus.experiments.buses import check
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch import Launch, Launcher
-from gradbus.experiments.place import MAX_WORLD
+from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.runtime.errors import ConfigError
 
 

@@ -21,8 +21,8 @@ from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.experiments.exit_codes import NoData
 from gradbus.experiments.files import TaskSettings
-from gradbus.experiments.lifecycle import stopping
 from gradbus.experiments.lookup import resolve
+from gradbus.experiments.run.lifecycle import stopping
 from gradbus.runtime.errors import ConfigError
 
 _METHODS = ("build_model", "prepare", "train", "evaluate")

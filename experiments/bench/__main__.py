@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments import style
 from gradbus.experiments.bench import document, growth, growth_plot
 from gradbus.experiments.bench.compare import Change, compare, known_figures, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Results, Run, summary
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, expected_s, measure
+from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError
 
 BASELINE = Path(__file__).with_name("baseline.json")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradbus.experiments import style
 from gradbus.experiments.bench.growth import Line, lines, text_of
 from gradbus.experiments.bench.results import Results
 from gradbus.experiments.bench.suite import SCALE
+from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

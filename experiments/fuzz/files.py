@@ -17,8 +17,8 @@ from gradbus.actors.worker_report import EpochReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.fuzz.target import Target, folder, must
 from gradbus.experiments.history import read_history
-from gradbus.experiments.run_dir import json_text
-from gradbus.experiments.run_files import read_run
+from gradbus.experiments.rundir.directory import json_text
+from gradbus.experiments.rundir.reading import read_run
 from gradbus.models import idx
 from gradbus.runtime import settings
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights

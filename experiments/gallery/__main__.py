@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradbus.experiments import style
 from gradbus.experiments.exit_codes import NoData, exit_code_of
 from gradbus.experiments.gallery.catalogue import CATALOGUE
 from gradbus.experiments.gallery.federated_runs import run_federated
@@ -25,6 +24,7 @@ from gradbus.experiments.gallery.parallel_runs import run_parallel
 from gradbus.experiments.gallery.plan import FULL, QUICK, FederatedRun, Plan, Run, make_plan
 from gradbus.experiments.gallery.store import Finished, Store
 from gradbus.experiments.gallery.tables import TABLES, BadData, Row, collect, read_table, write_table
+from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError, GradbusError
 
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradbus.experiments import style
 from gradbus.experiments.gallery.canvas import (
     bars,
     caption,
@@ -20,6 +19,7 @@ from gradbus.experiments.gallery.canvas import (
 from gradbus.experiments.gallery.plan import CODECS, Scale
 from gradbus.experiments.gallery.published import published
 from gradbus.experiments.gallery.tables import BadData, RoundRow, UpdateRow
+from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

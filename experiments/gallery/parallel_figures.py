@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gradbus.experiments import style
 from gradbus.experiments.gallery.canvas import bars, caption, lines_with_range, load_note, need, quick_note, seeds_note
 from gradbus.experiments.gallery.plan import EXCHANGES, Scale
 from gradbus.experiments.gallery.published import published
 from gradbus.experiments.gallery.tables import EpochRow, RankRow
+from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

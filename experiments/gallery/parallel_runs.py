@@ -15,7 +15,7 @@ from gradbus.experiments.bench_ddp_process import run_ranks
 from gradbus.experiments.gallery.federated_runs import RunFailed
 from gradbus.experiments.gallery.int8_exchange import Int8Exchange
 from gradbus.experiments.gallery.plan import ParallelRun
-from gradbus.experiments.run_dir import json_text
+from gradbus.experiments.rundir.directory import json_text
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.network import NetworkConfig
 

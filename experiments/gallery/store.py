@@ -20,8 +20,8 @@ from typing import Any
 from gradbus import actors, codecs, models, runtime
 from gradbus.experiments.bench_rows import machine
 from gradbus.experiments.gallery.plan import Run, settings_of
-from gradbus.experiments.run_dir import write_json
-from gradbus.experiments.versions import versions
+from gradbus.experiments.rundir.directory import write_json
+from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime.json_text import parse_json
 
 _LAYERS = (actors, codecs, models, runtime)

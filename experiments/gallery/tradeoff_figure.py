@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from gradbus.experiments import style
 from gradbus.experiments.gallery.canvas import caption, lines_with_range, need, quick_note, seeds_note
 from gradbus.experiments.gallery.plan import CODECS, Scale
 from gradbus.experiments.gallery.tables import RoundRow
+from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ import gradbus
 from gradbus.actors import failures
 from gradbus.actors.failures import MAX_DISTINCT, MAX_TEXT, Failures
 from gradbus.actors.rounds import TRAINING_FAILED, Round
-from gradbus.experiments.logfile import LogFile
+from gradbus.experiments.run.logfile import LogFile
 from gradbus.models import NullTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 

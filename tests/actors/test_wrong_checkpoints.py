@@ -31,7 +31,7 @@ from gradbus.actors.worker_state import (
     position_of,
     restore_run,
 )
-from gradbus.experiments.run_dir import json_text, totals
+from gradbus.experiments.rundir.directory import json_text, totals
 from gradbus.runtime import checkpoint as module
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import CheckpointError

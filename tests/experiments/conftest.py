@@ -18,8 +18,8 @@ from commands import Forked
 from patience import PATIENT
 from typer.testing import CliRunner
 
-from gradbus.experiments import lifecycle
 from gradbus.experiments.cli import app
+from gradbus.experiments.run import lifecycle
 
 
 @dataclass(frozen=True, slots=True)

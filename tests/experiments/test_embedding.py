@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import gradbus
 from gradbus.actors import delivery, intake
-from gradbus.experiments.embed_aiohttp import FederatedService, make_app
+from gradbus.experiments.examples.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NullTask
 
 _numbers = itertools.count()

@@ -20,7 +20,7 @@ import structlog
 from aiohttp import web
 
 import gradbus
-from gradbus.experiments.embed_aiohttp import SERVICE, main
+from gradbus.experiments.examples.embed_aiohttp import SERVICE, main
 
 GLYPHS = ["task.data=glyphs", 'task.data_options={"train":200,"test":100}']
 
@@ -49,7 +49,16 @@ def given(*settings: str) -> list[str]:
 def test_the_program_serves_until_it_is_told_to_stop(job: str, domain: int, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "gradbus.experiments.embed_aiohttp", "--job", job, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "gradbus.experiments.examples.embed_aiohttp",
+        "--job",
+        job,
+        "--port",
+        str(port),
+    ]
     command += given(*GLYPHS, f"bus.domain={domain}")
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -19,9 +19,9 @@ from gradbus.actors.report import RoundReport
 from gradbus.actors.run_state import RunState
 from gradbus.actors.strategies import make_strategy
 from gradbus.actors.worker_state import Position, WorkerState
-from gradbus.experiments.export import export
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
-from gradbus.experiments.run_dir import write_json
+from gradbus.experiments.rundir.directory import write_json
+from gradbus.experiments.rundir.export import export
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.settings import FederatedConfig
 

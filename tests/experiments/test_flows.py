@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from gradbus.actors import Client, Controller
 from gradbus.experiments import doctor_probe, doctor_security
 from gradbus.experiments.exit_codes import exit_code_of
-from gradbus.experiments.export import export
-from gradbus.experiments.federated import run_client
 from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.experiments.run.federated import run_client
+from gradbus.experiments.rundir.export import export
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.models import NullTask, TrainResult
 from gradbus.runtime.bus import connect

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from gradbus.experiments import style
 from gradbus.experiments.gallery import __main__ as program
 from gradbus.experiments.gallery import install as install_module
 from gradbus.experiments.gallery.catalogue import CATALOGUE, Entry
@@ -23,6 +22,7 @@ from gradbus.experiments.gallery.plan import CODECS, EXCHANGES, FULL, QUICK, Fed
 from gradbus.experiments.gallery.published import published, source
 from gradbus.experiments.gallery.store import Finished, Store
 from gradbus.experiments.gallery.tables import TABLES, BadData, Row, collect, read_table, write_table
+from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # real processes: a controller with two clients, and two ranks

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import EpochReport, Progress, RoundReport
-from gradbus.experiments.live import LiveTable, ranges, rounds_table
-from gradbus.experiments.logfile import LogFile
-from gradbus.experiments.worker_live import epochs_table
+from gradbus.experiments.run.live import LiveTable, ranges, rounds_table
+from gradbus.experiments.run.logfile import LogFile
+from gradbus.experiments.run.worker_live import epochs_table
 
 REPORTS = [
     RoundReport(

@@ -18,15 +18,16 @@ from rich.console import Console
 from gradbus.actors import Progress, RoundReport
 from gradbus.actors.conduct import Strike
 from gradbus.actors.timeline import ClientTimeline
-from gradbus.experiments import bench_rows, lookup, versions
+from gradbus.experiments import bench_rows, lookup
 from gradbus.experiments.demo import DemoOptions, plan
 from gradbus.experiments.doctor import judge
 from gradbus.experiments.doctor_facts import Verdict
 from gradbus.experiments.doctor_probe import Measured
 from gradbus.experiments.exit_codes import ExitCode, exit_code_of
-from gradbus.experiments.live import LiveTable, PlainLines, rounds_table, size
-from gradbus.experiments.logfile import LogFile
-from gradbus.experiments.run_dir import RunDirectory
+from gradbus.experiments.run.live import LiveTable, PlainLines, rounds_table, size
+from gradbus.experiments.run.logfile import LogFile
+from gradbus.experiments.rundir import versions
+from gradbus.experiments.rundir.directory import RunDirectory
 from gradbus.runtime import errors
 from gradbus.runtime.missing_peers import port_range
 from gradbus.runtime.settings import BusSettings
@@ -183,7 +184,7 @@ def test_help_loads_neither_torch_nor_dds() -> None:
 
 STUBBORN = """
 import asyncio
-from gradbus.experiments.lifecycle import before_abort, guard, run_loop
+from gradbus.experiments.run.lifecycle import before_abort, guard, run_loop
 async def main():
     print("ready", flush=True)
     while True:

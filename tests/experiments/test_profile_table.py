@@ -16,10 +16,11 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments import run_files, traces
-from gradbus.experiments.profile_table import load_summaries, show_profile, summary_table
-from gradbus.experiments.run_files import read_run
-from gradbus.experiments.traces import merge_traces, trace_of
+from gradbus.experiments.report.profile_table import load_summaries, show_profile, summary_table
+from gradbus.experiments.rundir import reading as run_files
+from gradbus.experiments.rundir import traces
+from gradbus.experiments.rundir.reading import read_run
+from gradbus.experiments.rundir.traces import merge_traces, trace_of
 from gradbus.runtime.profile import Profile, ProfileSummary
 
 
@@ -171,7 +172,7 @@ def test_a_folder_without_a_profile_shows_nothing(tmp_path: Path) -> None:
 
 def test_the_table_of_a_folder_is_a_command(tmp_path: Path) -> None:
     def call(folder: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "gradbus.experiments.profile_table", str(folder)]
+        command = [sys.executable, "-m", "gradbus.experiments.report.profile_table", str(folder)]
         environment = {**os.environ, "COLUMNS": "120"}
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 

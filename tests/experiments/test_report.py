@@ -14,10 +14,10 @@ import pytest
 from gradbus.actors.conduct import Conduct
 from gradbus.actors.report import RoundReport
 from gradbus.actors.timeline import ClientTimeline
-from gradbus.experiments.report import page_of
-from gradbus.experiments.report_page import Column, duration, render, thinned
-from gradbus.experiments.run_dir import RunDirectory, json_text
-from gradbus.experiments.run_files import read_run
+from gradbus.experiments.report.build import page_of
+from gradbus.experiments.report.page import Column, duration, render, thinned
+from gradbus.experiments.rundir.directory import RunDirectory, json_text
+from gradbus.experiments.rundir.reading import read_run
 from gradbus.runtime.errors import ConfigError
 
 FEDERATED_FIGURES = ["learning", "round-times", "timeline-1", "timeline-2", "bytes", "norms"]

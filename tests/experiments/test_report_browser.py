@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from gradbus.experiments.report import make_report
+from gradbus.experiments.report.build import make_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup")

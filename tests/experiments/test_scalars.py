@@ -15,14 +15,14 @@ import pytest
 from patience import PATIENT_S
 
 from gradbus.actors import EpochReport, RoundReport
-from gradbus.experiments import scalars as scalars_module
-from gradbus.experiments.federated import run_client, run_controller
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
-from gradbus.experiments.place import Place
-from gradbus.experiments.run_dir import RunDirectory
-from gradbus.experiments.scalars import _MAX_WAITING, Scalars, open_scalars
-from gradbus.experiments.screen import Screen
-from gradbus.experiments.worker_run import Telling, run_worker
+from gradbus.experiments.report import scalars as scalars_module
+from gradbus.experiments.report.scalars import _MAX_WAITING, Scalars, open_scalars
+from gradbus.experiments.run.data_parallel import Telling, run_worker
+from gradbus.experiments.run.federated import run_client, run_controller
+from gradbus.experiments.run.rank_environment import Place
+from gradbus.experiments.run.screen import Screen
+from gradbus.experiments.rundir.directory import RunDirectory
 from gradbus.runtime.errors import ConfigError
 
 reader = pytest.importorskip(
@@ -190,6 +190,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_run_without_a_folder_does_not_load_tensorboard() -> None:
     """It is an extra: nobody pays for it who has not asked."""
-    code = "import sys; from gradbus.experiments import runs, worker_command; print('tensorboard' in sys.modules)"
+    modules = "commands, worker_command"
+    code = f"import sys; from gradbus.experiments.run import {modules}; print('tensorboard' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout == "False\n"

@@ -20,12 +20,12 @@ from patience import PATIENT_S
 
 import gradbus
 from gradbus.actors import delivery, intake
-from gradbus.experiments import status
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.exit_codes import NoJob
-from gradbus.experiments.status import Observer, observe
-from gradbus.experiments.status_settings import settings_of
-from gradbus.experiments.status_text import lines_of
+from gradbus.experiments.run import status
+from gradbus.experiments.run.status import Observer, observe
+from gradbus.experiments.run.status_settings import settings_of
+from gradbus.experiments.run.status_text import lines_of
 from gradbus.models import NullTask
 from gradbus.runtime.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, Pulse, Status
 from gradbus.runtime.errors import ConfigError

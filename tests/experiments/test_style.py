@@ -14,8 +14,8 @@ from PIL import Image
 
 from gradbus import codecs
 from gradbus.actors import RoundReport
-from gradbus.experiments import style
 from gradbus.experiments.figures import draw_accuracy
+from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError
 
 

@@ -9,11 +9,11 @@ import pytest
 from report_runs import parallel_run
 
 from gradbus.actors import EpochReport
-from gradbus.experiments import worker_command
 from gradbus.experiments.files import TaskSettings
-from gradbus.experiments.run_dir import write_json
+from gradbus.experiments.run import worker_command
+from gradbus.experiments.rundir.directory import write_json
+from gradbus.experiments.rundir.worker_directory import WorkerDirectory
 from gradbus.experiments.tasks import ConfiguredShardTask
-from gradbus.experiments.worker_dir import WorkerDirectory
 from gradbus.runtime.errors import ConfigError
 
 TASK = """

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gradbus.experiments import lifecycle
-from gradbus.experiments.live import head, warning
-from gradbus.experiments.report_page import Page, Tile, render
-from gradbus.experiments.status import Observer
-from gradbus.experiments.status_text import lines_of
+from gradbus.experiments.report.page import Page, Tile, render
+from gradbus.experiments.run import lifecycle
+from gradbus.experiments.run.live import head, warning
+from gradbus.experiments.run.status import Observer
+from gradbus.experiments.run.status_text import lines_of
 from gradbus.runtime import control, logs
 from gradbus.runtime.control import PROTOCOL, Failed, GroupHello, GroupLeave, Hello, Pulse, Refused, Status
 from gradbus.runtime.frames import CONTROLLER

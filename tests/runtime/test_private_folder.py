@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gradbus.experiments.run_dir import RunDirectory
-from gradbus.experiments.worker_dir import WorkerDirectory
+from gradbus.experiments.rundir.directory import RunDirectory
+from gradbus.experiments.rundir.worker_directory import WorkerDirectory
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.history import History
 from gradbus.runtime.private_folder import make_private

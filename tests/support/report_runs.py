@@ -13,11 +13,11 @@ from patience import PATIENT_S
 from torch import Tensor, nn
 
 import gradbus
-from gradbus.experiments.federated import run_controller
 from gradbus.experiments.files import ControllerFile, WorkerFile
-from gradbus.experiments.place import Place
-from gradbus.experiments.run_dir import RunDirectory
-from gradbus.experiments.worker_run import Telling, run_worker
+from gradbus.experiments.run.data_parallel import Telling, run_worker
+from gradbus.experiments.run.federated import run_controller
+from gradbus.experiments.run.rank_environment import Place
+from gradbus.experiments.rundir.directory import RunDirectory
 
 TRUTH = torch.linspace(-1, 1, 2000)
 

@@ -17,7 +17,7 @@ from group_scripts import known_ranks
 from identities import Identities
 
 import gradbus
-from gradbus.experiments.status import observe
+from gradbus.experiments.run.status import observe
 from gradbus.runtime.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobTaken, JoinRefused, PeerLost
 from gradbus.runtime.messages import Control

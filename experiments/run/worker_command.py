@@ -15,20 +15,20 @@ from gradbus.experiments.buses import check
 from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.figures import draw_epochs
 from gradbus.experiments.files import WorkerFile, load
-from gradbus.experiments.lifecycle import run_loop
-from gradbus.experiments.live import percent, size
-from gradbus.experiments.logfile import LogFile
-from gradbus.experiments.place import Place, find_place
-from gradbus.experiments.run_dir import new_path, open_log
-from gradbus.experiments.scalars import open_scalars
-from gradbus.experiments.screen import Screen
-from gradbus.experiments.worker_live import EpochLines, EpochTable, NoDisplay, RankLines
+from gradbus.experiments.report.scalars import open_scalars
+from gradbus.experiments.run.lifecycle import run_loop
+from gradbus.experiments.run.live import percent, size
+from gradbus.experiments.run.logfile import LogFile
+from gradbus.experiments.run.rank_environment import Place, find_place
+from gradbus.experiments.run.screen import Screen
+from gradbus.experiments.run.worker_live import EpochLines, EpochTable, NoDisplay, RankLines
+from gradbus.experiments.rundir.directory import new_path, open_log
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.tasks import single_error
 
 if TYPE_CHECKING:
     from gradbus.actors import Worker
-    from gradbus.experiments.worker_run import Outcome, Telling
+    from gradbus.experiments.run.data_parallel import Outcome, Telling
 
 log = get_logger("cli")
 
@@ -71,7 +71,7 @@ class _Command:
     def run(self, loop: LoopName) -> None:
         screen = self._screen
         screen.configure_logs()
-        from gradbus.experiments.worker_run import Telling  # loads torch
+        from gradbus.experiments.run.data_parallel import Telling  # loads torch
 
         if self._place.rank != 0:
             shown = RankLines(screen.console, self._file.worker.epochs) if self._tells else NoDisplay()
@@ -95,7 +95,7 @@ class _Command:
             self._conclude(outcome)
 
     def _run(self, telling: Telling, loop: LoopName) -> Outcome | None:
-        from gradbus.experiments.worker_run import run_worker
+        from gradbus.experiments.run.data_parallel import run_worker
 
         try:
             return run_loop(lambda: run_worker(self._file, self._place, telling), loop)
@@ -108,7 +108,7 @@ class _Command:
         )  # fmt: skip
 
     def _conclude(self, outcome: Outcome) -> None:
-        from gradbus.experiments.profile_table import summary_table
+        from gradbus.experiments.report.profile_table import summary_table
 
         summary, screen = outcome.summary, self._screen
         picture = outcome.path / "accuracy.png"

@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO
 
-from gradbus.experiments.versions import machine, versions
+from gradbus.experiments.rundir.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json, read_text
 from gradbus.runtime.private_folder import keep_private, make_private

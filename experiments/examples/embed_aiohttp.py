@@ -1,6 +1,6 @@
 """Controllers inside another asyncio service, here a web service: it shows how the rounds go, and outlives them.
 
-    python -m gradbus.experiments.embed_aiohttp --config controller.conf.json --job mnist --port 8080
+    python -m gradbus.experiments.examples.embed_aiohttp --config controller.conf.json --job mnist --port 8080
 
 ``GET /status`` says in JSON where each job stands, ``/metrics`` the same for Prometheus, and ``/healthz`` answers 503
 when a controller has failed. What it takes is an application that is told of :func:`controller_context`.
@@ -25,8 +25,8 @@ import gradbus
 from gradbus.actors import FederatedTask, Progress
 from gradbus.experiments.buses import check, open_bus
 from gradbus.experiments.files import ControllerFile, load
-from gradbus.experiments.lifecycle import guard, say
-from gradbus.experiments.metrics import JobCollector, Totals
+from gradbus.experiments.report.metrics import JobCollector, Totals
+from gradbus.experiments.run.lifecycle import guard, say
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
@@ -235,7 +235,7 @@ def _finite(value: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The service as a program of its own. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradbus.experiments.embed_aiohttp", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m gradbus.experiments.examples.embed_aiohttp", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--config", type=Path, action="append", help="a controller's file; repeat it for several jobs")
     parser.add_argument("--job", help="name of the job, in place of the file's")

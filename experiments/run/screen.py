@@ -12,9 +12,9 @@ from rich.console import Console
 
 from gradbus.experiments.choices import LogLevel, LogStyle
 from gradbus.experiments.files import ControllerFile
-from gradbus.experiments.live import Display, LiveTable, PlainLines
-from gradbus.experiments.logfile import LogFile, logging_to
-from gradbus.experiments.run_dir import RunDirectory
+from gradbus.experiments.run.live import Display, LiveTable, PlainLines
+from gradbus.experiments.run.logfile import LogFile, logging_to
+from gradbus.experiments.rundir.directory import RunDirectory
 from gradbus.runtime import logs
 from gradbus.runtime.plain_text import plain_line, plain_text
 

@@ -8,11 +8,11 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from gradbus.actors.worker_report import EpochReport
-from gradbus.experiments import style
-from gradbus.experiments.report_figures import Curve
-from gradbus.experiments.report_svg import Picture, new_figure, picture_of
-from gradbus.experiments.run_files import Span
-from gradbus.experiments.style import Look
+from gradbus.experiments.report import style
+from gradbus.experiments.report.figures import Curve
+from gradbus.experiments.report.style import Look
+from gradbus.experiments.report.svg import Picture, new_figure, picture_of
+from gradbus.experiments.rundir.reading import Span
 from gradbus.runtime.profile_summary import ProfileSummary, WindowStats
 
 if TYPE_CHECKING:

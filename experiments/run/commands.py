@@ -11,11 +11,11 @@ from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.figures import draw_accuracy
 from gradbus.experiments.files import ControllerFile, load
-from gradbus.experiments.lifecycle import run_loop
-from gradbus.experiments.live import percent, size
-from gradbus.experiments.run_dir import RunDirectory, finished, new_path
-from gradbus.experiments.scalars import open_scalars
-from gradbus.experiments.screen import Screen
+from gradbus.experiments.report.scalars import open_scalars
+from gradbus.experiments.run.lifecycle import run_loop
+from gradbus.experiments.run.live import percent, size
+from gradbus.experiments.run.screen import Screen
+from gradbus.experiments.rundir.directory import RunDirectory, finished, new_path
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def controller_run(
     """``gradbus controller``. ``hint`` gets how the run can be continued, once that is known."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
-    from gradbus.experiments.federated import run_controller  # loads torch
+    from gradbus.experiments.run.federated import run_controller  # loads torch
 
     # Who asks for a style of log lines wants to see them.
     screen = Screen(live=live and style is LogStyle.AUTO, level=level, style=style)
@@ -59,7 +59,7 @@ def controller_run(
             f"gradbus controller {config} --run-dir {path} --set federated.rounds={2 * done.rounds}. "
             f"To begin anew: another --run-dir"
         )
-        from gradbus.experiments.federated import end_again
+        from gradbus.experiments.run.federated import end_again
 
         return run_loop(lambda: end_again(file, done.run_id), loop)
     with open_scalars(file.tensorboard) as scalars, RunDirectory(path) as run:

@@ -13,10 +13,10 @@ from gradbus.actors.heartbeat import MAX_NAMED
 from gradbus.actors.presence import say_ended
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
-from gradbus.experiments.lifecycle import off_the_loop
-from gradbus.experiments.live import Display
-from gradbus.experiments.run_dir import RunDirectory
-from gradbus.experiments.scalars import Scalars
+from gradbus.experiments.report.scalars import Scalars
+from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.live import Display
+from gradbus.experiments.rundir.directory import RunDirectory
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime.logs import get_logger
 

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from gradbus.experiments import report_federated, report_parallel, style
-from gradbus.experiments.live import number, percent, size
-from gradbus.experiments.report_figures import PARTS, Curve, curve_of, draw_curves
-from gradbus.experiments.report_figures_parallel import PARTS as STEP_PARTS
-from gradbus.experiments.report_figures_parallel import curve_of_epochs
-from gradbus.experiments.report_page import DASH, Figure, Page, Section, Table, duration, text_of
-from gradbus.experiments.report_svg import Picture, new_figure, picture_of
-from gradbus.experiments.run_dir import totals
-from gradbus.experiments.run_files import Run
-from gradbus.experiments.style import Look
+from gradbus.experiments.report import federated as report_federated
+from gradbus.experiments.report import parallel as report_parallel
+from gradbus.experiments.report import style
+from gradbus.experiments.report.figures import PARTS, Curve, curve_of, draw_curves
+from gradbus.experiments.report.figures_parallel import PARTS as STEP_PARTS
+from gradbus.experiments.report.figures_parallel import curve_of_epochs
+from gradbus.experiments.report.page import DASH, Figure, Page, Section, Table, duration, text_of
+from gradbus.experiments.report.style import Look
+from gradbus.experiments.report.svg import Picture, new_figure, picture_of
+from gradbus.experiments.run.live import number, percent, size
+from gradbus.experiments.rundir.directory import totals
+from gradbus.experiments.rundir.reading import Run
 from gradbus.runtime.errors import ConfigError
 
 IGNORED = {"run_dir", "federated.state_dir", "worker.state_dir", "bus.job", "bus.domain", "rank"}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradbus.actors.worker_report import EpochReport
-from gradbus.experiments import report_figures_parallel as figures
-from gradbus.experiments import style
 from gradbus.experiments.files import WorkerFile
-from gradbus.experiments.live import percent, size
-from gradbus.experiments.report_federated import task_of
-from gradbus.experiments.report_figures import draw_curves
-from gradbus.experiments.report_page import (
+from gradbus.experiments.report import figures_parallel as figures
+from gradbus.experiments.report import style
+from gradbus.experiments.report.federated import task_of
+from gradbus.experiments.report.figures import draw_curves
+from gradbus.experiments.report.page import (
     Column,
     Figure,
     Page,
@@ -24,8 +23,9 @@ from gradbus.experiments.report_page import (
     settings_tables,
     thinned,
 )
-from gradbus.experiments.run_files import MAX_TRACES, Run
-from gradbus.experiments.style import Look
+from gradbus.experiments.report.style import Look
+from gradbus.experiments.run.live import percent, size
+from gradbus.experiments.rundir.reading import MAX_TRACES, Run
 from gradbus.runtime.profile_summary import ProfileSummary
 
 MAX_TABLE_ROWS = 400

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gradbus.experiments import style
-from gradbus.experiments.report_svg import Picture
+from gradbus.experiments.report import style
+from gradbus.experiments.report.svg import Picture
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
@@ -107,7 +107,7 @@ def render(page: Page) -> str:
     """The page as HTML. Whatever the run's files say is text in it, never markup; figures are put in as they are."""
     import jinja2
 
-    folder = files("gradbus.experiments") / "templates"
+    folder = files("gradbus.experiments.report") / "templates"
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_plain
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.files import OF_CLIENTS, WorkerFile
-from gradbus.experiments.run_dir import MAX_FILE_BYTES, about_this_program, json_text, write_json
-from gradbus.experiments.traces import trace_of
+from gradbus.experiments.rundir.directory import MAX_FILE_BYTES, about_this_program, json_text, write_json
+from gradbus.experiments.rundir.traces import trace_of
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
 from gradbus.runtime.private_folder import keep_private, make_private

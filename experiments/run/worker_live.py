@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.experiments.live import fitted_table, head, number, percent, size, warning
-from gradbus.experiments.logfile import LogFile
+from gradbus.experiments.run.live import fitted_table, head, number, percent, size, warning
+from gradbus.experiments.run.logfile import LogFile
 
 if TYPE_CHECKING:
     from gradbus.actors import Worker

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradbus.experiments import report_compare, report_federated, report_parallel
-from gradbus.experiments.live import size
-from gradbus.experiments.report_page import Page, need_extras, write
-from gradbus.experiments.run_files import Run, read_run
+from gradbus.experiments.report import compare as report_compare
+from gradbus.experiments.report import federated as report_federated
+from gradbus.experiments.report import parallel as report_parallel
+from gradbus.experiments.report.page import Page, need_extras, write
+from gradbus.experiments.run.live import size
+from gradbus.experiments.rundir.reading import Run, read_run
 from gradbus.runtime.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gradbus.actors.conduct import FOR_GOOD, Strike
 from gradbus.actors.report import RoundReport
 from gradbus.actors.rounds import Outcome
-from gradbus.experiments.report_page import Section, Table, listed, thinned
+from gradbus.experiments.report.page import Section, Table, listed, thinned
 
 MAX_ROWS = 60
 

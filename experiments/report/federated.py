@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from gradbus.actors.report import RoundReport
 from gradbus.actors.timeline import MAX_CLIENTS, ClientTimeline
-from gradbus.experiments import report_figures as figures
-from gradbus.experiments import style
 from gradbus.experiments.files import ControllerFile
-from gradbus.experiments.live import percent, size
-from gradbus.experiments.report_faults import faults
-from gradbus.experiments.report_page import (
+from gradbus.experiments.report import figures as figures
+from gradbus.experiments.report import style
+from gradbus.experiments.report.faults import faults
+from gradbus.experiments.report.page import (
     Column,
     Figure,
     Page,
@@ -25,9 +24,10 @@ from gradbus.experiments.report_page import (
     settings_tables,
     thinned,
 )
-from gradbus.experiments.run_dir import totals
-from gradbus.experiments.run_files import Run
-from gradbus.experiments.style import Look
+from gradbus.experiments.report.style import Look
+from gradbus.experiments.run.live import percent, size
+from gradbus.experiments.rundir.directory import totals
+from gradbus.experiments.rundir.reading import Run
 
 MAX_TABLE_ROWS = 400
 

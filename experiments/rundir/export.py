@@ -20,8 +20,8 @@ from gradbus.actors.run_state import SavedRun, restore_weights
 from gradbus.actors.state_dict import copy_state
 from gradbus.actors.worker_state import SavedRank, restore_model
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
-from gradbus.experiments.live import size
-from gradbus.experiments.run_files import Kind, kind_of
+from gradbus.experiments.run.live import size
+from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.experiments.tasks import ConfiguredShardTask, ConfiguredTask
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
 from gradbus.runtime.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ import base64
 import io
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradbus.experiments import style
+from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

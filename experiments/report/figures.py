@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradbus.actors.report import RoundReport
 from gradbus.actors.timeline import ClientTimeline, Piece
-from gradbus.experiments import style
-from gradbus.experiments.report_svg import Picture, new_figure, picture_of
-from gradbus.experiments.style import Look
+from gradbus.experiments.report import style
+from gradbus.experiments.report.style import Look
+from gradbus.experiments.report.svg import Picture, new_figure, picture_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """The profiles of all ranks together: a table of where the time of a step goes, and one trace from the traces of all.
 
-    python -m gradbus.experiments.profile_table FOLDER
+    python -m gradbus.experiments.report.profile_table FOLDER
 
 The folder is a run directory: ``profile-rank-R.jsonl`` and ``trace-rank-R.json`` of every rank, those of other machines
 copied into it.
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradbus.experiments.live import size
-from gradbus.experiments.traces import merge_traces, readable
+from gradbus.experiments.run.live import size
+from gradbus.experiments.rundir.traces import merge_traces, readable
 from gradbus.runtime.profile_summary import ProfileSummary, read_summary
 
 _PARTS = {

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gradbus.actors.report import RoundReport
 from gradbus.actors.worker_report import EpochReport
-from gradbus.experiments.traces import MAX_TRACE_BYTES
+from gradbus.experiments.rundir.traces import MAX_TRACE_BYTES
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
 from gradbus.runtime.profile_summary import ProfileSummary, WindowStats, read_summary

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.experiments.logfile import LogFile
+from gradbus.experiments.run.logfile import LogFile
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What a run shows: the HTML report and its figures, tables, TensorBoard scalars, Prometheus metrics."""
