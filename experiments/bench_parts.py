@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradbus.experiments.bench_rows import Row, finish
-from gradbus.experiments.exit_codes import NoData, exit_code_of
+from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
 
 Taken = tuple[list[Row], dict[str, Any]]
 """Rows, and samples for the file."""

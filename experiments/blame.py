@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradbus.experiments.exit_codes import ExitCode
+from gradbus.experiments.cli.exit_codes import ExitCode
 
 
 @dataclass(frozen=True, slots=True)

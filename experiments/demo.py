@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.children import Child, Children
-from gradbus.experiments.exit_codes import ClientsGone, ExitCode, NoData
+from gradbus.experiments.cli.exit_codes import ClientsGone, ExitCode, NoData
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.lifecycle import off_the_loop

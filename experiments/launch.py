@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gradbus.experiments.blame import End, culprit
-from gradbus.experiments.exit_codes import ExitCode
+from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.rank_output import Sink, prefix
 from gradbus.experiments.rank_process import RankProcess, allow_files, fill_standard_files
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from gradbus import models
 from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
 from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
-from gradbus.experiments.exit_codes import NoData
+from gradbus.experiments.cli.exit_codes import NoData
+from gradbus.experiments.cli.import_object import import_object
 from gradbus.experiments.files import TaskSettings
-from gradbus.experiments.lookup import resolve
 from gradbus.experiments.run.lifecycle import stopping
 from gradbus.runtime.errors import ConfigError
 
@@ -221,7 +221,7 @@ def _own_data(spec: str, options: dict[str, Any]) -> models.DataSplit:
 
 
 def _function(spec: str, *, key: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = resolve(spec, key=key)
+    found: Callable[..., Any] = import_object(spec, key=key)
     if not callable(found):
         raise ConfigError(f"{key} {spec!r}: expected a function or a class, got {type(found).__name__}")
     return found

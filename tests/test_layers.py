@@ -303,7 +303,7 @@ GOOD = [
         "import gradbus\nfrom gradbus.actors import Client\nfrom gradbus.models import cnn",
     ),
     (arrows_go_down, "runtime/_front/__init__.py", "from .actors import Client\nfrom . import codecs"),
-    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli import main"),
+    (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli.main import main"),
     (
         arrows_go_down,
         "runtime/_torch/works.py",

@@ -236,7 +236,7 @@ def wrong_subcommands(markdown: str) -> set[str]:
 def subcommands() -> set[str]:
     import typer.main
 
-    from gradbus.experiments.cli import app
+    from gradbus.experiments.cli.main import app
 
     return set(getattr(typer.main.get_command(app), "commands", ()))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Parsers, and what they call. To watch a module makes its import ten times as slow.
 _WATCHED = (
-    "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.fuzz", "gradbus.experiments.history",
+    "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.fuzz", "gradbus.experiments.history.reader",
     "gradbus.experiments.rundir.reading",
     "gradbus.models.idx", "gradbus.runtime.assembler", "gradbus.runtime.bodies", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects",

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradbus.experiments.exit_codes import NoData, exit_code_of
+from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
 from gradbus.experiments.gallery.catalogue import CATALOGUE
 from gradbus.experiments.gallery.federated_runs import run_federated
 from gradbus.experiments.gallery.index import write_index

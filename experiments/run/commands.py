@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradbus.experiments.buses import check
-from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.figures import draw_accuracy
 from gradbus.experiments.files import ControllerFile, load

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from gradbus.experiments.choices import LoopName
-from gradbus.experiments.exit_codes import ExitCode, exit_code_of
+from gradbus.experiments.cli.choices import LoopName
+from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.needs import explain
 from gradbus.runtime.plain_text import plain_line, plain_text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from gradbus.experiments.choices import LogLevel, LogStyle
+from gradbus.experiments.cli.choices import LogLevel, LogStyle
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.run.live import Display, LiveTable, PlainLines
 from gradbus.experiments.run.logfile import LogFile, logging_to

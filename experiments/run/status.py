@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradbus.experiments.buses import open_bus
-from gradbus.experiments.exit_codes import NoJob
+from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.runtime.collectives.pulse import period_s
 from gradbus.runtime.control import GroupHello, GroupLeave, Hello, Leave, Pulse, Status
 from gradbus.runtime.frames import CONTROLLER

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradbus.experiments.buses import check
-from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.figures import draw_epochs
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars

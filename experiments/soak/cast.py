@@ -23,7 +23,7 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 DOMAIN = 24
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gradbus.experiments.soak.task", "gradbus.experiments.cli", "torch._dynamo"])
+_context.set_forkserver_preload(["gradbus.experiments.soak.task", "gradbus.experiments.cli.main", "torch._dynamo"])
 
 
 def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str) -> None:
@@ -39,7 +39,7 @@ def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str)
         del os.environ[name]
     if faults:
         os.environ["GRADBUS_BUS__FAULTS"] = faults
-    from gradbus.experiments.cli import app
+    from gradbus.experiments.cli.main import app
 
     app(list(arguments))
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradbus.experiments.history import Event, RunHistory, Start, read_history
-from gradbus.experiments.history_check import Finding, check
+from gradbus.experiments.history.invariants import InvariantResult, check
+from gradbus.experiments.history.reader import Event, RunHistory, Start, read_history
 from gradbus.experiments.soak.nemesis import PARTITIONS
 
 LIMITS = {
@@ -131,13 +131,13 @@ def summarise(path: Path, *, minutes: float, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _count(findings: list[Finding], name: str) -> int:
+def _count(findings: list[InvariantResult], name: str) -> int:
     return sum(len(finding.violations) for finding in findings if finding.name == name)
 
 
 def page(summary: dict[str, Any]) -> str:
     """One page for people."""
-    from gradbus.experiments.history_check import TITLES
+    from gradbus.experiments.history.invariants import TITLES
 
     verdict = "all well" if summary["ok"] else "NOT WELL"
     waited_s = summary["longest_wait_for_a_round_s"] or 0.0

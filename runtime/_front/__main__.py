@@ -4,7 +4,7 @@
 def main() -> None:
     """Entry point. Where a package is missing that even the options need, that is said in one line."""
     try:
-        from gradbus.experiments.cli import main as run
+        from gradbus.experiments.cli.main import main as run
     except ImportError as error:
         import sys
 

@@ -18,7 +18,7 @@ from commands import Forked
 from patience import PATIENT
 from typer.testing import CliRunner
 
-from gradbus.experiments.cli import app
+from gradbus.experiments.cli.main import app
 from gradbus.experiments.run import lifecycle
 
 

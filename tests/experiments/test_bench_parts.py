@@ -11,7 +11,7 @@ from gradbus import models
 from gradbus.experiments import bench_attacks, bench_ddp, bench_federated, bench_parts
 from gradbus.experiments.bench_parts import Part, Taken
 from gradbus.experiments.bench_rows import at_most
-from gradbus.experiments.exit_codes import ExitCode
+from gradbus.experiments.cli.exit_codes import ExitCode
 
 
 def good() -> Taken:

@@ -13,10 +13,10 @@ import doctor_node
 import pytest
 import warm
 
-from gradbus.experiments.doctor_facts import Finding, Verdict
-from gradbus.experiments.doctor_meeting import Met
-from gradbus.experiments.doctor_packets import Card, Heard, Packets, probe_ports
-from gradbus.experiments.doctor_peers import Seen, judge_peer
+from gradbus.experiments.doctor.datagrams import Card, Heard, Packets, probe_ports
+from gradbus.experiments.doctor.machine import Finding, Verdict
+from gradbus.experiments.doctor.peers import Seen, judge_peer
+from gradbus.experiments.doctor.remote_bus import Met
 from gradbus.experiments.namespaces import Host, set_link
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.settings import BusSettings

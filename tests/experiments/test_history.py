@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import gradbus
 from gradbus import codecs
 from gradbus.actors.strategy import FedAvg
-from gradbus.experiments.cli import app
-from gradbus.experiments.exit_codes import ExitCode
-from gradbus.experiments.history import read_history
-from gradbus.experiments.history_check import Finding, check
+from gradbus.experiments.cli.exit_codes import ExitCode
+from gradbus.experiments.cli.main import app
+from gradbus.experiments.history.invariants import InvariantResult, check
+from gradbus.experiments.history.reader import read_history
 from gradbus.models import NullTask
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.history import History, update_name, weights_name
@@ -35,7 +35,7 @@ _domains = itertools.cycle(range(60, 70))
 Event = dict[str, Any]
 
 
-def found(path: Path) -> dict[str, Finding]:
+def found(path: Path) -> dict[str, InvariantResult]:
     return {finding.name: finding for finding in check(read_history(path))}
 
 

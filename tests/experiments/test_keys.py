@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from identities import Identities
 
-from gradbus.experiments import doctor_security
 from gradbus.experiments.buses import check
-from gradbus.experiments.doctor_facts import Finding, Verdict
+from gradbus.experiments.doctor import security as doctor_security
+from gradbus.experiments.doctor.machine import Finding, Verdict
 from gradbus.runtime.security import allow_list
 from gradbus.runtime.security.job_key import JobKey, new_job_key, write_secret_file
 from gradbus.runtime.security.user_key import load_user_key

@@ -15,8 +15,8 @@ import pytest
 from doc_pages import fenced_blocks, rows, section
 from pydantic import BaseModel
 
-from gradbus.experiments import exit_codes
-from gradbus.experiments.doctor_facts import WANTED_BUFFER_BYTES
+from gradbus.experiments.cli import exit_codes
+from gradbus.experiments.doctor.machine import WANTED_BUFFER_BYTES
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.runtime.bus import connect
 from gradbus.runtime.collectives import layout
@@ -74,7 +74,7 @@ def test_a_setting_that_does_not_exist_would_be_found() -> None:
 def test_every_option_that_a_page_names_exists(root: Path, name: str) -> None:
     import typer.main
 
-    from gradbus.experiments.cli import app
+    from gradbus.experiments.cli.main import app
 
     group: Any = typer.main.get_command(app)
     known = {

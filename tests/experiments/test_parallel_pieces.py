@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import EpochReport
-from gradbus.experiments.exit_codes import exit_code_of
+from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch_command import plan
 from gradbus.experiments.run.data_parallel import check_equal_facts

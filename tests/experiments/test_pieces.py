@@ -18,12 +18,13 @@ from rich.console import Console
 from gradbus.actors import Progress, RoundReport
 from gradbus.actors.conduct import Strike
 from gradbus.actors.timeline import ClientTimeline
-from gradbus.experiments import bench_rows, lookup
+from gradbus.experiments import bench_rows
+from gradbus.experiments.cli import import_object
+from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
 from gradbus.experiments.demo import DemoOptions, plan
-from gradbus.experiments.doctor import judge
-from gradbus.experiments.doctor_facts import Verdict
-from gradbus.experiments.doctor_probe import Measured
-from gradbus.experiments.exit_codes import ExitCode, exit_code_of
+from gradbus.experiments.doctor.local_bus import Measured
+from gradbus.experiments.doctor.machine import Verdict
+from gradbus.experiments.doctor.report import judge
 from gradbus.experiments.run.live import LiveTable, PlainLines, rounds_table, size
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.experiments.rundir import versions
@@ -168,7 +169,7 @@ def test_a_resume_keeps_who_took_part_and_the_rounds_that_no_checkpoint_has_any_
 def test_the_current_directory_is_imported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    lookup.let_current_directory_be_imported()
+    import_object.add_current_directory_to_path()
     assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
     assert "" not in sys.path
 

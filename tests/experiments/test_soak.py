@@ -10,7 +10,7 @@ import pytest
 
 from gradbus.experiments.buses import check
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
-from gradbus.experiments.history import read_history
+from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.namespaces import Host
 from gradbus.experiments.soak import nemesis as nemesis_module
 from gradbus.experiments.soak.cast import Member, make_cast

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradbus.experiments.history import RunHistory, Start
+from gradbus.experiments.history.reader import RunHistory, Start
 from gradbus.experiments.soak.summary import LIMITS, recoveries, summarise
 
 GAP, CLIENT, _, CONTROLLER, RANKS = LIMITS

@@ -21,7 +21,7 @@ from patience import PATIENT_S
 import gradbus
 from gradbus.actors import delivery, intake
 from gradbus.experiments.buses import open_bus
-from gradbus.experiments.exit_codes import NoJob
+from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
 from gradbus.experiments.run.status import Observer, observe
 from gradbus.experiments.run.status_settings import settings_of

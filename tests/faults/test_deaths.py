@@ -14,8 +14,8 @@ from ddp_processes import Ranks
 from federation import Federation
 from patience import PATIENT_S, until
 
-from gradbus.experiments.history import Event, read_history
-from gradbus.experiments.history_check import check
+from gradbus.experiments.history.invariants import check
+from gradbus.experiments.history.reader import Event, read_history
 from gradbus.runtime.failpoints import fail_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

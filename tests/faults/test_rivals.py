@@ -20,7 +20,7 @@ from patience import until
 import gradbus
 from gradbus.actors import rival
 from gradbus.actors.rival import Rivals, claim_job
-from gradbus.experiments.history import read_history
+from gradbus.experiments.history.reader import read_history
 from gradbus.runtime.control import Bye, Leave, Status
 from gradbus.runtime.errors import JobTaken
 from gradbus.runtime.frames import CONTROLLER

@@ -135,6 +135,6 @@ def _be(arguments: list[str], folder: Path, environment: dict[str, str]) -> None
     os.chdir(folder)
     os.environ |= environment
     sys.argv = ["gradbus", *arguments]
-    from gradbus.experiments.cli import main
+    from gradbus.experiments.cli.main import main
 
     main()

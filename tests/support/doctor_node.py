@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gradbus.experiments.doctor_peers import look_for
+from gradbus.experiments.doctor.peers import look_for
 from gradbus.experiments.namespaces import enter_namespace
 from gradbus.runtime.settings import BusSettings
 

@@ -25,8 +25,8 @@ from typing import Any
 import warm
 from patience import PATIENT_S
 
-from gradbus.experiments.history import read_history
-from gradbus.experiments.history_check import Finding, check
+from gradbus.experiments.history.invariants import InvariantResult, check
+from gradbus.experiments.history.reader import read_history
 
 DIM = 200_000
 # Where no death is tested: on a busy machine processes stand still for seconds, and are not taken for dead then.
@@ -164,7 +164,7 @@ class Federation(AbstractContextManager["Federation"]):
         spec["client"] = {"history_dir": str(self.history), **spec.get("client", {})}
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, InvariantResult]:
         """What the checker of histories says so far, by invariant."""
         return {finding.name: finding for finding in check(read_history(self.history))}
 

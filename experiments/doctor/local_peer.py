@@ -1,4 +1,4 @@
-"""The other end of the doctor's measurement: ``python -m gradbus.experiments.doctor_peer SETTINGS``, a child."""
+"""The other end of the doctor's measurement: ``python -m gradbus.experiments.doctor.local_peer SETTINGS``, a child."""
 
 from __future__ import annotations
 

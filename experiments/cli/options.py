@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json or .toml file.", show_default=False)]
 Overrides = Annotated[
@@ -55,3 +55,8 @@ def insecure_setting(insecure: bool) -> list[str]:
 def folder_setting(key: str, folder: Path | None) -> list[str]:
     """An option that names a folder as an override of the setting of that name; a path like ``2024`` stays a text."""
     return [] if folder is None else [f"{key}={json.dumps(os.fspath(folder))}"]
+
+
+def addresses_of(text: str) -> tuple[str, ...]:
+    """The addresses in an option that lists them, separated by commas."""
+    return tuple(address.strip() for address in text.split(",") if address.strip())

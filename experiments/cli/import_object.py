@@ -12,7 +12,7 @@ from typing import Any
 from gradbus.runtime.errors import ConfigError
 
 
-def let_current_directory_be_imported() -> None:
+def add_current_directory_to_path() -> None:
     """Put the current directory on the import path, behind everything that is installed.
 
     Never in front, where ``python -m`` puts it: a folder ``codecs`` or ``models`` in it would hide modules that others
@@ -22,11 +22,11 @@ def let_current_directory_be_imported() -> None:
     sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]
 
 
-def resolve(spec: str, *, key: str) -> Any:
-    """The object that ``package.module:attribute`` names.
+def import_object(spec: str, *, key: str) -> Any:
+    """Import the object that ``package.module:attribute`` names.
 
     Args:
-        key: the setting it stands in, for the error.
+        key: the setting that names it, for the error.
 
     Raises:
         ConfigError: there is no such module or attribute, or importing the module fails.

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradbus.experiments.buses import document_of, open_bus
-from gradbus.experiments.doctor_facts import Finding, Verdict, mtu_of
-from gradbus.experiments.doctor_meeting import Meeting, Met
-from gradbus.experiments.doctor_packets import LARGE_BYTES, SMALL_BYTES, Card, Heard, Packets
+from gradbus.experiments.doctor.datagrams import LARGE_BYTES, SMALL_BYTES, Card, Heard, Packets
+from gradbus.experiments.doctor.machine import Finding, Verdict, mtu_of
+from gradbus.experiments.doctor.remote_bus import Meeting, Met
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.missing_peers import address_of, port_range
 from gradbus.runtime.security.settings import level_in_force, security_of

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.experiments.choices import LoopName
-from gradbus.experiments.doctor_facts import Finding, Verdict, machine, packages
+from gradbus.experiments.cli.choices import LoopName
+from gradbus.experiments.doctor.machine import Finding, Verdict, machine, packages
 from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.missing_peers import address_of, port_range
@@ -22,7 +22,7 @@ from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.settings import BusSettings
 
 if TYPE_CHECKING:
-    from gradbus.experiments.doctor_probe import Measured
+    from gradbus.experiments.doctor.local_bus import Measured
 
 DEFAULT_WAIT_S = 60.0  # for the doctor of another machine, which somebody has to start there
 _STYLES = {Verdict.OK: "green", Verdict.ADVICE: "yellow", Verdict.BAD: "red"}
@@ -53,9 +53,9 @@ def examine(
 def _on_the_bus(
     console: Console, settings: BusSettings, loop: LoopName, key_file: Path | None, wait_s: float | None, trusted: bool
 ) -> list[Finding]:
-    from gradbus.experiments.doctor_peers import JOB, look_for
-    from gradbus.experiments.doctor_probe import measure
-    from gradbus.experiments.doctor_security import measurable, protected, security
+    from gradbus.experiments.doctor.local_bus import measure
+    from gradbus.experiments.doctor.peers import JOB, look_for
+    from gradbus.experiments.doctor.security import measurable, protected, security
 
     settings = asked = protected(settings, key_file)
     own = address_of(settings.interface)

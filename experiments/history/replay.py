@@ -9,18 +9,18 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from gradbus.experiments.history import Event, RunHistory
+from gradbus.experiments.history.reader import Event, RunHistory
 from gradbus.runtime.history import model_name, update_name, weights_name
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from gradbus.experiments.history_check import Finding
+    from gradbus.experiments.history.invariants import InvariantResult
 
 _ONE = float(1 << 30)  # of the fixed point
 
 
-def replay(run: RunHistory, finding: Finding) -> None:
+def replay(run: RunHistory, finding: InvariantResult) -> None:
     """Compute again what can be: runs that kept their payloads, from their first round on."""
     folder = run.directory / "payloads"
     runs: dict[str, list[tuple[Event, list[Event]]]] = {}
@@ -60,7 +60,7 @@ def _weight(update: Event) -> int:
 
 
 class _Replay:
-    def __init__(self, run: RunHistory, finding: Finding, opening: Event) -> None:
+    def __init__(self, run: RunHistory, finding: InvariantResult, opening: Event) -> None:
         import numpy as np
 
         from gradbus.actors.strategies import make_strategy, within_limits

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from gradbus.experiments.choices import LogLevel, LogStyle, LoopName
-from gradbus.experiments.cli_options import (
+from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.import_object import add_current_directory_to_path
+from gradbus.experiments.cli.options import (
     Config,
     DataRoot,
     FullTraceback,
@@ -22,7 +23,6 @@ from gradbus.experiments.cli_options import (
     folder_setting,
     insecure_setting,
 )
-from gradbus.experiments.lookup import let_current_directory_be_imported
 from gradbus.experiments.run.lifecycle import guard
 
 
@@ -59,7 +59,7 @@ def worker(
     def action() -> None:
         from gradbus.experiments.run.worker_command import worker_run
 
-        let_current_directory_be_imported()
+        add_current_directory_to_path()
         extra = [] if resume is None else [f"worker.resume={str(resume).lower()}"]
         extra += [*folder_setting("tensorboard", tensorboard), *insecure_setting(insecure)]
         worker_run(
@@ -100,7 +100,7 @@ def run(
     def action() -> None:
         from gradbus.experiments.launch_command import launch_run
 
-        let_current_directory_be_imported()
+        add_current_directory_to_path()
         code.append(launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s))
 
     failed: Any = guard("run", action)

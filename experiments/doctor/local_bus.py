@@ -56,7 +56,7 @@ async def measure(settings: BusSettings) -> Measured:
         with bus.subscribe(Control) as inbox:
             link = Link(bus, ROOT, inbox)
             peer = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "gradbus.experiments.doctor_peer", settings.model_dump_json(),
+                sys.executable, "-P", "-m", "gradbus.experiments.doctor.local_peer", settings.model_dump_json(),
                 stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import median
 
-from gradbus.experiments.history import Event, RunHistory, Start
+from gradbus.experiments.history.reader import Event, RunHistory, Start
 
 WARM_UP = 0.3  # share of a process's samples that do not count: pools fill, caches grow
 WARM_UP_S = 20.0  # and so long at least
@@ -39,7 +39,7 @@ TITLES = {
 
 
 @dataclass(slots=True)
-class Finding:
+class InvariantResult:
     """One invariant.
 
     Attributes:
@@ -58,17 +58,17 @@ class Finding:
             self.violations.append(otherwise)
 
 
-def check(run: RunHistory) -> list[Finding]:
+def check(run: RunHistory) -> list[InvariantResult]:
     """All seven."""
-    from gradbus.experiments.history_replay import replay  # loads torch, where there is something to compute
+    from gradbus.experiments.history.replay import replay  # loads torch, where there is something to compute
 
-    rules: dict[str, Callable[[RunHistory, Finding], None]] = {
+    rules: dict[str, Callable[[RunHistory, InvariantResult], None]] = {
         "I1": _counts_once, "I2": _one_model, "I3": replay, "I4": _nothing_lost, "I5": _equal_ranks,
         "I6": _flat, "I7": _as_sent,
     }  # fmt: skip
     findings = []
     for name, rule in rules.items():
-        finding = Finding(name)
+        finding = InvariantResult(name)
         try:
             rule(run, finding)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -77,7 +77,7 @@ def check(run: RunHistory) -> list[Finding]:
     return findings
 
 
-def _counts_once(run: RunHistory, finding: Finding) -> None:
+def _counts_once(run: RunHistory, finding: InvariantResult) -> None:
     counted: set[tuple[str, int, int, int, int]] = set()
     round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever it says of its round
     for start in run.controller:
@@ -120,7 +120,7 @@ def _counts_once(run: RunHistory, finding: Finding) -> None:
                 )
 
 
-def _one_model(run: RunHistory, finding: Finding) -> None:
+def _one_model(run: RunHistory, finding: InvariantResult) -> None:
     held: dict[tuple[str, int], set[int]] = defaultdict(set)  # by clients; with a lossy codec not the weights
     weights: dict[tuple[str, int], set[int]] = defaultdict(set)
     for start in run.controller:
@@ -145,7 +145,7 @@ def _one_model(run: RunHistory, finding: Finding) -> None:
                 )
 
 
-def _nothing_lost(run: RunHistory, finding: Finding) -> None:
+def _nothing_lost(run: RunHistory, finding: InvariantResult) -> None:
     newest: dict[str, Event] = {}
     before: Start | None = None
     for start in run.controller:
@@ -175,7 +175,7 @@ def _nothing_lost(run: RunHistory, finding: Finding) -> None:
         before = start
 
 
-def _equal_ranks(run: RunHistory, finding: Finding) -> None:
+def _equal_ranks(run: RunHistory, finding: InvariantResult) -> None:
     hashes: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, starts in run.ranks.items():
         for start in starts:
@@ -188,7 +188,7 @@ def _equal_ranks(run: RunHistory, finding: Finding) -> None:
         finding.expect(len(found) == 1, f"step {step}: {told}")
 
 
-def _flat(run: RunHistory, finding: Finding) -> None:
+def _flat(run: RunHistory, finding: InvariantResult) -> None:
     work = _at_work(run)
     for (who, pid), samples in sorted(_by_process(run).items()):
         # A rank that still waits for the others has a thread and a descriptor less than one at work, and 26 MiB of 513.
@@ -237,7 +237,7 @@ def _by_process(run: RunHistory) -> dict[tuple[str, int], list[Event]]:
     return found
 
 
-def _as_sent(run: RunHistory, finding: Finding) -> None:
+def _as_sent(run: RunHistory, finding: InvariantResult) -> None:
     sent: dict[tuple[str, int, int, int, int], Event] = {}
     for client, starts in run.clients.items():
         for start in starts:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradbus.experiments.buses import document_of, open_bus
-from gradbus.experiments.doctor_facts import Finding, Verdict
+from gradbus.experiments.doctor.machine import Finding, Verdict
 from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.run.status_settings import BusFile
 from gradbus.runtime.errors import BusError, ConfigError

@@ -6,19 +6,19 @@ What is imported here decides how long ``gradbus --help`` takes; torch and DDS a
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import gradbus
-from gradbus.experiments import cli_check, cli_export, cli_keys, cli_parallel, cli_report, cli_status
-from gradbus.experiments.choices import CodecChoice, LogLevel, LogStyle, LoopName, NetworkChoice
-from gradbus.experiments.cli_options import (
+from gradbus.experiments.cli import inspection, keys, parallel
+from gradbus.experiments.cli.choices import CodecChoice, LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.import_object import add_current_directory_to_path
+from gradbus.experiments.cli.options import (
     Config,
     DataRoot,
     FullTraceback,
     Insecure,
-    KeyFile,
     Level,
     Live,
     Loop,
@@ -30,7 +30,6 @@ from gradbus.experiments.cli_options import (
     folder_setting,
     insecure_setting,
 )
-from gradbus.experiments.lookup import let_current_directory_be_imported
 from gradbus.experiments.run.lifecycle import guard, run_loop
 
 app = typer.Typer(
@@ -86,7 +85,7 @@ def demo(
         from gradbus.experiments.demo import DemoOptions
         from gradbus.experiments.run.commands import demo_run
 
-        let_current_directory_be_imported()
+        add_current_directory_to_path()
         options = DemoOptions(
             rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec.value,
             downlink_codec=downlink_codec.value, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
@@ -119,7 +118,7 @@ def controller(
     def action() -> None:
         from gradbus.experiments.run.commands import controller_run
 
-        let_current_directory_be_imported()
+        add_current_directory_to_path()
         extra = [] if resume is None else [f"federated.resume={str(resume).lower()}"]
         extra += [*folder_setting("tensorboard", tensorboard), *insecure_setting(insecure)]
         controller_run(
@@ -150,7 +149,7 @@ def client(
         from gradbus.runtime import logs
 
         logs.configure(level=log_level.value, style=log_style.value)
-        let_current_directory_be_imported()
+        add_current_directory_to_path()
         extra = [*insecure_setting(insecure), *(["client.full_traceback=true"] if full_traceback else [])]
         settings = load(ClientFile, config, overrides=[*(overrides or ()), *extra], data_root=data_root)
         check(settings.bus)
@@ -161,56 +160,8 @@ def client(
     raise typer.Exit(guard("client", action, full_traceback=full_traceback))
 
 
-cli_parallel.add_to(app)
-cli_report.add_to(app)
-cli_export.add_to(app)
-cli_check.add_to(app)
-cli_keys.add_to(app)
-cli_status.add_to(app)
-
-
-@app.command()
-def doctor(
-    network: Annotated[NetworkChoice, typer.Option(help="Network profile.")] = NetworkChoice.LOOPBACK,
-    interface: Annotated[str, typer.Option(help="Network interface.")] = "lo",
-    peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
-    domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
-    key_file: KeyFile = None,
-    wait_s: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            help="Look for the doctors of other machines for so long. [default: 60 with --peers, else not at all]",
-        ),
-    ] = None,
-    job: Annotated[str | None, typer.Option(help="Meet the other doctors under this name.", show_default=False)] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Everybody on the network is trusted.")] = False,
-    loop: Loop = LoopName.UVLOOP,
-) -> None:
-    """Check this machine, and with --peers the way to others: versions, network, protection, and DDS, measured.
-
-    Start it on two machines within a minute, with the same settings and each other's address in --peers: they find each
-    other, measure both ways, and each says what it does not see, and what to check. No answer is a failure.
-    """
-    well: list[bool] = []
-
-    def action() -> None:
-        from gradbus.experiments.doctor import DEFAULT_WAIT_S, examine
-        from gradbus.runtime import logs
-        from gradbus.runtime.settings import BusSettings
-
-        logs.configure(level="error")
-        addresses = tuple(address.strip() for address in peers.split(",") if address.strip())
-        settings = BusSettings(
-            domain=domain, network=network.value, interface=interface, peers=addresses, insecure=True  # it says nothing
-        )  # fmt: skip
-        settings = settings if job is None else settings.model_copy(update={"job": job})
-        others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
-        seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
-        well.append(examine(settings, loop, key_file, wait_s=seconds, trusted=insecure))
-
-    code: Any = guard("doctor", action)
-    raise typer.Exit(code or (0 if all(well) else 8))
+for _commands in (parallel, inspection, keys):
+    _commands.add_to(app)
 
 
 def main() -> None:

@@ -1,0 +1,216 @@
+"""The commands that look at a run, a job or this machine: ``gradbus report | export | check | status | doctor``.
+
+None of them takes part in a job. What they need beyond typer is imported when they run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradbus.experiments.cli.choices import FileFormat, LoopName, NetworkChoice
+from gradbus.experiments.cli.exit_codes import ExitCode
+from gradbus.experiments.cli.import_object import add_current_directory_to_path
+from gradbus.experiments.cli.options import KeyFile, Loop, addresses_of
+from gradbus.experiments.run.lifecycle import guard, run_loop
+from gradbus.runtime.plain_text import plain_line
+
+if TYPE_CHECKING:
+    from gradbus.experiments.history.invariants import InvariantResult
+
+_MAX_SHOWN = 5  # violations of one invariant
+_RUN_DIR_HELP = "What a run has left: runs/JOB-TIME."
+
+
+def report(
+    run_dir: Annotated[Path | None, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, show_default=False)] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A B", help="Two runs of one kind, side by side; with RUN_DIR, three.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to. [default: report.html in the run directory]")
+    ] = None,
+) -> None:
+    """Make one HTML file of a run: curves, where the time went, bytes, faults, settings. It opens from the disk.
+
+    For federated and for data-parallel runs, also for one that goes on or was killed.
+    """
+
+    def action() -> None:
+        from gradbus.experiments.report.build import make_report
+
+        print(make_report(run_dir, compare or (), out))
+
+    raise typer.Exit(guard("report", action))
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, show_default=False)],
+    to: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to. [default: model.safetensors or model.pt in the run directory]"),
+    ] = None,
+    form: Annotated[
+        FileFormat | None, typer.Option("--format", help="[default: what FILE ends with, else safetensors]")
+    ] = None,
+    number: Annotated[
+        int | None,
+        typer.Option("--round", min=0, metavar="N", help="Round, or step of ranks. [default: the newest checkpoint]"),
+    ] = None,
+) -> None:
+    """Write the trained model of a run as named tensors, for model.load_state_dict().
+
+    For federated and for data-parallel runs, also for one that goes on or was killed. The model is the one that
+    config.json of the run names: start the command where that can be imported.
+    """
+
+    def action() -> None:
+        from gradbus.experiments.rundir.export import export as write
+
+        add_current_directory_to_path()
+        print(write(run_dir, to, None if form is None else form.value, number).text)
+
+    raise typer.Exit(guard("export", action))
+
+
+def check(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, show_default=False)],
+) -> None:
+    """Check what a run has noted against what must be true of every run: nothing lost, nothing counted twice.
+
+    Prints what was compared, and ends with exit code 12 where something does not hold. See docs/reliability.md.
+    """
+    lines: list[str] = []
+    well: list[bool] = []
+
+    def action() -> None:
+        from gradbus.experiments.history.invariants import check as check_all
+        from gradbus.experiments.history.reader import read_history
+
+        run = read_history(run_dir)
+        results = check_all(run)
+        lines.extend(invariant_table(results))
+        if run.cut_short:
+            lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
+        if run.without_start:
+            lines.append(f"{run.without_start} events are left out: no start of their process was noted")
+        well.append(not any(result.violations for result in results))
+
+    code = guard("check", action)
+    for line in lines:
+        print(plain_line(line))
+    raise typer.Exit(code or (ExitCode.OK if all(well) else ExitCode.HISTORY))
+
+
+def invariant_table(results: list[InvariantResult]) -> list[str]:
+    """For people: a line for each invariant, and the first of its violations."""
+    from gradbus.experiments.history.invariants import TITLES
+
+    lines = []
+    for result in results:
+        bad = len(result.violations)
+        verdict = f"{bad} VIOLATED" if bad else "holds" if result.checked else "nothing to check"
+        lines.append(f"{result.name}  {TITLES[result.name]:<40} {verdict:<18} {result.checked:>8} compared")
+        lines += [f"    {violation}" for violation in result.violations[:_MAX_SHOWN]]
+        if bad > _MAX_SHOWN:
+            lines.append(f"    and {bad - _MAX_SHOWN} more")
+    return lines
+
+
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Its name.", show_default=False)] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Take job and network from a configuration.", show_default=False),
+    ] = None,
+    domain: Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: 0]")] = None,
+    network: Annotated[NetworkChoice | None, typer.Option(help="Network profile. [default: loopback]")] = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface. [default: lo]")] = None,
+    peers: Annotated[str | None, typer.Option(help="Addresses of the other machines, separated by commas.")] = None,
+    key_file: KeyFile = None,
+    timeout: Annotated[float, typer.Option(min=0.5, help="Seconds to wait for a first word.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.5, help="How long to listen from then on.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Say what a running job is doing: its members, whom it waits for and why, rates, drops.
+
+    It only listens, and nobody waits for it. For federated and for data-parallel jobs.
+    """
+
+    def action() -> None:
+        from gradbus.experiments.buses import check
+        from gradbus.experiments.run.status_settings import settings_of
+        from gradbus.experiments.rundir.directory import json_text
+        from gradbus.runtime import logs
+
+        logs.configure(level="error")
+        options: dict[str, Any] = {
+            "job": job, "domain": domain, "network": None if network is None else network.value,
+            "interface": interface,
+            "peers": None if peers is None else list(addresses_of(peers)),
+            "key_file": None if key_file is None else str(key_file),
+        }  # fmt: skip
+        settings = settings_of(config, {key: value for key, value in options.items() if value is not None})
+        check(settings)
+        from gradbus.experiments.run.status import observe
+        from gradbus.experiments.run.status_text import lines_of
+
+        picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
+        print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))
+
+    raise typer.Exit(guard("status", action))
+
+
+def doctor(
+    network: Annotated[NetworkChoice, typer.Option(help="Network profile.")] = NetworkChoice.LOOPBACK,
+    interface: Annotated[str, typer.Option(help="Network interface.")] = "lo",
+    peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
+    domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
+    key_file: KeyFile = None,
+    wait_s: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Look for the doctors of other machines for so long. [default: 60 with --peers, else not at all]",
+        ),
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Meet the other doctors under this name.", show_default=False)] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Everybody on the network is trusted.")] = False,
+    loop: Loop = LoopName.UVLOOP,
+) -> None:
+    """Check this machine, and with --peers the way to others: versions, network, protection, and DDS, measured.
+
+    Start it on two machines within a minute, with the same settings and each other's address in --peers: they find each
+    other, measure both ways, and each says what it does not see, and what to check. No answer is a failure.
+    """
+    well: list[bool] = []
+
+    def action() -> None:
+        from gradbus.experiments.doctor.report import DEFAULT_WAIT_S, examine
+        from gradbus.runtime import logs
+        from gradbus.runtime.settings import BusSettings
+
+        logs.configure(level="error")
+        addresses = addresses_of(peers)
+        settings = BusSettings(
+            domain=domain, network=network.value, interface=interface, peers=addresses, insecure=True  # it says nothing
+        )  # fmt: skip
+        settings = settings if job is None else settings.model_copy(update={"job": job})
+        others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
+        seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
+        well.append(examine(settings, loop, key_file, wait_s=seconds, trusted=insecure))
+
+    code: Any = guard("doctor", action)
+    raise typer.Exit(code or (ExitCode.OK if all(well) else ExitCode.BUS))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    for command in (report, export, check, status, doctor):
+        app.command()(command)

@@ -1,0 +1,1 @@
+"""``gradbus check``: the event journals of a run, and the invariants that must hold in them."""
