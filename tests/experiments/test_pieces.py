@@ -176,7 +176,7 @@ def test_the_current_directory_is_imported_last(tmp_path: Path, monkeypatch: pyt
 
 def test_help_loads_neither_torch_nor_dds() -> None:
     code = (
-        "import sys; from gradbus.experiments import cli; import typer.main; typer.main.get_command(cli.app);"
+        "import sys; from gradbus.experiments.cli.main import app; import typer.main; typer.main.get_command(app);"
         "print([name for name in ('torch', 'cyclonedds', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
