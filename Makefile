@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
+# Programs for whoever changes gradbus: they lie with the tests, and no wheel has them.
+TOOL := PYTHONPATH=$(CURDIR)/tests/tools $(PY) -P -m
 STAMP := $(VENV)/.set-up
 CODE := actors codecs experiments models runtime
 ID ?= 0
@@ -112,7 +114,7 @@ faults: $(STAMP)  ## the tests in which something fails on purpose
 # Processes die, stand still, are cut off from each other, and lose what they send; then what they have left is checked.
 soak: MINUTES ?= 30
 soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something breaks every few seconds, and the history is checked
-	@$(PY) -m gradbus.experiments.soak --minutes $(MINUTES) $(ARGS)
+	@$(TOOL) soak --minutes $(MINUTES) $(ARGS)
 
 check: lint typecheck  ## formatting, lint, strict types and the fast tests
 	$(BIN)/pytest -m "not slow" $(ARGS)
@@ -127,13 +129,13 @@ format: $(STAMP)  ## format the code, mend what lint can mend
 
 # mypy cannot follow the editable install's mapping, and from the root it would read ./codecs as the standard library's module.
 # It sees the packages through links laid out as they are installed: `runtime/_front` is `gradbus` itself, `runtime/_torch` is
-# `gradbus.torch`, and neither is part of `gradbus.runtime`.
+# `gradbus.torch`, and neither is part of `gradbus.runtime`. The programs in tests/tools stand beside it.
 typecheck: $(STAMP)  ## strict types
 	@rm -rf build/tree && mkdir -p build/tree/gradbus && cd build/tree/gradbus && \
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
-		ln -s ../../../runtime/_torch torch
+		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m bad_link
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
@@ -190,14 +192,14 @@ bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
 # The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
 fuzz: SECONDS ?= 300
 fuzz: $(STAMP)  ## give every parser millions of inputs: make fuzz SECONDS=300
-	@$(PY) -m gradbus.experiments.fuzz --seconds $(SECONDS) $(TARGETS) $(ARGS)
+	@$(TOOL) fuzz --seconds $(SECONDS) $(TARGETS) $(ARGS)
 
 setup-fuzz: $(STAMP)  ## what make fuzz needs besides
 	@if [ -n "$(UV_NOW)" ]; then $(UV_ENV) $(UV_NOW) pip install -q --python $(PY) -c constraints.txt atheris; \
 	else $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt atheris; fi
 
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
-	@$(PY) -m gradbus.experiments.conformance $(ARGS)
+	@$(TOOL) conformance $(ARGS)
 
 # What has been run before is not run again. QUICK=1: smaller runs, less than 5 minutes; without it 35, on 2 idle cores.
 figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QUICK=1: small ones)

@@ -1,7 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair, MTU 1500. For tests of what crosses a network.
-
-Or joined by a link that is as bad as one likes, see :mod:`.bad_link`.
-"""
+"""Two hosts on one machine: network namespaces joined by a veth pair, MTU 1500, to measure what crosses a network."""
 
 from __future__ import annotations
 
@@ -12,9 +9,6 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-
-from gradbus.experiments.bad_link import BadLink, LinkFaults, open_tap
 
 _CLONE_NEWNET = 0x4000_0000
 _numbers = itertools.count()
@@ -39,42 +33,23 @@ class NoNamespaces(RuntimeError):
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make the two, and take them away again. Raises NoNamespaces."""
-    with _two_hosts() as hosts:
+    """Make two namespaces with a link between them, and remove them at the end. Raises NoNamespaces."""
+    with unlinked_hosts() as hosts:
         try:
             first, second = hosts
             _ip(
                 *("link", "add", first.interface, "netns", first.name, "mtu", "1500", "type", "veth"),
                 *("peer", "name", second.interface, "netns", second.name, "mtu", "1500"),
             )
-            _bring_up(hosts)
+            bring_up(hosts)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise _no_namespaces(error) from None
+            raise no_namespaces(error) from None
         yield hosts
 
 
 @contextmanager
-def two_far_hosts(faults: LinkFaults) -> Iterator[tuple[Host, Host, BadLink]]:
-    """The same with such a link in between. Raises NoNamespaces."""
-    with _two_hosts() as hosts:
-        taps: list[int] = []
-        try:
-            taps.extend(open_tap(host.interface, partial(enter_namespace, host.name)) for host in hosts)
-            _bring_up(hosts)
-        except (OSError, subprocess.CalledProcessError) as error:
-            for tap in taps:
-                os.close(tap)
-            raise _no_namespaces(error) from None
-        link = BadLink(taps[0], taps[1], faults)
-        try:
-            yield (*hosts, link)
-        finally:
-            link.close()
-
-
-@contextmanager
-def _two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces, with nothing between them."""
+def unlinked_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make two namespaces with no link between them, and remove them at the end. Raises NoNamespaces."""
     number = next(_numbers)
     tag = f"{os.getpid() % 100_000}x{number}"
     first, second = (
@@ -87,7 +62,7 @@ def _two_hosts() -> Iterator[tuple[Host, Host]]:
                 _ip("netns", "add", host.name)
                 made.append(host)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise _no_namespaces(error) from None
+            raise no_namespaces(error) from None
         yield first, second
     finally:
         for host in made:
@@ -95,14 +70,16 @@ def _two_hosts() -> Iterator[tuple[Host, Host]]:
                 _ip("netns", "del", host.name)
 
 
-def _bring_up(hosts: Iterable[Host]) -> None:
+def bring_up(hosts: Iterable[Host]) -> None:
+    """Give each host its address, and enable its interfaces. Raises subprocess.CalledProcessError."""
     for host in hosts:
         _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
         _ip("-n", host.name, "link", "set", host.interface, "up")
         _ip("-n", host.name, "link", "set", "lo", "up")
 
 
-def _no_namespaces(error: OSError | subprocess.CalledProcessError) -> NoNamespaces:
+def no_namespaces(error: OSError | subprocess.CalledProcessError) -> NoNamespaces:
+    """The error that says why none can be made."""
     detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
     return NoNamespaces(f"no network namespaces here: {detail}")
 

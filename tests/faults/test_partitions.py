@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_link import BadLink, LinkFaults, two_far_hosts
 from federation import Federation
 
-from gradbus.experiments.bad_link import BadLink, LinkFaults
-from gradbus.experiments.namespaces import Host, NoNamespaces, set_link, two_far_hosts
+from gradbus.experiments.namespaces import Host, NoNamespaces, set_link
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soak import nemesis as nemesis_module
+from soak.nemesis import KINDS, Nemesis
+from soak.processes import Member, make_cast
+from soak.summary import page, recoveries, summarise
 
 from gradbus.experiments.buses import check
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.namespaces import Host
-from gradbus.experiments.soak import nemesis as nemesis_module
-from gradbus.experiments.soak.cast import Member, make_cast
-from gradbus.experiments.soak.nemesis import KINDS, Nemesis
-from gradbus.experiments.soak.summary import page, recoveries, summarise
 from gradbus.runtime import network
 
 RUN = "00000000000000aa"

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
+from fuzz.target import Target, must
 from gradbus import codecs
 from gradbus.codecs import dgc_wire, fp32, q8, s4, sq8
-from gradbus.experiments.fuzz.target import Target, must
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch import hooks_wire
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from gradbus.experiments.fuzz.target import Target, must
+from fuzz.target import Target, must
 from gradbus.runtime import control, frames, sealed_memory, shared_memory
 from gradbus.runtime.assembler import Assembler, Verdict
 from gradbus.runtime.collectives import engine, objects

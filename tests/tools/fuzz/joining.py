@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 
-from gradbus.experiments.fuzz.target import Target, must
+from fuzz.target import Target, must
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security import epoch, join_messages
 from gradbus.runtime.security.allow_list import AllowList, Entry, parse_allow_list

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fuzz import __main__ as program
+from fuzz.catalogue import NAMES, TARGETS
+from fuzz.target import RESIDENT_SLACK_BYTES, Target, peaks, remove_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.experiments.fuzz import __main__ as program
-from gradbus.experiments.fuzz.catalogue import NAMES, TARGETS
-from gradbus.experiments.fuzz.target import RESIDENT_SLACK_BYTES, Target, peaks, remove_folder
 from gradbus.runtime import frames
 
 EXAMPLES = 60  # of each target; `make fuzz` tries millions
@@ -93,7 +93,7 @@ def test_the_memory_of_an_input_is_what_it_takes_at_most() -> None:
 
 MEASURED = """
 import torch
-from gradbus.experiments.fuzz.target import Target, peaks, resident_peaks
+from fuzz.target import Target, peaks, resident_peaks
 
 target = Target(lambda data: torch.ones(len(data) << 18).sum().item() and None, 1000, lambda: [b""])
 print(*resident_peaks(target, iter([b"", bytes(60), b""])), *peaks(target, iter([bytes(30)])))
@@ -102,10 +102,10 @@ print(*resident_peaks(target, iter([b"", bytes(60), b""])), *peaks(target, iter(
 
 def test_memory_that_python_does_not_count_is_seen_as_well() -> None:
     """In a process whose allocator gives back what is free, as the program starts its own."""
+    environment = {**os.environ, **program.GIVES_BACK, "PYTHONPATH": str(program.TOOLS)}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED], env=os.environ | program.GIVES_BACK, capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", MEASURED], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     before, large, after, counted = map(int, done.stdout.split())
     assert large > 56 << 20
     assert max(before, after) < RESIDENT_SLACK_BYTES

@@ -1,4 +1,4 @@
-"""``python -m gradbus.experiments.soak --minutes 30``, or ``make soak MINUTES=30``."""
+"""``python -m soak --minutes 30``, or ``make soak MINUTES=30``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gradbus.experiments.namespaces import Host, NoNamespaces, two_hosts
-from gradbus.experiments.soak.cast import Cast, make_cast
-from gradbus.experiments.soak.nemesis import Nemesis
-from gradbus.experiments.soak.summary import page, summarise
+from soak.nemesis import Nemesis
+from soak.processes import Cast, make_cast
+from soak.summary import page, summarise
 
 _TICK_S = 0.25
 _SAMPLE_S = 1.0

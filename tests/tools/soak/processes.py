@@ -23,7 +23,7 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 DOMAIN = 24
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gradbus.experiments.soak.task", "gradbus.experiments.cli.main", "torch._dynamo"])
+_context.set_forkserver_preload(["soak.task", "gradbus.experiments.cli.main", "torch._dynamo"])
 
 
 def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str) -> None:
@@ -166,7 +166,7 @@ def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] 
     """
     job = f"soak-{os.getpid()}"
     federated, parallel = path / "federated", path / "parallel"
-    task = {"task": "gradbus.experiments.soak.task:PacedTask"}
+    task = {"task": "soak.task:PacedTask"}
     rules = {
         # A killed client's lease takes a second, as long as the others may wait for it: the grace has to end earlier.
         "rounds": 1_000_000, "num_clients": clients, "min_clients": 1, "quorum": 0.5, "grace_s": 0.8,
@@ -213,7 +213,7 @@ def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] 
     config = write(
         "worker",
         {"bus": {"job": f"{job}-p", "domain": DOMAIN + 1},
-         "task": {"task": "gradbus.experiments.soak.task:PacedShards", "threads": 1},
+         "task": {"task": "soak.task:PacedShards", "threads": 1},
          "worker": {"epochs": 100_000, "eval_every_epochs": 0, "hash_every": 1, "checkpoint_every_steps": 10,
                     "collective_timeout_s": 30.0}},
     )  # fmt: skip

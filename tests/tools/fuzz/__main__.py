@@ -1,6 +1,6 @@
 """``make fuzz SECONDS=300``: all targets one after the other, then a table of what was done and what it took.
 
-``python -m gradbus.experiments.fuzz --seconds 300 [TARGET ...]``. The exit code is 1 if an input broke a parser,
+``PYTHONPATH=tests/tools python -P -m fuzz --seconds 300 [TARGET ...]``. The exit code is 1 if an input broke a parser,
 or took more than twice the memory that the parser states; 2 if nothing could be fuzzed.
 """
 
@@ -23,13 +23,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments.fuzz.catalogue import BROKEN, NAMES, TARGETS
-from gradbus.experiments.fuzz.target import RESIDENT_SLACK_BYTES
+from fuzz.catalogue import BROKEN, NAMES, TARGETS
+from fuzz.target import RESIDENT_SLACK_BYTES
 from gradbus.experiments.run.live import size
 from gradbus.runtime.needs import install_line
 
 _START_S = 120.0  # on top of the time given: imports, seeds, and a corpus of an earlier run
 _KEPT_LINES = 40
+TOOLS = Path(__file__).resolve().parents[1]  # where a child finds this package
 # Of glibc: memory of some size comes from the kernel, and goes back to it at once, so that it can be seen.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768", "MALLOC_ARENA_MAX": "1"}
 
@@ -110,8 +111,8 @@ def _child(
     arguments: Sequence[str], limit_s: float, scratch: str, more: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Its exit code, and what it said. ``scratch``: for its files; libFuzzer gives it no time to remove them."""
-    command = [sys.executable, "-P", "-m", "gradbus.experiments.fuzz.child", *arguments]
-    environment = {**os.environ, "TMPDIR": scratch, "OMP_NUM_THREADS": "1", **(more or {})}
+    command = [sys.executable, "-P", "-m", "fuzz.child", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(TOOLS), "TMPDIR": scratch, "OMP_NUM_THREADS": "1", **(more or {})}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environment,
         errors="replace",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradbus.experiments.fuzz import codecs, files, joining, sealed, wire
-from gradbus.experiments.fuzz.target import Target
+from fuzz import codecs, files, joining, sealed, wire
+from fuzz.target import Target
 
 TARGETS: dict[str, Target] = {**wire.TARGETS, **sealed.TARGETS, **joining.TARGETS, **codecs.TARGETS, **files.TARGETS}
 NAMES = tuple(TARGETS)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from gradbus.experiments.namespaces import Host, set_link
-from gradbus.experiments.soak.cast import Cast, Member
+from soak.processes import Cast, Member
 
 PAUSE_S = (8.0, 16.0)  # between two faults
 SICK = "drop p=0.05; delay p=0.1 seconds=0.3; duplicate p=0.05; reorder p=0.05; corrupt p=0.03; seed={seed}"

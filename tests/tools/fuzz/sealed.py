@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from gradbus.experiments.fuzz.target import Target, must
+from fuzz.target import Target, must
 from gradbus.runtime import idl_types
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security import envelope

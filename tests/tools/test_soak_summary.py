@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soak.summary import LIMITS, recoveries, summarise
 
 from gradbus.experiments.history.reader import RunHistory, Start
-from gradbus.experiments.soak.summary import LIMITS, recoveries, summarise
 
 GAP, CLIENT, _, CONTROLLER, RANKS = LIMITS
 

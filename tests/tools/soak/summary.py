@@ -11,7 +11,7 @@ from typing import Any
 
 from gradbus.experiments.history.invariants import InvariantResult, check
 from gradbus.experiments.history.reader import Event, RunHistory, Start, read_history
-from gradbus.experiments.soak.nemesis import PARTITIONS
+from soak.nemesis import PARTITIONS
 
 LIMITS = {
     "gap of the others when a client is killed": 1.0,

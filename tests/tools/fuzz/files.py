@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from fuzz.target import Target, folder, must
 from gradbus.actors.report import RoundReport
 from gradbus.actors.worker_report import EpochReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
-from gradbus.experiments.fuzz.target import Target, folder, must
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.rundir.reading import read_run

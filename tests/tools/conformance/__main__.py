@@ -1,6 +1,6 @@
 """PyTorch's own tests of torch.distributed, over gloo and over dds: dds must pass what gloo passes.
 
-``make conformance`` or ``python -m gradbus.experiments.conformance``; the exit code is 1 if dds misses a test that gloo
+``make conformance`` or ``python -m conformance``; the exit code is 1 if dds misses a test that gloo
 passes on the CPU, 2 if nothing could be compared. The tests come with the torch wheel and need the package expecttest.
 Most of them need a GPU or NCCL besides, and are skipped.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from conformance.suite import Result, Run, run
 from gradbus.experiments.bench_rows import machine
-from gradbus.experiments.conformance_suite import Result, Run, run
 
 REFERENCE, OURS = "gloo", "dds"
 _IMPORT_S = 120.0

@@ -16,11 +16,11 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradbus.experiments.fuzz.target import Target
+    from fuzz.target import Target
 
 # Parsers, and what they call. To watch a module makes its import ten times as slow.
 _WATCHED = (
-    "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.fuzz", "gradbus.experiments.history.reader",
+    "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.history.reader",
     "gradbus.experiments.rundir.reading",
     "gradbus.models.idx", "gradbus.runtime.assembler", "gradbus.runtime.bodies", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects",
@@ -37,7 +37,7 @@ MOST_MEASURED = 4000
 
 def target_of(name: str) -> Target:
     """Imports its module."""
-    catalogue = import_module("gradbus.experiments.fuzz.catalogue")
+    catalogue = import_module("fuzz.catalogue")
     target: Target = catalogue.BROKEN if name == "broken" else catalogue.TARGETS[name]
     return target
 
@@ -64,7 +64,7 @@ def fuzz(name: str, corpus: Path, crashes: Path, seconds: int) -> None:
     import atheris
 
     others = list(_unwatched("gradbus"))
-    with atheris.instrument_imports(["gradbus", "tomllib"], others, enable_loader_override=False):
+    with atheris.instrument_imports(["gradbus", "fuzz", "tomllib"], others, enable_loader_override=False):
         target = target_of(name)
     quiet()
     for number, seed in enumerate(target.seeds()):
@@ -88,7 +88,7 @@ def _limit_memory(more_bytes: int) -> None:
 
 def measure(name: str, corpus: Path) -> None:
     """Say as JSON how much memory the inputs of a corpus take at most: of too many, the longest ones."""
-    from gradbus.experiments.fuzz.target import peaks, remove_folder, resident_peaks
+    from fuzz.target import peaks, remove_folder, resident_peaks
 
     target = target_of(name)
     quiet()
@@ -115,7 +115,7 @@ def measure(name: str, corpus: Path) -> None:
 
 
 def main(what: str, name: str, corpus: str, *rest: str) -> None:
-    """As ``python -m gradbus.experiments.fuzz.child WHAT TARGET CORPUS [CRASHES SECONDS]``."""
+    """As ``python -m fuzz.child WHAT TARGET CORPUS [CRASHES SECONDS]``."""
     if what == "fuzz":
         crashes, seconds = rest
         fuzz(name, Path(corpus), Path(crashes), int(seconds))
