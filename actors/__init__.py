@@ -1,14 +1,14 @@
 """The actors: a controller and its clients, workers, and the pure decision objects beside them."""
 
-from gradbus.actors.client import Client
-from gradbus.actors.controller import Controller
-from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
-from gradbus.actors.report import ClientSummary, Progress, RoundReport
-from gradbus.actors.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.strategy import FedAdam, FedAvg, FedAvgM, Strategy
-from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
-from gradbus.actors.worker import Worker
-from gradbus.actors.worker_report import EpochReport, WorkerSummary
+from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+from gradbus.actors.aggregation.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
+from gradbus.actors.data_parallel.worker import Worker
+from gradbus.actors.federated.client import Client
+from gradbus.actors.federated.controller import Controller
+from gradbus.actors.federated.report import ClientSummary, Progress, RoundReport
+from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
 
 __all__ = [
     "Client",

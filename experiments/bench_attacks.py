@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gradbus import codecs
-from gradbus.actors.flat_model import FlatModel
-from gradbus.actors.limits import Limited
-from gradbus.actors.norms import l2_norm
-from gradbus.actors.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.strategy import FedAvg, Strategy
+from gradbus.actors.aggregation.clipping import Limited
+from gradbus.actors.aggregation.norms import l2_norm
+from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+from gradbus.actors.aggregation.strategy import FedAvg, Strategy
+from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.experiments import bench_parts
 from gradbus.experiments.bench_parts import Part, Taken
 from gradbus.experiments.bench_rows import Row, at_least, at_most, shown

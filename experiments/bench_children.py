@@ -23,7 +23,7 @@ from gradbus.runtime import logs
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds.
-_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus", "torch._dynamo"])
+_context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus.bus", "torch._dynamo"])
 
 
 class ChildFailed(RuntimeError):

@@ -25,7 +25,7 @@ from gradbus.experiments.bench_collectives_ranks import DOMAIN, Place, failed, r
 from gradbus.experiments.bench_collectives_timing import FEW_REPEATS, KIB, MIB, ratios_of, size_text, spread, timed
 from gradbus.experiments.bench_rows import Row, at_least, shown
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
 
 WORLDS = (3, 4, 8)
 SIZES = (64 * KIB, MIB, 16 * MIB)

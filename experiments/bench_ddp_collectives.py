@@ -18,7 +18,7 @@ from gradbus.experiments.bench_rows import Row
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.arithmetic import ReduceOp
 from gradbus.runtime.collectives.reductions import Algorithm
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
 
 _ALGORITHMS: tuple[Algorithm, ...] = ("auto", "direct", "ring", "shards")
 _LOSS_PER_MILLE = 100

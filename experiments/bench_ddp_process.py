@@ -15,11 +15,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import gradbus
 from gradbus import models
-from gradbus.actors.replicas import fingerprint
+from gradbus.actors.data_parallel.replicas import fingerprint
 from gradbus.experiments.bench_children import Processes
 from gradbus.experiments.bench_process import LEASE_S
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
 
 Data = Literal["mnist", "glyphs"]
 DOMAIN = 21

@@ -44,10 +44,10 @@ from gradbus.experiments.bench_rows import Row, at_most, shown
 from gradbus.experiments.namespaces import NoNamespaces, enter_namespace, two_hosts
 from gradbus.models import NullTask
 from gradbus.runtime.security import Security
-from gradbus.runtime.security.allow_list import AllowList, Entry, write_allow_list
-from gradbus.runtime.security.identity_key import new_node_key, public_text
+from gradbus.runtime.security.encryption import PskKeys, Seal
+from gradbus.runtime.security.identity.allow_list import AllowList, Entry, write_allow_list
+from gradbus.runtime.security.identity.key import new_node_key, public_text
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.security.seal import PskKeys, Seal
 
 DOMAIN = 219
 DIM = 1_199_882

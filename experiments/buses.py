@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gradbus.runtime.faults import parse_rules
-from gradbus.runtime.network import NetworkConfig, build_xml
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.testing.faults import parse_rules
 
 if TYPE_CHECKING:
-    from gradbus.runtime.bus import Bus
+    from gradbus.runtime.bus.bus import Bus
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
@@ -34,7 +34,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
 
         load_key(level, settings.key_file)
     if level == "identity":
-        from gradbus.runtime.security.identity_opening import read_identity
+        from gradbus.runtime.security.identity.opening import read_identity
 
         read_identity(_security(settings, rank))
 
@@ -52,7 +52,7 @@ def open_bus(
     settings: BusSettings, *, observes: bool = False, rank: int | None = None
 ) -> AbstractAsyncContextManager[Bus]:
     """The bus that the settings describe. ``observes``: to listen and say nothing. ``rank``: as for :func:`check`."""
-    from gradbus.runtime.bus import connect  # loads DDS
+    from gradbus.runtime.bus.bus import connect
 
     security = _security(settings, rank)
     return connect(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
-    from gradbus.actors.report import RoundReport
-    from gradbus.actors.worker_report import EpochReport
+    from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.federated.report import RoundReport
 
 
 def draw_accuracy(path: Path, reports: Sequence[RoundReport], *, title: str) -> bool:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from gradbus.experiments.run.rank_environment import MAX_WORLD
-from gradbus.runtime.parallel_settings import DataParallelConfig
-from gradbus.runtime.settings import (
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.federated import (
     BusSettings,
     ClientConfig,
     FederatedConfig,

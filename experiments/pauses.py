@@ -28,8 +28,8 @@ from typing import Any
 
 import gradbus
 from gradbus.experiments.pauses_rank import burn, play, sit
-from gradbus.runtime.dds import Node
-from gradbus.runtime.discovery import discovery_ports, goodbye
+from gradbus.runtime.dds.discovery import discovery_ports, goodbye
+from gradbus.runtime.dds.participant import Node
 
 START_S = 60.0  # for a group to form
 STEP_S = 0.02  # between two collectives: several groups share two cores

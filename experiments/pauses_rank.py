@@ -17,8 +17,8 @@ import gradbus
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import join_group
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.messages import Control
 from gradbus.runtime.security import Security
+from gradbus.runtime.wire.messages import Control
 
 PATIENCE_S = 120.0  # of a collective
 

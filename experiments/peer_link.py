@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from gradbus.runtime.bus import Bus, Subscription
-from gradbus.runtime.control import Leave
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.messages import Control, Identity, Message, ModelBlob, new_incarnation
+from gradbus.runtime.bus.bus import Bus, Subscription
+from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import Control, Identity, Message, ModelBlob, new_incarnation
 
 ROOT, PEER = 0, 1  # who measures, and the first that answers
 HERE, PING, GOT, END = "here", "ping", "got", "end"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gradbus import models
-from gradbus.actors.parallel_task import DataParallelTask, ShardCounts
-from gradbus.actors.task import EvalOutcome, FederatedTask, TrainOutcome
+from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
+from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.experiments.cli.exit_codes import NoData
 from gradbus.experiments.cli.import_object import import_object
 from gradbus.experiments.files import TaskSettings
@@ -30,7 +30,7 @@ _SHARD_METHODS = ("build_model", "prepare_shard", "num_batches", "batches", "los
 
 
 class ConfiguredTask:
-    """A task made from settings. Implements :class:`gradbus.actors.task.FederatedTask`.
+    """A task made from settings. Implements :class:`gradbus.actors.federated.task.FederatedTask`.
 
     Attributes:
         note: one line about the data, once they are loaded.

@@ -21,7 +21,10 @@ MAY_IMPORT = {
 }
 FOLDERS = sorted(ALL - {"front", "torch"})
 MAPPED = {"_front": "front", "_torch": "torch"}  # folders of runtime that are packages of their own
-DDS_ONLY_IN = {f"runtime/{name}.py" for name in ("dds", "ddsc", "discovery", "domains", "c_topics", "idl_types")}
+DDS_ONLY_IN = {
+    f"runtime/dds/{name}.py"
+    for name in ("participant", "libddsc", "discovery", "domains", "native_topics", "idl_types")
+}
 LOGGING_SET_UP_ONLY_IN = {"runtime/logs.py"}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "cPickle", "dill", "cloudpickle", "joblib", "yaml", "torch.package"}
 # What runs or unpickles what it is given. torch's own object collectives do.
@@ -32,8 +35,9 @@ UNSAFE_CALLS = {
 }  # fmt: skip
 # What makes more of its input than it is, and the one file that does so within limits. Benchmarks read their own files.
 LIMITED_BY = {
-    "msgpack.unpackb": "runtime/packing.py", "msgpack.unpack": "", "msgpack.Unpacker": "runtime/packing.py",
-    "json.loads": "runtime/json_text.py", "json.load": "", "tomllib.loads": "runtime/settings.py", "tomllib.load": "",
+    "msgpack.unpackb": "runtime/wire/bounded_msgpack.py", "msgpack.unpack": "",
+    "msgpack.Unpacker": "runtime/wire/bounded_msgpack.py", "json.loads": "runtime/json_text.py", "json.load": "",
+    "tomllib.loads": "runtime/config/federated.py", "tomllib.load": "",
     "gzip.decompress": "", "zlib.decompress": "", "bz2.decompress": "", "lzma.decompress": "",
 }  # fmt: skip
 READ_THEIR_OWN = ("experiments/bench",)
@@ -223,8 +227,8 @@ def needs(path: str) -> set[str]:
 
 def test_a_client_needs_nothing_of_the_controllers_half() -> None:
     controllers = {f"actors/{name}.py" for name in ("downlink", "intake", "members", "presence", "reception")}
-    assert needs("actors/controller.py") >= controllers
-    assert needs("actors/client.py") & controllers == set()
+    assert needs("actors/federated/controller.py") >= controllers
+    assert needs("actors/federated/client.py") & controllers == set()
 
 
 def test_no_test_file_is_too_long() -> None:
@@ -236,45 +240,45 @@ BAD = [
     (arrows_go_down, "codecs/q8.py", "from ..runtime.errors import GradbusError"),
     (arrows_go_down, "codecs/q8.py", "from .. import runtime"),
     (arrows_go_down, "codecs/q8.py", "import gradbus"),
-    (arrows_go_down, "codecs/q8.py", "def f():\n    import gradbus.runtime.bus"),
+    (arrows_go_down, "codecs/q8.py", "def f():\n    import gradbus.runtime.bus.bus"),
     (arrows_go_down, "codecs/q8.py", "import importlib\nimportlib.import_module('gradbus.actors')"),
     (arrows_go_down, "codecs/sub/q8.py", "from ...actors import client"),
-    (arrows_go_down, "runtime/bus.py", "from gradbus import Controller"),
-    (arrows_go_down, "runtime/bus.py", "from gradbus.actors.client import Client"),
-    (arrows_go_down, "runtime/bus.py", "from gradbus.models.cnn import Cnn"),
+    (arrows_go_down, "runtime/bus/bus.py", "from gradbus import Controller"),
+    (arrows_go_down, "runtime/bus/bus.py", "from gradbus.actors.federated.client import Client"),
+    (arrows_go_down, "runtime/bus/bus.py", "from gradbus.models.cnn import Cnn"),
     (arrows_go_down, "models/data.py", "from gradbus.runtime import logs"),
-    (arrows_go_down, "actors/client.py", "from gradbus.models import task"),
-    (arrows_go_down, "actors/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
-    (arrows_go_down, "actors/client.py", "from gradbus.experiments import cli"),
-    (arrows_go_down, "actors/client.py", "from runtime import bus"),
-    (arrows_go_down, "actors/client.py", "import models.cnn"),
-    (arrows_go_down, "actors/client.py", "from codecs import get"),
+    (arrows_go_down, "actors/federated/client.py", "from gradbus.models import task"),
+    (arrows_go_down, "actors/federated/client.py", "if TYPE_CHECKING:\n    from gradbus.models import task"),
+    (arrows_go_down, "actors/federated/client.py", "from gradbus.experiments import cli"),
+    (arrows_go_down, "actors/federated/client.py", "from runtime import bus"),
+    (arrows_go_down, "actors/federated/client.py", "import models.cnn"),
+    (arrows_go_down, "actors/federated/client.py", "from codecs import get"),
     (arrows_go_down, "experiments/cli.py", "from gradbus.runtime._front import connect"),
     (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.experiments import cli"),
     (arrows_go_down, "runtime/_front/__main__.py", "from .experiments.cli import main"),
-    (arrows_go_down, "runtime/_torch/works.py", "from gradbus.actors.worker import Worker"),
+    (arrows_go_down, "runtime/_torch/works.py", "from gradbus.actors.data_parallel.worker import Worker"),
     (arrows_go_down, "runtime/_torch/works.py", "from gradbus.runtime._torch import register"),
-    (arrows_go_down, "runtime/bus.py", "from gradbus.torch import register"),
-    (dds_stays_behind_the_bus, "runtime/bus.py", "from cyclonedds.domain import DomainParticipant"),
+    (arrows_go_down, "runtime/bus/bus.py", "from gradbus.torch import register"),
+    (dds_stays_behind_the_bus, "runtime/bus/bus.py", "from cyclonedds.domain import DomainParticipant"),
     (dds_stays_behind_the_bus, "experiments/doctor.py", "def f():\n    import cyclonedds"),
     (logging_is_set_up_once, "actors/serve.py", "import structlog\nstructlog.configure(processors=[])"),
     (logging_is_set_up_once, "actors/serve.py", "from structlog import configure"),
-    (nothing_runs_foreign_code, "runtime/messages.py", "import pickle"),
-    (nothing_runs_foreign_code, "runtime/messages.py", "from marshal import loads"),
-    (nothing_runs_foreign_code, "runtime/messages.py", "import shelve as s"),
+    (nothing_runs_foreign_code, "runtime/wire/messages.py", "import pickle"),
+    (nothing_runs_foreign_code, "runtime/wire/messages.py", "from marshal import loads"),
+    (nothing_runs_foreign_code, "runtime/wire/messages.py", "import shelve as s"),
     (nothing_runs_foreign_code, "models/task.py", "x = eval('1')"),
     (nothing_runs_foreign_code, "models/task.py", "exec('x = 1')"),
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path)"),
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path, weights_only=False)"),
     (nothing_runs_foreign_code, "models/data.py", "np.load(path, allow_pickle=True)"),
-    (nothing_runs_foreign_code, "runtime/settings.py", "import yaml"),
+    (nothing_runs_foreign_code, "runtime/config/federated.py", "import yaml"),
     (nothing_runs_foreign_code, "runtime/_torch/works.py", "dist.all_gather_object(found, mine)"),
     (nothing_runs_foreign_code, "models/task.py", "from torch import package"),
-    (what_comes_from_outside_is_read_within_limits, "runtime/control.py", "msgpack.unpackb(data)"),
-    (what_comes_from_outside_is_read_within_limits, "runtime/packing.py", "json.loads(text)"),
+    (what_comes_from_outside_is_read_within_limits, "runtime/wire/control.py", "msgpack.unpackb(data)"),
+    (what_comes_from_outside_is_read_within_limits, "runtime/wire/bounded_msgpack.py", "json.loads(text)"),
     (what_comes_from_outside_is_read_within_limits, "models/idx.py", "gzip.decompress(data)"),
     (what_comes_from_outside_is_read_within_limits, "codecs/s4.py", "zstandard.ZstdDecompressor().decompress(x)"),
-    (torchvision_is_lazy, "actors/client.py", "def f():\n    import torchvision"),
+    (torchvision_is_lazy, "actors/federated/client.py", "def f():\n    import torchvision"),
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
     (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
@@ -289,12 +293,12 @@ GOOD = [
     (arrows_go_down, "codecs/q8.py", "from codecs import lookup"),
     (
         arrows_go_down,
-        "runtime/bus.py",
+        "runtime/bus/bus.py",
         "from gradbus.codecs import base\nfrom .errors import GradbusError\nfrom . import net",
     ),
     (
         arrows_go_down,
-        "actors/client.py",
+        "actors/federated/client.py",
         "from gradbus.runtime.bus import Bus\nfrom ..codecs import q8\nfrom . import rounds",
     ),
     (
@@ -310,14 +314,18 @@ GOOD = [
         "import torch.distributed\nfrom gradbus.torch.task import Task\nfrom gradbus.runtime.errors import BusClosed\n"
         "from .task import Task",
     ),
-    (dds_stays_behind_the_bus, "runtime/dds.py", "import cyclonedds"),
+    (dds_stays_behind_the_bus, "runtime/dds/participant.py", "import cyclonedds"),
     (logging_is_set_up_once, "runtime/logs.py", "import structlog\nstructlog.configure(processors=[])"),
     (
         nothing_runs_foreign_code,
         "models/task.py",
         "model.eval()\ntorch.load(path, weights_only=True)\nnp.load(p, allow_pickle=False)",
     ),
-    (what_comes_from_outside_is_read_within_limits, "runtime/packing.py", "msgpack.unpackb(data)\njson.dumps(x)"),
+    (
+        what_comes_from_outside_is_read_within_limits,
+        "runtime/wire/bounded_msgpack.py",
+        "msgpack.unpackb(data)\njson.dumps(x)",
+    ),
     (
         what_comes_from_outside_is_read_within_limits,
         "codecs/s4.py",

@@ -14,8 +14,8 @@ from gradbus.experiments.bench.bus_words import DOMAINS, ECHO, LATE, WATCH, Word
 from gradbus.experiments.bench.bus_words import network as network_of
 from gradbus.experiments.bench_process import loop_gaps, percentile
 from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.messages import Control, ModelBlob
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.wire.messages import Control, ModelBlob
 
 _LIFETIME_S = 300.0  # whatever becomes of the root
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from gradbus.experiments.peer_link import HERE, Link
-from gradbus.runtime.frames import FrameKey, Kind
-from gradbus.runtime.messages import ClientUpdate
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate
 
 DOMAINS = {"unicast": 23, "multicast": 24}  # a domain has one network configuration in a process
 WATCH, LATE = "watch", "late"

@@ -19,7 +19,7 @@ from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench_collectives_timing import in_turns, size_text
 from gradbus.experiments.bench_process import loop_gaps, percentile
 from gradbus.experiments.peer_link import END, GOT, PING, ROOT
-from gradbus.runtime.messages import ClientUpdate, Control
+from gradbus.runtime.wire.messages import ClientUpdate, Control
 
 KIB, MIB = 1 << 10, 1 << 20
 _PING_BYTES = 64

@@ -22,7 +22,7 @@ from gradbus.experiments.bench_collectives_ranks import Place
 from gradbus.experiments.bench_collectives_ranks import run_ranks as run_places
 from gradbus.experiments.bench_collectives_timing import in_turns
 from gradbus.experiments.bench_ddp_process import Training, run_ranks
-from gradbus.runtime import malloc
+from gradbus.runtime.dds import malloc
 
 _WORLD = 2
 _LR = 0.05

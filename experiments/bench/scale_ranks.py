@@ -17,7 +17,7 @@ from gradbus.experiments.bench_collectives_timing import KIB, MIB, size_text
 from gradbus.experiments.bench_ddp_process import DOMAIN, NETWORK, run_ranks
 from gradbus.experiments.bench_process import cpu_s
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ class CodecChoice(StrEnum):
 
 
 class NetworkChoice(StrEnum):
-    """Network profiles; see gradbus.runtime.network."""
+    """Network profiles; see gradbus.runtime.dds.network."""
 
     LOOPBACK = "loopback"
     NETWORK = "network"

@@ -194,7 +194,7 @@ def doctor(
     def action() -> None:
         from gradbus.experiments.doctor.report import DEFAULT_WAIT_S, examine
         from gradbus.runtime import logs
-        from gradbus.runtime.settings import BusSettings
+        from gradbus.runtime.config.federated import BusSettings
 
         logs.configure(level="error")
         addresses = addresses_of(peers)

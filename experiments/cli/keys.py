@@ -34,7 +34,7 @@ def new(
     """
 
     def action() -> None:
-        from gradbus.runtime.security.identity_key import new_node_key, public_text
+        from gradbus.runtime.security.identity.key import new_node_key, public_text
         from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
         if identity is not None:
@@ -60,7 +60,7 @@ def show(
     its name and public key. None of them is a secret. A user who has no key yet gets one."""
 
     def action() -> None:
-        from gradbus.runtime.security.identity_key import is_identity, load_node_key, public_text
+        from gradbus.runtime.security.identity.key import is_identity, load_node_key, public_text
         from gradbus.runtime.security.job_key import key_file, load_job_key, read_secret_file
         from gradbus.runtime.security.settings import names_key
         from gradbus.runtime.security.user_key import load_user_key
@@ -93,7 +93,7 @@ def allow(
     """Put a node on the allow list. A controller that runs lets it in within a second."""
 
     def action() -> None:
-        from gradbus.runtime.security.allow_list import (
+        from gradbus.runtime.security.identity.allow_list import (
             AllowList,
             Entry,
             changing,
@@ -102,8 +102,8 @@ def allow(
             parse_role,
             with_entry,
             write_allow_list,
-        )  # fmt: skip
-        from gradbus.runtime.security.identity_key import parse_public
+        )
+        from gradbus.runtime.security.identity.key import parse_public
 
         entry = Entry(
             name, parse_role(role, "--role"), parse_public(public_key, "PUBLIC_KEY"),
@@ -122,7 +122,7 @@ def remove(name: Name, file: ListFile = Path("allow.list")) -> None:
     """Take a node off the allow list. A controller that runs goes on without it, with new keys, within seconds."""
 
     def action() -> None:
-        from gradbus.runtime.security.allow_list import changing, load_allow_list, without, write_allow_list
+        from gradbus.runtime.security.identity.allow_list import changing, load_allow_list, without, write_allow_list
 
         with changing(file):
             allowed = without(load_allow_list(file), name)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.missing_peers import port_range
 from gradbus.runtime.plain_text import plain_line
 
 SMALL_BYTES, LARGE_BYTES = 1_400, 65_500  # datagrams of the profiles network and loopback

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Link
+from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.messages import Control
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.wire.messages import Control
 
 MET_WITHIN_S = 15.0  # of it some seconds are the start of a Python process, where the machine is busy
 _PING_BYTES = 64

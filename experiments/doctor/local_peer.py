@@ -8,8 +8,8 @@ import time
 
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.peer_link import END, GOT, HERE, PEER, Arrivals, Link
-from gradbus.runtime.messages import Control, ModelBlob
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.wire.messages import Control, ModelBlob
 
 _LIFETIME_S = 20.0  # whatever becomes of the doctor
 

@@ -9,9 +9,9 @@ from enum import Enum
 from pathlib import Path
 
 from gradbus.experiments.rundir.versions import versions
-from gradbus.runtime.missing_peers import port_range
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.needs import fault_of
-from gradbus.runtime.settings import BusSettings
 
 WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
 _JUMBO_MTU = 9000

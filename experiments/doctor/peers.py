@@ -14,11 +14,11 @@ from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor.datagrams import LARGE_BYTES, SMALL_BYTES, Card, Heard, Packets
 from gradbus.experiments.doctor.machine import Finding, Verdict, mtu_of
 from gradbus.experiments.doctor.remote_bus import Meeting, Met
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.missing_peers import address_of, port_range
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.missing_peers import address_of, port_range
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
-from gradbus.runtime.settings import BusSettings
 
 JOB = "gradbus-doctor"
 _LINGER_S = 1.5  # so that the other one gets what it still misses

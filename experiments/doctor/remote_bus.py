@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from gradbus.experiments.peer_link import Link
-from gradbus.runtime.bus import Bus
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.messages import Control, Message, ModelBlob
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.wire.messages import Control, Message, ModelBlob
 
 _HERE_S = 0.25
 _TRIPS = 50

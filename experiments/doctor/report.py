@@ -15,11 +15,11 @@ from rich.text import Text
 from gradbus.experiments.cli.choices import LoopName
 from gradbus.experiments.doctor.machine import Finding, Verdict, machine, packages
 from gradbus.experiments.run.lifecycle import run_loop
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.missing_peers import address_of, port_range
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.missing_peers import address_of, port_range
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
-from gradbus.runtime.settings import BusSettings
 
 if TYPE_CHECKING:
     from gradbus.experiments.doctor.local_bus import Measured

@@ -15,16 +15,16 @@ from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor.machine import Finding, Verdict
 from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.run.status_settings import BusFile
+from gradbus.runtime.config.federated import BusSettings, load_settings
+from gradbus.runtime.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.messages import Control
-from gradbus.runtime.network import has_peers_elsewhere, leaves_machine
-from gradbus.runtime.other_users import other_users
-from gradbus.runtime.security.identity_key import public_text
-from gradbus.runtime.security.identity_opening import read_identity
+from gradbus.runtime.security.identity.key import public_text
+from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.security.other_users import other_users
 from gradbus.runtime.security.settings import level_in_force, names_key, security_of
 from gradbus.runtime.security.user_key import load_key
-from gradbus.runtime.settings import BusSettings, load_settings
+from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0
 _PROOF = "a sealed word"

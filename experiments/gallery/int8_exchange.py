@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.actors.exchange import OwnState, load_optimizer_tensors, optimizer_tensors
+from gradbus.actors.data_parallel.exchange import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs.finite import are_finite
 from gradbus.codecs.quantize import quantize
 from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.parallel_settings import DataParallelConfig
 
 
 class Int8Exchange:
-    """``torch.optim.SGD`` on the mean of quantized gradients. See :class:`gradbus.actors.exchange.Exchange`.
+    """``torch.optim.SGD`` on the mean of quantized gradients. An Exchange of gradbus.
 
     A message is the scales, float32, one for each parameter, and then all values, int8, in the order of the model. With
     NaN or infinity in the loss or in a gradient all scales are NaN, and all ranks skip the step.

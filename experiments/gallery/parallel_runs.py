@@ -17,7 +17,7 @@ from gradbus.experiments.gallery.int8_exchange import Int8Exchange
 from gradbus.experiments.gallery.plan import ParallelRun
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
 
 _TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes half a minute
 

@@ -17,7 +17,7 @@ from gradbus.experiments.gallery.plan import FederatedRun, ParallelRun
 from gradbus.experiments.gallery.store import Finished
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
-from gradbus.runtime.profile_summary import read_summary
+from gradbus.runtime.profiling.summary import read_summary
 
 
 class BadData(ConfigError):

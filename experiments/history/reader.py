@@ -1,6 +1,6 @@
 """Reading the histories that the processes of a run have left: all of them together, and start by start.
 
-What writes them is :mod:`gradbus.runtime.history`; what must be true of them is in history_check.py.
+What writes them is :mod:`gradbus.runtime.testing.journal`; what must be true of them is in history_check.py.
 """
 
 from __future__ import annotations

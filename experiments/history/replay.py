@@ -10,7 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.history.reader import Event, RunHistory
-from gradbus.runtime.history import model_name, update_name, weights_name
+from gradbus.runtime.testing.journal import model_name, update_name, weights_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,9 +63,9 @@ class _Replay:
     def __init__(self, run: RunHistory, finding: InvariantResult, opening: Event) -> None:
         import numpy as np
 
-        from gradbus.actors.strategies import make_strategy, within_limits
-        from gradbus.actors.strategy import FedAvg
-        from gradbus.runtime.settings import FederatedConfig
+        from gradbus.actors.aggregation.strategies import make_strategy, within_limits
+        from gradbus.actors.aggregation.strategy import FedAvg
+        from gradbus.runtime.config.federated import FederatedConfig
 
         self._folder = run.directory / "payloads"
         self._finding = finding

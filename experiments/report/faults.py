@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from gradbus.actors.conduct import FOR_GOOD, Strike
-from gradbus.actors.report import RoundReport
-from gradbus.actors.rounds import Outcome
+from gradbus.actors.federated.quarantine import FOR_GOOD, Strike
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.rounds import Outcome
 from gradbus.experiments.report.page import Section, Table, listed, thinned
 
 MAX_ROWS = 60

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradbus.actors.report import RoundReport
-from gradbus.actors.timeline import MAX_CLIENTS, ClientTimeline
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.timeline import MAX_CLIENTS, ClientTimeline
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as figures
 from gradbus.experiments.report import style

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from gradbus.actors.report import RoundReport
-from gradbus.actors.timeline import ClientTimeline, Piece
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.timeline import ClientTimeline, Piece
 from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.report.svg import Picture, new_figure, picture_of

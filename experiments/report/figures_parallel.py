@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from gradbus.actors.worker_report import EpochReport
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.experiments.report import style
 from gradbus.experiments.report.figures import Curve
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.report.svg import Picture, new_figure, picture_of
 from gradbus.experiments.rundir.reading import Span
-from gradbus.runtime.profile_summary import ProfileSummary, WindowStats
+from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradbus.actors.worker_report import EpochReport
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report import figures_parallel as figures
 from gradbus.experiments.report import style
@@ -26,7 +26,7 @@ from gradbus.experiments.report.page import (
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.run.live import percent, size
 from gradbus.experiments.rundir.reading import MAX_TRACES, Run
-from gradbus.runtime.profile_summary import ProfileSummary
+from gradbus.runtime.profiling.summary import ProfileSummary
 
 MAX_TABLE_ROWS = 400
 

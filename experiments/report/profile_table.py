@@ -20,7 +20,7 @@ from rich.table import Table
 
 from gradbus.experiments.run.live import size
 from gradbus.experiments.rundir.traces import merge_traces, readable
-from gradbus.runtime.profile_summary import ProfileSummary, read_summary
+from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
 
 _PARTS = {
     "step_s": "step",

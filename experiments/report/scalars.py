@@ -23,9 +23,9 @@ from gradbus.runtime.needs import install_line
 from gradbus.runtime.private_folder import make_private
 
 if TYPE_CHECKING:
-    from gradbus.actors.report import RoundReport
-    from gradbus.actors.worker_report import EpochReport
-    from gradbus.runtime.profile_summary import WindowStats
+    from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.actors.federated.report import RoundReport
+    from gradbus.runtime.profiling.summary import WindowStats
 
 _MAX_WAITING = 1000  # reports and windows
 _CLOSE_S = 5.0

@@ -26,10 +26,10 @@ from gradbus.experiments.rundir.versions import cores
 from gradbus.experiments.rundir.worker_directory import WorkerDirectory
 from gradbus.experiments.tasks import ConfiguredShardTask
 from gradbus.runtime.collectives import Group, join_group
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.parallel_settings import DataParallelConfig
-from gradbus.runtime.profile_summary import ProfileSummary
+from gradbus.runtime.profiling.summary import ProfileSummary
 
 log = get_logger("cli")
 

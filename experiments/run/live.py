@@ -16,7 +16,7 @@ from gradbus.experiments.run.logfile import LogFile
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
-    from gradbus.actors.report import Progress, RoundReport
+    from gradbus.actors.federated.report import Progress, RoundReport
 
 _REFRESH_PER_S = 5
 _OTHER_LINES = 13  # of the screen, besides rounds

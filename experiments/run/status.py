@@ -15,12 +15,12 @@ from typing import Any
 
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
-from gradbus.runtime.collectives.pulse import period_s
-from gradbus.runtime.control import GroupHello, GroupLeave, Hello, Leave, Pulse, Status
-from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.messages import Control, Message, PeerGone
-from gradbus.runtime.settings import BusSettings
-from gradbus.runtime.topics import Overheard
+from gradbus.runtime.collectives.status import period_s
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.topics import Overheard
+from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, Pulse, Status
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
 SILENT_S = 1.6  # clients say something twice a second, ranks once, those of large groups less often
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ConfigDict
 
+from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.settings import BusSettings, Settings, load_settings
 
 
 class BusFile(Settings):

@@ -15,7 +15,7 @@ from gradbus.experiments.run.logfile import LogFile
 
 if TYPE_CHECKING:
     from gradbus.actors import Worker
-    from gradbus.actors.worker_report import EpochReport
+    from gradbus.actors.data_parallel.report import EpochReport
 
 _REFRESH_PER_S = 5
 _OTHER_LINES = 10  # of the screen, besides epochs

@@ -24,7 +24,7 @@ from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json, read_text
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
-    from gradbus.actors.report import RoundReport
+    from gradbus.actors.federated.report import RoundReport
 
 
 MAX_FILE_BYTES = 64 << 20  # of what is read again
@@ -106,7 +106,7 @@ class RunDirectory:
 
     def _rows(self) -> list[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
-        from gradbus.actors.report import RoundReport  # loads torch
+        from gradbus.actors.federated.report import RoundReport
 
         path = self.path / "rounds.jsonl"
         if not self._written or not path.exists():

@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradbus.actors.run_state import SavedRun, restore_weights
+from gradbus.actors.data_parallel.state import SavedRank, restore_model
+from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.actors.state_dict import copy_state
-from gradbus.actors.worker_state import SavedRank, restore_model
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.run.live import size
 from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.experiments.tasks import ConfiguredShardTask, ConfiguredTask
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.config.federated import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.settings import load_settings
 
 Format = Literal["safetensors", "torch"]
 

@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from gradbus.actors.report import RoundReport
-from gradbus.actors.worker_report import EpochReport
+from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.rundir.traces import MAX_TRACE_BYTES
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
-from gradbus.runtime.profile_summary import ProfileSummary, WindowStats, read_summary
+from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats, read_summary
 
 T = TypeVar("T")
 

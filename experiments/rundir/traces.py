@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradbus.runtime.chrome_trace import merge_chrome_traces, write_chrome_trace
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.profiling.chrome_trace import merge_chrome_traces, write_chrome_trace
 
 T = TypeVar("T")
 

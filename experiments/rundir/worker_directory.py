@@ -21,8 +21,8 @@ from gradbus.runtime.json_text import lines_of, parse_json, read_text
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
-    from gradbus.actors.worker_report import EpochReport
-    from gradbus.runtime.parallel_settings import DataParallelConfig
+    from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 _MARK = ".rank-0"
 _MAX_MARK_BYTES = 64

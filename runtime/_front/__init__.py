@@ -19,29 +19,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradbus import actors, codecs, models, runtime
     from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport, Strategy, Worker
-    from gradbus.runtime.bus import Bus, connect
+    from gradbus.runtime.bus.bus import Bus, connect
     from gradbus.runtime.collectives import Group, join_group
+    from gradbus.runtime.config.data_parallel import DataParallelConfig
+    from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+    from gradbus.runtime.dds.network import NetworkConfig
     from gradbus.runtime.errors import GradbusError
-    from gradbus.runtime.network import NetworkConfig
-    from gradbus.runtime.parallel_settings import DataParallelConfig
-    from gradbus.runtime.settings import ClientConfig, FederatedConfig
 
 _WHERE = {
-    "Bus": "gradbus.runtime.bus",
+    "Bus": "gradbus.runtime.bus.bus",
     "Client": "gradbus.actors",
-    "ClientConfig": "gradbus.runtime.settings",
+    "ClientConfig": "gradbus.runtime.config.federated",
     "ClientSummary": "gradbus.actors",
     "Controller": "gradbus.actors",
-    "FederatedConfig": "gradbus.runtime.settings",
+    "FederatedConfig": "gradbus.runtime.config.federated",
     "GradbusError": "gradbus.runtime.errors",
-    "NetworkConfig": "gradbus.runtime.network",
+    "NetworkConfig": "gradbus.runtime.dds.network",
     "Progress": "gradbus.actors",
     "RoundReport": "gradbus.actors",
     "Strategy": "gradbus.actors",
-    "DataParallelConfig": "gradbus.runtime.parallel_settings",
+    "DataParallelConfig": "gradbus.runtime.config.data_parallel",
     "Group": "gradbus.runtime.collectives",
     "Worker": "gradbus.actors",
-    "connect": "gradbus.runtime.bus",
+    "connect": "gradbus.runtime.bus.bus",
     "join_group": "gradbus.runtime.collectives",
 }
 _PACKAGES = ("actors", "codecs", "models", "runtime")

@@ -18,11 +18,11 @@ from pydantic import Field
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradbus.runtime import forks
-from gradbus.runtime.bus import Bus, connect
-from gradbus.runtime.missing_peers import Reach
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.bus.bus import Bus, connect
+from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
+from gradbus.runtime.dds.missing_peers import Reach
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.security.settings import Security, rank_security
-from gradbus.runtime.settings import BusSettings, Settings, load_settings
 
 _PREFIX = "GRADBUS_BUS__"
 _JOB_KEY = "gradbus/job"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.operation import RECEIPT, Operation
-from gradbus.runtime.collectives.stream import IntoMemory
+from gradbus.runtime.collectives.streams import IntoMemory
 from gradbus.runtime.collectives.tensors import Bytes, as_bytes, dtype_name, is_plain
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import Frame
+from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.shapes import described, in_words
 
 _EMPTY: Bytes = as_bytes(torch.empty(0))
@@ -38,7 +38,7 @@ class Refusing(Operation):
 class Exchange(Refusing):
     """What goes to whom and what comes from whom, all of it known at the call: no new memory, no copies.
 
-    ``gradbus.runtime.collectives.exchanges`` let the sender decide what a payload is; torch gives the tensors that are
+    ``runtime/collectives/data_movement.py`` let the sender decide what a payload is; torch gives the tensors that are
     to be filled. A payload says of what dtype and shape it is. One that does not fit, in dtype or number of elements,
     is refused: then both sides fail, and both say how the two tensors are.
     """

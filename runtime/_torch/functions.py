@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradbus.runtime.collectives.exchanges import AllGather, Broadcast
+from gradbus.runtime.collectives.data_movement import AllGather, Broadcast
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, unpack_all
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import check_sendable, dtype_name

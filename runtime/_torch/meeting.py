@@ -17,10 +17,10 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 
+from gradbus.runtime.dds.missing_peers import EVERY_S, Reach, WaitLog, network_place
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.missing_peers import EVERY_S, Reach, WaitLog, network_place
 
 WORLD = "world"  # the label of the group of all
 _HANDOVER_S = 2.0  # how long a process that ends may keep the rank that another one takes over

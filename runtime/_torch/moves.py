@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from gradbus.runtime.collectives.exchanges import Barrier
+from gradbus.runtime.collectives.data_movement import Barrier
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import plain
 from gradbus.torch.exchange import Exchange, landing, overlap, same_memory

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from gradbus.runtime.collectives import reductions
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.arithmetic import ReduceOp as EngineOp
-from gradbus.runtime.collectives.exchanges import AllGather
+from gradbus.runtime.collectives.data_movement import AllGather
 from gradbus.runtime.collectives.tensors import dtype_name, plain
 from gradbus.torch.exchange import Refusing, landing, overlap, same_memory
 from gradbus.torch.moves import Moves

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from gradbus.runtime import forks
+from gradbus.runtime.bus.participant_factory import check_job
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.opening import check_job
 from gradbus.torch.store import DdsStore
 from gradbus.torch.store_link import Address, StoreLink
 

@@ -14,15 +14,15 @@ from dataclasses import replace
 
 from torch.distributed import DistNetworkError
 
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.dds import Writer
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.liveness import DOUBT_S, Reachability
+from gradbus.runtime.dds.missing_peers import WaitLog
+from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
-from gradbus.runtime.frames import Frame
-from gradbus.runtime.liveness import DOUBT_S, Reachability
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import new_incarnation
-from gradbus.runtime.missing_peers import WaitLog
-from gradbus.runtime.topics import store_topic
+from gradbus.runtime.wire.frames import Frame
+from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store_messages import (
     MAX_OPEN,
     VERSION,

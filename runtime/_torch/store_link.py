@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
-from gradbus.runtime.dds import Writer
+from gradbus.runtime.dds.participant import Writer
 from gradbus.torch import bus_thread
 from gradbus.torch.store_client import Client
 from gradbus.torch.store_messages import Answer, Op, Request
@@ -58,7 +58,7 @@ class Address:
 def _acquire(address: Address) -> bus_thread.BusThread:
     """The bus of all that has to do with an address: this store, the process groups that are made with it, and what is
     left of a former store. Participants of one process that come and go while others discover them may never be found
-    (see :mod:`gradbus.runtime.domains`), so there is one.
+    (see :mod:`gradbus.runtime.dds.domains`), so there is one.
 
     Raises:
         ConfigError: a setting is wrong. BusError: DDS cannot be started.

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from gradbus.runtime import frames, peer_processes
-from gradbus.runtime.bodies import pack_body, read_body
-from gradbus.runtime.frames import FrameKey, Kind
-from gradbus.runtime.packing import Limits
+from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.bounded_msgpack import Limits
+from gradbus.runtime.wire.control_codec import pack_body, read_body
+from gradbus.runtime.wire.frames import FrameKey, Kind
 
 VERSION = 1
 MAX_KEY_BYTES = 1024  # in UTF-8

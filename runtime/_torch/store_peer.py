@@ -11,11 +11,11 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.dds import Writer
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.liveness import Reachability
+from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.liveness import Reachability
-from gradbus.runtime.topics import store_topic
 from gradbus.torch.store_messages import MAX_OPEN, Answer, Message, Request, frame_of
 from gradbus.torch.store_table import Reply, Table, Waiter, answer
 

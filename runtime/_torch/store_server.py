@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.dds import Writer
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.liveness import DOUBT_S
+from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
+from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
-from gradbus.runtime.frames import Frame
-from gradbus.runtime.liveness import DOUBT_S
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import new_incarnation
-from gradbus.runtime.missing_peers import EVERY_S, WaitLog
-from gradbus.runtime.topics import store_topic
+from gradbus.runtime.wire.frames import Frame
+from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store_messages import (
     VERSION,
     Answer,

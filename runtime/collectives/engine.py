@@ -14,10 +14,10 @@ from typing import Protocol
 
 from gradbus.runtime import forks
 from gradbus.runtime.collectives.credit import Credit
-from gradbus.runtime.collectives.early import EarlyFrames, Envelope
 from gradbus.runtime.collectives.operation import LARGE_BYTES, Link, Operation, OperationKey, lane_of
+from gradbus.runtime.collectives.unexpected import EarlyFrames, Envelope
 from gradbus.runtime.errors import CollectiveError, PeerLost
-from gradbus.runtime.frames import Flags, Frame
+from gradbus.runtime.wire.frames import Flags, Frame
 
 MAX_PENDING = 65_536  # collectives of one group, on all ranks but one together: that one may keep an offer for each
 MIN_PENDING = 4096  # on one rank, whatever the world

@@ -17,8 +17,8 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gradbus.runtime.control import GroupHello
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import GroupHello
 
 
 @dataclass(frozen=True, slots=True)

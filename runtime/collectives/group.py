@@ -21,8 +21,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.collectives import exchanges
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.collectives import data_movement
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
 from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
@@ -194,7 +194,7 @@ class Group(ObjectCollectives):
         self, name: str, payload: Any, *, round_id: int = 0, timeout_s: float | None = None
     ) -> Handle[list[Any]]:
         """All payloads on all ranks, in rank order. Bytes or tensors; sizes, shapes and dtypes may differ."""
-        operation = exchanges.AllGather(payload, self.rank, self.world, self._max_bytes)
+        operation = data_movement.AllGather(payload, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def broadcast(
@@ -209,7 +209,7 @@ class Group(ObjectCollectives):
         The root's handle ends when all ranks have it.
         """
         self._check_rank("root", root)
-        operation = exchanges.Broadcast(payload, root, self.rank, self.world, self._max_bytes)
+        operation = data_movement.Broadcast(payload, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def gather(
@@ -217,7 +217,7 @@ class Group(ObjectCollectives):
     ) -> Handle[list[Any] | None]:
         """All payloads at rank ``root``, in rank order; the others get None, when the root has theirs."""
         self._check_rank("root", root)
-        operation = exchanges.Gather(payload, root, self.rank, self.world, self._max_bytes)
+        operation = data_movement.Gather(payload, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def scatter(
@@ -227,14 +227,14 @@ class Group(ObjectCollectives):
         """Each rank gets its own of the root's ``payloads``; all others give None. The root's handle ends when all
         have theirs."""
         self._check_rank("root", root)
-        operation = exchanges.Scatter(payloads, root, self.rank, self.world, self._max_bytes)
+        operation = data_movement.Scatter(payloads, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def all_to_all(
         self, name: str, payloads: Sequence[Any], *, round_id: int = 0, timeout_s: float | None = None
     ) -> Handle[list[Any]]:
         """``payloads[r]`` goes to rank r; what comes is in order of its senders. Sizes may differ."""
-        operation = exchanges.AllToAll(payloads, self.rank, self.world, self._max_bytes)
+        operation = data_movement.AllToAll(payloads, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def send(
@@ -242,12 +242,12 @@ class Group(ObjectCollectives):
     ) -> Handle[None]:
         """A payload for one rank, which receives it by the same name. Ends when that rank has it."""
         self._check_other("to", to)
-        return self._start(exchanges.Send(payload, to, self.rank, self.world), name, round_id, timeout_s)
+        return self._start(data_movement.Send(payload, to, self.rank, self.world), name, round_id, timeout_s)
 
     def recv(self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None) -> Handle[Any]:
         """What rank ``source`` sends by this name: bytes or a tensor, as it was sent."""
         self._check_other("source", source)
-        operation = exchanges.Receive(source, self.rank, self.world, self._max_bytes)
+        operation = data_movement.Receive(source, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def barrier(
@@ -258,7 +258,7 @@ class Group(ObjectCollectives):
         Raises (on await):
             BarrierTimeout: ``.missing`` have not.
         """
-        operation = exchanges.Barrier(self.rank, self.world)
+        operation = data_movement.Barrier(self.rank, self.world)
         return self._start(operation, name, round_id, timeout_s, _barrier_timeout)
 
     # Groups within

@@ -12,20 +12,20 @@ import time
 from collections import deque
 
 from gradbus.runtime import forks
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.collectives.dds_link import BELL, DdsLink
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import Formation, Member
-from gradbus.runtime.collectives.introductions import REPEAT_S, Introductions
-from gradbus.runtime.collectives.pulse import Pulses
-from gradbus.runtime.collectives.shared import LetterProgress, Shared
-from gradbus.runtime.control import MAX_SEQS, GroupHello, GroupLeave
+from gradbus.runtime.collectives.hello_scheduler import REPEAT_S, Introductions
+from gradbus.runtime.collectives.link import BELL, DdsLink
+from gradbus.runtime.collectives.shared_memory_transport import LetterProgress, Shared
+from gradbus.runtime.collectives.status import Pulses
+from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
-from gradbus.runtime.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.messages import Control, Identity, Message, PeerGone, new_incarnation
-from gradbus.runtime.missing_peers import WaitLog
-from gradbus.runtime.shared_memory import SharedMemoryFault, is_here
+from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
+from gradbus.runtime.wire.control import MAX_SEQS, GroupHello, GroupLeave
+from gradbus.runtime.wire.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
+from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, new_incarnation
 
 _MISFIT_HELLOS = 3  # DDS may match one way before the other
 REPLY_S = 0.05  # how often at most to those that have not formed it yet

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgpack
 
-from gradbus.runtime import packing
-from gradbus.runtime.collectives.exchanges import AllGather, Broadcast, Gather, Receive, Scatter, Send
+from gradbus.runtime.collectives.data_movement import AllGather, Broadcast, Gather, Receive, Scatter, Send
 from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.wire import bounded_msgpack
 
 MAX_OBJECT_BYTES = 4 << 20
 MAX_OBJECT_MEMORY = 64 * MAX_OBJECT_BYTES  # that an object of so many bytes may take: small maps and texts take most
-_LIMITS = packing.Limits(
+_LIMITS = bounded_msgpack.Limits(
     MAX_OBJECT_BYTES, text_bytes=MAX_OBJECT_BYTES, binary_bytes=MAX_OBJECT_BYTES, items=MAX_OBJECT_BYTES,
     fields=MAX_OBJECT_BYTES, containers=1 << 18, any_keys=True,
 )  # fmt: skip
@@ -36,8 +36,8 @@ def pack(value: Any) -> bytes:
         raise ValueError(f"an object of {len(packed)} bytes, at most {MAX_OBJECT_BYTES}; send a tensor or bytes")
     if len(packed) > _LIMITS.containers:  # only then can it have more lists and maps: each takes a byte
         try:
-            packing.unpack(packed, _LIMITS)
-        except packing.PackingError as error:
+            bounded_msgpack.unpack(packed, _LIMITS)
+        except bounded_msgpack.PackingError as error:
             raise ValueError(f"nobody would take this object: {error}; send it in parts, or as a tensor") from None
     return packed
 
@@ -47,8 +47,8 @@ def unpack(data: bytes) -> Any:
     if not isinstance(data, bytes):
         raise CollectiveError("a tensor came where an object was expected")
     try:
-        return packing.unpack(data, _LIMITS)
-    except packing.PackingError as error:
+        return bounded_msgpack.unpack(data, _LIMITS)
+    except bounded_msgpack.PackingError as error:
         raise CollectiveError(f"what came is no object in msgpack within the limits: {error}") from None
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from gradbus.runtime.collectives.credit import FRAME_BYTES, Credit
-from gradbus.runtime.collectives.stream import Signal, Stream
+from gradbus.runtime.collectives.streams import Signal, Stream
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import CHUNK_BYTES, Frame, chunk_count
+from gradbus.runtime.wire.frames import CHUNK_BYTES, Frame, chunk_count
 
 # Parts of empty messages about the payloads of a collective.
 RECEIPT = 0xFFFF  # your payload is here, whole

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.stream import ChunkwiseReduction, Contribution, IntoMemory, Stream
+from gradbus.runtime.collectives.streams import ChunkwiseReduction, Contribution, IntoMemory, Stream
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes, as_bytes, is_plain, plain
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import CHUNK_BYTES
+from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 Algorithm = Literal["auto", "direct", "ring", "shards"]
 ALGORITHMS = ("auto", "direct", "ring", "shards")

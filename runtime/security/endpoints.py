@@ -1,4 +1,4 @@
-"""DDS writers and readers that seal and open. To everybody else they are like those of :mod:`gradbus.runtime.dds`.
+"""DDS writers and readers that seal and open. To everybody else they are like those of ``dds/participant.py``.
 
 An envelope holds a whole sample: the fields of its DDS type as well as its octets. The fields that DDS carries beside
 the envelope are zero and not looked at. A TrainCmd has no octets, so sealed ones have a topic of their own.
@@ -10,11 +10,11 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds import Node, Reader, Writer
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node, Reader, Writer
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.security.encryption import Envelope, Keys, Opened, Opener, Seal, Sealer
 from gradbus.runtime.security.peers import MAX_SOURCES
-from gradbus.runtime.security.seal import Envelope, Keys, Opened, Opener, Seal, Sealer
-from gradbus.runtime.topics import Topic
 
 # Fields beside the octets, by DDS type.
 CLEAR: dict[str, tuple[int, ...]] = {"ClientUpdate": (0, 0, 0), "ModelBlob": (0,), "Frame": ()}
@@ -137,7 +137,7 @@ class SealedNode(Node):
     def start(self, receiver: Any) -> None:
         """Greet, and keep an eye on readers of those who do not."""
         from gradbus.runtime.security.foreign_readers import ForeignReaders
-        from gradbus.runtime.security.greeter import Greeter
+        from gradbus.runtime.security.liveness_challenge import Greeter
 
         Greeter(self, receiver)
         ForeignReaders(self, receiver, self.members)

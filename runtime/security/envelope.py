@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.frames import MAX_CHUNK_BYTES, SEALED_MAGIC
+from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, SEALED_MAGIC
 
 MAGIC = SEALED_MAGIC
 VERSION = 1

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from gradbus.runtime import forks
-from gradbus.runtime.dds import Node, Writer
-from gradbus.runtime.ddsc import MatchedReader
-from gradbus.runtime.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
+from gradbus.runtime.bus.receiver import IDLE_S, Receiver
+from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
+from gradbus.runtime.dds.libddsc import MatchedReader
+from gradbus.runtime.dds.participant import Node, Writer
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.receiver import IDLE_S, Receiver
 
 LOOK_S, QUIET_LOOK_S = 0.05, 0.25  # between two looks at writers that have guests; the latter while none is held up
 WINDOW_S = 0.2  # over which is measured how long writes have waited

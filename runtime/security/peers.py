@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import Header
-from gradbus.runtime.security.incoming import Incoming
+from gradbus.runtime.security.inbound_stream import Incoming
 
 CHALLENGE_BYTES = 16
 GREETING_TOPIC = "train/session"

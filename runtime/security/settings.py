@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network import has_peers_elsewhere, leaves_machine
-from gradbus.runtime.settings import BusSettings
 
 Level = Literal["user", "none", "psk", "identity"]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -9,10 +9,10 @@ import torch
 from exchange_scene import Calls, Scene, network
 
 from gradbus import codecs
-from gradbus.actors.dgc_exchange import DgcExchange, warmup_schedule
-from gradbus.actors.exchange import OwnState
+from gradbus.actors.data_parallel.dgc_exchange import DgcExchange, warmup_schedule
+from gradbus.actors.data_parallel.exchange import OwnState
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, CollectiveError
-from gradbus.runtime.parallel_settings import DataParallelConfig
 
 
 def test_a_bucket_is_averaged_in_place_over_the_ranks_that_have_data() -> None:

@@ -18,15 +18,15 @@ from bus_helpers import until
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.actors import downlink, model_memory
-from gradbus.actors.timeline import RoundTiming
+from gradbus.actors.federated import publish, shared_model_reader
+from gradbus.actors.federated.timeline import RoundTiming
 from gradbus.models import NullTask
-from gradbus.runtime import sealed_memory
-from gradbus.runtime.control import Leave, Offer
 from gradbus.runtime.errors import BusClosed
-from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.history import History
-from gradbus.runtime.messages import Control, Identity
+from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.testing.journal import History
+from gradbus.runtime.wire.control import Leave, Offer
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Control, Identity
 
 DIM = 100_000
 
@@ -84,7 +84,7 @@ def run(
 def test_the_weights_do_not_depend_on_the_order_of_arrival_nor_on_the_way(
     codec: str, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (downlink, sealed_memory):
+    for module in (publish, shared_payload):
         monkeypatch.setattr(module, "SHARED_BYTES", 1)  # also what a sparse codec makes of this model
     config = gradbus.FederatedConfig(
         rounds=3, num_clients=3, codec=codec, downlink_codec=codec, codec_version=version, eval_every=0
@@ -223,7 +223,7 @@ def test_a_training_function_that_never_stops_by_itself_is_called_off_when_the_r
 def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_without_a_word_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read, publish, over = model_memory.read, gradbus.Bus.publish, threading.Event()
+    read, publish, over = shared_model_reader.read, gradbus.Bus.publish, threading.Event()
     models, said = itertools.count(), list[Any]()
 
     def late(place: str, size: int) -> memoryview:
@@ -236,9 +236,9 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
             said.append(body)
         await publish(self, sender, body)
 
-    monkeypatch.setattr(model_memory, "read", late)
+    monkeypatch.setattr(shared_model_reader, "read", late)
     monkeypatch.setattr(gradbus.Bus, "publish", heard)
-    monkeypatch.setattr(model_memory, "LAST_READ_S", 0.1)
+    monkeypatch.setattr(shared_model_reader, "LAST_READ_S", 0.1)
     config = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0)
     with capture_logs() as lines:
         reports = run(config, [SlowTask([])], at_end=over.set)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gradbus
 from gradbus import codecs
 from gradbus.actors import Client, Controller
-from gradbus.actors.flat_model import FlatModel
+from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.models import TrainResult
 from gradbus.runtime.errors import TrainingFailed
 

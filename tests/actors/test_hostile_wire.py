@@ -13,14 +13,14 @@ import torch
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors import delivery, orders
-from gradbus.actors.local_training import LocalTraining
+from gradbus.actors.federated import session, update_sender
+from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.models import NullTask
-from gradbus.runtime import control, frames
-from gradbus.runtime.control import Failed, Hello, Leave, ModelHere, NeedModel, Offer, Receipt, Status
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.messages import ClientUpdate, Identity, ModelBlob, TrainCmd
-from gradbus.runtime.shared_memory import machine
+from gradbus.runtime.shm.segment import machine
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.control import Failed, Hello, Leave, ModelHere, NeedModel, Offer, Receipt, Status
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Identity, ModelBlob, TrainCmd
 
 pytestmark = pytest.mark.faults
 
@@ -85,7 +85,7 @@ class Attacker:
 def test_a_run_under_a_spray_of_garbage_ends_with_the_weights_of_a_quiet_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "OLD_SESSION_S", 60.0)  # who is not heard while all stand still is not replaced
+    monkeypatch.setattr(session, "OLD_SESSION_S", 60.0)  # who is not heard while all stand still is not replaced
 
     def weights(attacked: bool) -> list[int]:
         return asyncio.run(_run(seed if attacked else None))
@@ -135,7 +135,7 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
 
     monkeypatch.setattr(LocalTraining, "_encode", encode)
     # An offer that is repeated when its update was refused just now is counted as well.
-    monkeypatch.setattr(delivery, "REPEAT_AFTER_S", 60.0)
+    monkeypatch.setattr(update_sender, "REPEAT_AFTER_S", 60.0)
 
     async def client(job: str, domain: int, client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from joining_hall import ONE, Hall
 
-from gradbus.actors.model_copy import ModelCopy
-from gradbus.runtime import frames
-from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
-from gradbus.runtime.messages import ModelBlob
-from gradbus.runtime.security.identity_node import ControllerStanding, MemberStanding
-from gradbus.runtime.security.model_signature import sign_model
+from gradbus.actors.federated.model_replica import ModelCopy
+from gradbus.runtime.security.identity.model_signature import sign_model
+from gradbus.runtime.security.identity.node import ControllerStanding, MemberStanding
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
+from gradbus.runtime.wire.messages import ModelBlob
 
 RUN, DIM, CHUNK_BYTES = 7, 1000, 1000
 MODEL = np.arange(DIM, dtype=np.float32).tobytes()

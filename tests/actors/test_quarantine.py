@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import gradbus
-from gradbus.actors import attendance
-from gradbus.actors.conduct import FOR_GOOD
-from gradbus.actors.gathering import Gathering
-from gradbus.actors.local_training import LocalTraining
+from gradbus.actors.federated import selection
+from gradbus.actors.federated.local_training import LocalTraining
+from gradbus.actors.federated.quarantine import FOR_GOOD
+from gradbus.actors.federated.start_condition import Gathering
 from gradbus.models import NullTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused
@@ -102,7 +102,7 @@ def test_a_run_that_lacks_clients_says_who_is_kept_out(
     def gathering(**options: Any) -> Gathering:
         return Gathering(**{**options, "timeout_s": next(timeouts_s, 0.1)})
 
-    monkeypatch.setattr(attendance, "Gathering", gathering)
+    monkeypatch.setattr(selection, "Gathering", gathering)
     liars[2] = set(range(10))
     config = config_of(rounds=3, min_clients=3, max_strikes=1, max_attempts=2)
     with pytest.raises(ExceptionGroup) as caught:

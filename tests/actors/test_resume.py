@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from federation import NOBODY_DIES_S, Federation
 
-from gradbus.actors.rounds import CLIENT_LOST
+from gradbus.actors.federated.rounds import CLIENT_LOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

@@ -17,25 +17,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.conduct import Strike
-from gradbus.actors.exchange import ExchangeLabel
-from gradbus.actors.flat_model import FlatModel
-from gradbus.actors.report import RoundReport
-from gradbus.actors.residuals import Residuals
-from gradbus.actors.run_state import RunState, SavedRun
-from gradbus.actors.strategies import make_strategy
-from gradbus.actors.worker_report import EpochReport
-from gradbus.actors.worker_state import (
+from gradbus.actors.aggregation.strategies import make_strategy
+from gradbus.actors.data_parallel.exchange import ExchangeLabel
+from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.data_parallel.state import (
     Position,
     WorkerState,
     position_of,
     restore_run,
 )
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.quarantine import Strike
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.residuals import Residuals
+from gradbus.actors.federated.state import RunState, SavedRun
 from gradbus.experiments.rundir.directory import json_text, totals
 from gradbus.runtime import checkpoint as module
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
-from gradbus.runtime.settings import FederatedConfig
 
 MUTATIONS = 400  # of each kind of checkpoint
 NAMES = "".join(map(chr, range(32)))

@@ -19,7 +19,7 @@ from gradbus.experiments.bench import document, part_federated, part_parallel, s
 from gradbus.experiments.bench.compare import compare, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Figure, Results, Run, figure, machine, make_run, summary
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, Part
-from gradbus.runtime import malloc
+from gradbus.runtime.dds import malloc
 from gradbus.runtime.errors import ConfigError
 
 

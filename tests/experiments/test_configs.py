@@ -6,8 +6,8 @@ import pytest
 
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.tasks import ConfiguredTask
+from gradbus.runtime.config.job_name import user_name
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.job_name import user_name
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "configs"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.json") if not path.name.startswith("ddp"))  # see parallel_pieces

@@ -18,8 +18,8 @@ from gradbus.experiments.doctor.machine import Finding, Verdict
 from gradbus.experiments.doctor.peers import Seen, judge_peer
 from gradbus.experiments.doctor.remote_bus import Met
 from gradbus.experiments.namespaces import Host, set_link
+from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.settings import BusSettings
 
 PATIENT_S = 60.0  # for what comes; a doctor that has found all ends at once
 Found = list[tuple[str, str, str, str]]

@@ -23,7 +23,7 @@ from patience import PATIENT_S, soonest
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradbus
-from gradbus.actors import delivery, intake
+from gradbus.actors.federated import update_receiver, update_sender
 from gradbus.experiments.examples.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NullTask
 
@@ -215,8 +215,8 @@ def test_accuracy_and_drops_are_in_status_and_metrics() -> None:
 
 def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is offered or asked for again, because an answer is late, may come twice, and one of the two is dropped.
-    monkeypatch.setattr(delivery, "REPEAT_AFTER_S", 60.0)
-    monkeypatch.setattr(intake, "REPAIR_AFTER_S", 60.0)
+    monkeypatch.setattr(update_sender, "REPEAT_AFTER_S", 60.0)
+    monkeypatch.setattr(update_receiver, "REPAIR_AFTER_S", 60.0)
     sizes = {"left": (1000, 2), "right": (2000, 1)}  # name: dim, clients
 
     async def scenario(*names: str) -> dict[str, list[gradbus.RoundReport]]:

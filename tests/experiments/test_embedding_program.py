@@ -88,7 +88,7 @@ def test_all_that_a_configuration_says_of_the_bus_reaches_it(monkeypatch: pytest
         asyncio.run(app[SERVICE].jobs[job].run())
 
     monkeypatch.setattr(gradbus, "connect", connect)
-    monkeypatch.setattr("gradbus.runtime.bus.connect", connect)
+    monkeypatch.setattr("gradbus.runtime.bus.bus.connect", connect)
     monkeypatch.setattr(web, "run_app", run_app)
     said = {"shared_memory": "false", "lease_s": "4", "stall_timeout_s": "7", "faults": "delay hello"}
     assert main(["--job", job, *given(*GLYPHS, *(f"bus.{key}={value}" for key, value in said.items()))]) == 0

@@ -13,17 +13,17 @@ from own_models import awkward
 from safetensors.torch import load_file
 from torch import nn
 
-from gradbus.actors.exchange import ExchangeLabel
-from gradbus.actors.flat_model import FlatModel
-from gradbus.actors.report import RoundReport
-from gradbus.actors.run_state import RunState
-from gradbus.actors.strategies import make_strategy
-from gradbus.actors.worker_state import Position, WorkerState
+from gradbus.actors.aggregation.strategies import make_strategy
+from gradbus.actors.data_parallel.exchange import ExchangeLabel
+from gradbus.actors.data_parallel.state import Position, WorkerState
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.state import RunState
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.settings import FederatedConfig
 
 TASK = TaskSettings(model="own_models:awkward", data="glyphs")
 

@@ -29,9 +29,9 @@ from gradbus.experiments.run.federated import run_client
 from gradbus.experiments.rundir.export import export
 from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.models import NullTask, TrainResult
-from gradbus.runtime.bus import connect
+from gradbus.runtime.bus.bus import connect
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import JoinRefused
-from gradbus.runtime.settings import FederatedConfig
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from gradbus.experiments.gallery.federated_runs import RunFailed, command, run_f
 from gradbus.experiments.gallery.int8_exchange import Int8Exchange
 from gradbus.experiments.gallery.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, make_plan
 from gradbus.experiments.gallery.store import Store, code_version
-from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 RUN = FederatedRun(codec="q8", downlink="fp32", rounds=1, samples=16)
 

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.strategy import FedAvg
+from gradbus.actors.aggregation.strategy import FedAvg
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check
 from gradbus.experiments.history.reader import read_history
 from gradbus.models import NullTask
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.history import History, update_name, weights_name
+from gradbus.runtime.testing.journal import History, update_name, weights_name
 
 DIM = 3000
 RUN = "00000000000000aa"

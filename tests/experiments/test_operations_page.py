@@ -18,12 +18,12 @@ from pydantic import BaseModel
 from gradbus.experiments.cli import exit_codes
 from gradbus.experiments.doctor.machine import WANTED_BUFFER_BYTES
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
-from gradbus.runtime.bus import connect
-from gradbus.runtime.collectives import layout
-from gradbus.runtime.job_name import user_name
-from gradbus.runtime.missing_peers import MAX_PROCESSES, port_range
-from gradbus.runtime.network import NetworkConfig, build_xml
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.bus.bus import connect
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.job_name import user_name
+from gradbus.runtime.dds.missing_peers import MAX_PROCESSES, port_range
+from gradbus.runtime.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.shm import layout
 
 KINDS = (ControllerFile, ClientFile, WorkerFile)
 PAGES = ("operations.md", "tuning.md", "robust.md", "tutorial-federated.md", "tutorial-data-parallel.md")

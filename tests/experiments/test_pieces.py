@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import Progress, RoundReport
-from gradbus.actors.conduct import Strike
-from gradbus.actors.timeline import ClientTimeline
+from gradbus.actors.federated.quarantine import Strike
+from gradbus.actors.federated.timeline import ClientTimeline
 from gradbus.experiments import bench_rows
 from gradbus.experiments.cli import import_object
 from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
@@ -30,8 +30,8 @@ from gradbus.experiments.run.logfile import LogFile
 from gradbus.experiments.rundir import versions
 from gradbus.experiments.rundir.directory import RunDirectory
 from gradbus.runtime import errors
-from gradbus.runtime.missing_peers import port_range
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.missing_peers import port_range
 
 REPORT = RoundReport(
     round_id=2, clients=(0, 1), expected=2, loss=0.5, accuracy=0.9, bytes_up=9_599_056, bytes_down=1000, train_s=1.5

@@ -21,7 +21,7 @@ from gradbus.experiments.rundir import reading as run_files
 from gradbus.experiments.rundir import traces
 from gradbus.experiments.rundir.reading import read_run
 from gradbus.experiments.rundir.traces import merge_traces, trace_of
-from gradbus.runtime.profile import Profile, ProfileSummary
+from gradbus.runtime.profiling.profile import Profile, ProfileSummary
 
 
 def profiled(rank: int, folder: Path | None = None, *, wait_ms: float = 3.0, steps: int = 4) -> ProfileSummary:

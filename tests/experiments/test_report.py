@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.actors.conduct import Conduct
-from gradbus.actors.report import RoundReport
-from gradbus.actors.timeline import ClientTimeline
+from gradbus.actors.federated.quarantine import Conduct
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.timeline import ClientTimeline
 from gradbus.experiments.report.build import page_of
 from gradbus.experiments.report.page import Column, duration, render, thinned
 from gradbus.experiments.rundir.directory import RunDirectory, json_text

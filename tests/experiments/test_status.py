@@ -19,7 +19,7 @@ from identities import Identities
 from patience import PATIENT_S
 
 import gradbus
-from gradbus.actors import delivery, intake
+from gradbus.actors.federated import update_receiver, update_sender
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
@@ -27,13 +27,13 @@ from gradbus.experiments.run.status import Observer, observe
 from gradbus.experiments.run.status_settings import settings_of
 from gradbus.experiments.run.status_text import lines_of
 from gradbus.models import NullTask
-from gradbus.runtime.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, Pulse, Status
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.dds.topics import Overheard
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.messages import Control, Identity, PeerGone
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.settings import BusSettings
-from gradbus.runtime.topics import Overheard
+from gradbus.runtime.wire.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, Pulse, Status
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Control, Identity, PeerGone
 
 _domains = itertools.cycle(range(225, 233))
 
@@ -254,8 +254,10 @@ async def observe_until(
 
 def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "SILENT_S", PATIENT_S)  # all of it is in this process, which may stand still
-    monkeypatch.setattr(delivery, "REPEAT_AFTER_S", 60.0)  # what is offered twice may come twice, and one is dropped
-    monkeypatch.setattr(intake, "REPAIR_AFTER_S", 60.0)
+    monkeypatch.setattr(
+        update_sender, "REPEAT_AFTER_S", 60.0
+    )  # what is offered twice may come twice, and one is dropped
+    monkeypatch.setattr(update_receiver, "REPAIR_AFTER_S", 60.0)
     go_on, begun = threading.Event(), asyncio.Event()
 
     loop: asyncio.AbstractEventLoop
@@ -307,9 +309,9 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_group_of_ranks_and_the_collective_that_it_waits_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradbus.runtime.collectives import pulse
+    from gradbus.runtime.collectives import status
 
-    monkeypatch.setattr(pulse, "EVERY_S", 0.1)
+    monkeypatch.setattr(status, "EVERY_S", 0.1)
 
     def tells_of_both(found: dict[str, Any]) -> bool:
         states = [rank["state"] for group in found.get("groups", ()) for rank in group["ranks"]]

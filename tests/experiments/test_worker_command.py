@@ -15,8 +15,8 @@ from commands import Forked
 from identities import Identities
 
 from gradbus.experiments.files import WorkerFile, load
-from gradbus.runtime.job_name import default_job
-from gradbus.runtime.profile_summary import read_summary
+from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.profiling.summary import read_summary
 
 pytestmark = pytest.mark.slow
 

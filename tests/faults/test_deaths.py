@@ -16,7 +16,7 @@ from patience import PATIENT_S, until
 
 from gradbus.experiments.history.invariants import check
 from gradbus.experiments.history.reader import Event, read_history
-from gradbus.runtime.failpoints import fail_at
+from gradbus.runtime.testing.failpoints import fail_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

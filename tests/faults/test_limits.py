@@ -15,7 +15,7 @@ from federation import Federation
 from patience import PATIENT_S, soonest
 
 import gradbus
-from gradbus.actors.rounds import CLIENT_LOST
+from gradbus.actors.federated.rounds import CLIENT_LOST
 from gradbus.models import NullTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

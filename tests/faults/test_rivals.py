@@ -18,13 +18,13 @@ from federation import Federation
 from patience import until
 
 import gradbus
-from gradbus.actors import rival
-from gradbus.actors.rival import Rivals, claim_job
+from gradbus.actors.federated import duplicate_controller
+from gradbus.actors.federated.duplicate_controller import Rivals, claim_job
 from gradbus.experiments.history.reader import read_history
-from gradbus.runtime.control import Bye, Leave, Status
 from gradbus.runtime.errors import JobTaken
-from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.messages import Control, Identity, PeerGone, TrainCmd
+from gradbus.runtime.wire.control import Bye, Leave, Status
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Control, Identity, PeerGone, TrainCmd
 
 _domains = itertools.cycle(range(110, 115))
 
@@ -137,7 +137,7 @@ class Silence:
 
 def test_a_process_that_stood_still_while_it_should_listen_listens_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence()
-    monkeypatch.setattr(rival, "time", SimpleNamespace(monotonic=lambda: silence.now_s))
+    monkeypatch.setattr(duplicate_controller, "time", SimpleNamespace(monotonic=lambda: silence.now_s))
     with pytest.raises(JobTaken):
         asyncio.run(claim_job(silence, Identity(CONTROLLER, 9), 0.5))  # type: ignore[arg-type]
 

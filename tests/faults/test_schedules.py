@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradbus import codecs
-from gradbus.actors.accumulate import ExactMean
-from gradbus.actors.gathering import Gathering
-from gradbus.actors.members import Answer, Members
-from gradbus.actors.rounds import Outcome, Round
-from gradbus.runtime.control import PROTOCOL, Hello
+from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.federated.clients import Answer, Members
+from gradbus.actors.federated.rounds import Outcome, Round
+from gradbus.actors.federated.start_condition import Gathering
 from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.wire.control import PROTOCOL, Hello
 
 DIM, CLIENTS, LAYOUT = 6, 4, 99
 DEAD_AFTER_S, HEARTBEAT_S, DEADLINE_S, GRACE_S = 2.5, 0.5, 6.0, 1.0

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, delays_of_the_loop, payload_from, reads
 
 import gradbus
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.messages import ClientUpdate, Control, ModelBlob, TrainCmd
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
 
 def say(value: Any) -> None:

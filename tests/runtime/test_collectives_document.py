@@ -21,20 +21,20 @@ from gradbus.runtime.collectives import (
     Group,
     GroupStats,
     Handle,
-    dds_link,
+    chunk_sender,
     engine,
-    layout,
+    link,
     membership,
     objects,
     operation,
-    outgoing,
-    shared,
-)  # fmt: skip
+    shared_memory_transport,  # fmt: skip
+)
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
-from gradbus.runtime.collectives.stream import CHUNK_BYTES
-from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.settings import BusSettings, Settings, load_settings
+from gradbus.runtime.collectives.streams import CHUNK_BYTES
+from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.shm import layout
 from gradbus.torch.bus_thread import settings_from_environment
 
 MIB = 1 << 20
@@ -196,7 +196,7 @@ def test_numbers_are_those_of_the_code(page: str) -> None:
     assert f"the latest {engine._MAX_NAMES} pairs" in text
     assert f"At most {engine.MAX_PENDING} / (world - 1) collectives, or {engine.MIN_PENDING}, may be pending" in text
     assert f"at most {objects.MAX_OBJECT_BYTES // MIB} MiB as msgpack" in text
-    assert f"What is small ({dds_link.INLINE_BYTES // 1024} KiB)" in text
+    assert f"What is small ({link.INLINE_BYTES // 1024} KiB)" in text
     assert f"two above {CHUNK_BYTES // MIB} MiB" in text
     leases = [NetworkConfig(profile=profile).effective_lease_s for profile in ("loopback", "network")]
     assert "by default {:g} s on one machine and {:g} s in a network".format(*leases) in text
@@ -204,14 +204,14 @@ def test_numbers_are_those_of_the_code(page: str) -> None:
 
 def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
     text = " ".join(section(page, "Shared memory").split())
-    assert f"Payloads of {dds_link.SHARED_BYTES // 1024} KiB or more are copied" in text
+    assert f"Payloads of {link.SHARED_BYTES // 1024} KiB or more are copied" in text
     assert f"in chunks of {CHUNK_BYTES // MIB} MiB" in text
-    assert f"at most {shared.MAX_WORLD} ranks" in text
+    assert f"at most {shared_memory_transport.MAX_WORLD} ranks" in text
     assert f"has {layout.SLOTS} chunks of {CHUNK_BYTES // MIB} MiB for what it sends" in text
     assert f"and {layout.LETTER_RING_BYTES // 1024} KiB for the letters" in text
-    wait_ms = outgoing.SLOT_WAIT_S * 1000
+    wait_ms = chunk_sender.SLOT_WAIT_S * 1000
     assert f"when none has come back for {wait_ms:g} ms" in text
-    assert f"none for this payload for {outgoing.STARVED * wait_ms:g} ms, chunks go over DDS" in text
+    assert f"none for this payload for {chunk_sender.STARVED * wait_ms:g} ms, chunks go over DDS" in text
     assert f"More than {layout.SLOTS + 1} ranks on one machine" in text
     assert "`no shared memory`" in text
     assert '"no shared memory"' in inspect.getsource(membership)

@@ -25,13 +25,14 @@ from hypothesis import strategies as st
 from patience import PATIENT_S
 
 import gradbus
-from gradbus.runtime import control, frames, idl_types
-from gradbus.runtime.control import Leave
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.idl_types import SampleError
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd
-from gradbus.runtime.network import NetworkConfig, build_xml
-from gradbus.runtime.topics import TOPICS
+from gradbus.runtime.dds import idl_types
+from gradbus.runtime.dds.idl_types import SampleError
+from gradbus.runtime.dds.network import NetworkConfig, build_xml
+from gradbus.runtime.dds.topics import TOPICS
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, TrainCmd
 
 TYPES: dict[str, Any] = {
     "TrainCmd": idl_types.TrainCmdType,

@@ -9,7 +9,7 @@ import pytest
 
 from gradbus.runtime import json_text
 from gradbus.runtime.json_text import lines_of, parse_json, read_text
-from gradbus.runtime.profile_summary import read_summary
+from gradbus.runtime.profiling.summary import read_summary
 
 DEEP = "[" * 100_000
 

@@ -12,7 +12,7 @@ import pytest
 
 STEPS = """
 import resource, sys, threading, torch
-from gradbus.runtime import malloc
+from gradbus.runtime.dds import malloc
 
 def step():
     sizes = (9 << 20, 20 << 20, 30 << 20)

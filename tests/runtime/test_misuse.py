@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import gradbus
-from gradbus.runtime import job_name
+from gradbus.runtime.bus.participant_factory import check_job
+from gradbus.runtime.config import job_name
+from gradbus.runtime.config.federated import BusSettings, FederatedConfig
+from gradbus.runtime.config.job_name import default_job, user_name, with_user
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.job_name import default_job, user_name, with_user
 from gradbus.runtime.misuse import WrongKeyword, awaited
-from gradbus.runtime.opening import check_job
-from gradbus.runtime.settings import BusSettings, FederatedConfig
 
 DO = r"write 'async with gradbus\.connect\(\.\.\.\) as bus:' in an async function, and use bus inside of it"
 

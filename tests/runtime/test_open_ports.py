@@ -14,9 +14,9 @@ from bus_helpers import Run, until
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.runtime import dds_log, discovery
+from gradbus.runtime.dds import discovery, log_sink
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.messages import Control
+from gradbus.runtime.wire.messages import Control
 
 # A DATA submessage that ends before its header does.
 MALFORMED = b"RTPS\x02\x05\x01\x10" + bytes(range(12)) + bytes((0x15, 1, 4, 0)) + bytes(4)
@@ -38,7 +38,7 @@ def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(run: Ru
 def test_malformed_packets_write_some_lines_in_the_log_and_their_number_and_nothing_to_stderr(
     run: Run, place: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dds_log, "WINDOW_S", 1.5)
+    monkeypatch.setattr(log_sink, "WINDOW_S", 1.5)
 
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
@@ -50,7 +50,7 @@ def test_malformed_packets_write_some_lines_in_the_log_and_their_number_and_noth
                     await asyncio.sleep(0)
                 await until(lambda: any("lines" in line for line in logs))
             told = [line["text"] for line in logs if line["event"] == "Cyclone DDS says"]
-            assert len(told) <= 3 * dds_log.LINES
+            assert len(told) <= 3 * log_sink.LINES
             assert "malformed packet" in told[0]
             assert sum(line.get("lines", 0) for line in logs) > 10
 

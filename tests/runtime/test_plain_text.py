@@ -16,11 +16,12 @@ from gradbus.experiments.run import lifecycle
 from gradbus.experiments.run.live import head, warning
 from gradbus.experiments.run.status import Observer
 from gradbus.experiments.run.status_text import lines_of
-from gradbus.runtime import control, logs
-from gradbus.runtime.control import PROTOCOL, Failed, GroupHello, GroupLeave, Hello, Pulse, Refused, Status
-from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.messages import Control
+from gradbus.runtime import logs
 from gradbus.runtime.plain_text import plain_but_colours, plain_line, plain_text
+from gradbus.runtime.wire import control
+from gradbus.runtime.wire.control import PROTOCOL, Failed, GroupHello, GroupLeave, Hello, Pulse, Refused, Status
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Control
 
 SEQUENCES = [
     "\x1b[2J", "\x1b]0;title\x07", "\x1b[31m", "\x9b2J", "\x9d0;t\x9c", "\x08\x08", "\r", "\x7f", "\u202e", "\u2066",

@@ -13,9 +13,9 @@ import structlog
 from gradbus.experiments.rundir.directory import RunDirectory
 from gradbus.experiments.rundir.worker_directory import WorkerDirectory
 from gradbus.runtime.checkpoint import CheckpointStore
-from gradbus.runtime.history import History
 from gradbus.runtime.private_folder import make_private
-from gradbus.runtime.profile_summary import LineFile
+from gradbus.runtime.profiling.summary import LineFile
+from gradbus.runtime.testing.journal import History
 
 
 @pytest.fixture(autouse=True)

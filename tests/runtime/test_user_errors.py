@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gradbus.runtime import user_errors
-from gradbus.runtime.network import check_interface
+from gradbus.runtime.dds.network import check_interface
 from gradbus.runtime.user_errors import readable_traceback, traceback_with_place, user_error
 
 
@@ -100,4 +100,4 @@ def test_a_message_has_a_bound() -> None:
 def test_what_gradbus_and_python_bring_is_known() -> None:
     assert np.__file__.startswith(user_errors._site_folders())
     assert site.getsitepackages()
-    assert sys.modules["gradbus.runtime.network"].__file__.startswith(user_errors._our_folders())  # type: ignore[union-attr]
+    assert sys.modules["gradbus.runtime.dds.network"].__file__.startswith(user_errors._our_folders())  # type: ignore[union-attr]

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from doc_pages import rows, section
 
-from gradbus.runtime import control, frames
-from gradbus.runtime.control import Body
-from gradbus.runtime.frames import Flags, Kind
-from gradbus.runtime.topics import TOPICS, collective_topic
+from gradbus.runtime.dds.topics import TOPICS, collective_topic
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.control import Body
+from gradbus.runtime.wire.frames import Flags, Kind
 
 TYPES = {
     "U32": "uint32",

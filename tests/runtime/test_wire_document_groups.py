@@ -15,22 +15,20 @@ import torch
 from doc_pages import rows, section, tables
 from memory_link import MAX_BYTES, Job, MemoryLink, MemoryNet
 
-from gradbus.runtime import frames
 from gradbus.runtime.collectives import (
     credit,
-    dds_link,
-    early,
     engine,
     group,
-    introductions,
+    hello_scheduler,
+    link,
     membership,
     objects,
     operation,
     tensors,
+    unexpected,
 )
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
-from gradbus.runtime.collectives.engine import wire_name
-from gradbus.runtime.collectives.exchanges import (
+from gradbus.runtime.collectives.data_movement import (
     AllGather,
     AllToAll,
     Barrier,
@@ -40,11 +38,13 @@ from gradbus.runtime.collectives.exchanges import (
     Scatter,
     Send,
 )
+from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.formation import Formation, Member
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
 from gradbus.runtime.collectives.reductions import ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.wire import frames
 
 WORLD, ROOT, NUMEL = 4, 2, 10
 OTHERS = [(sender, to) for sender in range(WORLD) for to in range(WORLD) if sender != to]
@@ -267,7 +267,10 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     assert (
         f"{credit.FRAME_BYTES} bytes for each frame" in limits["payload without OFFER, to a rank that has not called"]
     )
-    assert f"{defaults['early_bytes']} by default; {early.MAX_FRAMES} frames" in limits["frames for calls not made yet"]
+    assert (
+        f"{defaults['early_bytes']} by default; {unexpected.MAX_FRAMES} frames"
+        in limits["frames for calls not made yet"]
+    )
     assert limits["payload without OFFER"].startswith(f"{operation.LARGE_BYTES} bytes or")
     assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1)._large_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
     assert limits["payload of unknown size"].endswith(f"{defaults['max_payload_bytes']} by default")
@@ -276,14 +279,14 @@ def test_limits_are_those_of_the_code(page: str) -> None:
 
 def test_the_times_are_those_of_the_code(page: str) -> None:
     hello = section(page, "GroupHello")
-    assert f"a pause that doubles, up to {introductions.REPEAT_S:g} s" in " ".join(hello.split())
-    assert f"again, at least every {introductions.REPEAT_S:g} s" in section(page, "How a group forms")
+    assert f"a pause that doubles, up to {hello_scheduler.REPEAT_S:g} s" in " ".join(hello.split())
+    assert f"again, at least every {hello_scheduler.REPEAT_S:g} s" in section(page, "How a group forms")
     assert f"every {membership.REPLY_S:g} s" in hello
-    assert introductions.NEWS_S == 0.001
+    assert hello_scheduler.NEWS_S == 0.001
     assert "every `world` milliseconds" in " ".join(hello.split())
-    assert f"{introductions.REPEAT_S * 1000:g} at the most" in " ".join(hello.split())
+    assert f"{hello_scheduler.REPEAT_S * 1000:g} at the most" in " ".join(hello.split())
     assert f"at most {membership.DRAIN_S:g} s" in section(page, "Leaving")
-    assert (dds_link.PROBE_ALL, dds_link.PROBE_INBOX) == (0, 1)
+    assert (link.PROBE_ALL, link.PROBE_INBOX) == (0, 1)
     assert membership._MISFIT_HELLOS == 3
     assert "three times more" in section(page, "How a group forms")
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gradbus.runtime.assembler import Assembler, Verdict
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.control import Bye, Hello, Leave, NeedUpdate, Status, Welcome
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.messages import ClientUpdate, Identity, ModelBlob
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.security.peers import GREETING_TOPIC
-from gradbus.runtime.subscription import Subscription
+from gradbus.runtime.wire.assembler import Assembler, Verdict
+from gradbus.runtime.wire.control import Bye, Hello, Leave, NeedUpdate, Status, Welcome
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Identity, ModelBlob
 
 MIB = 1 << 20
 CLIENT, CHIEF = Identity(7, 1 << 60), Identity(CONTROLLER, 5)

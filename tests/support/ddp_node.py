@@ -17,8 +17,8 @@ from gradbus.actors import Worker
 from gradbus.models import ClassificationTask, glyphs, mnist_cnn, mnist_mlp
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import join_group
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.parallel_settings import DataParallelConfig
 from gradbus.runtime.tasks import single_error
 
 Say = Callable[[dict[str, Any]], None]

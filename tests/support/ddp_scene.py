@@ -23,7 +23,7 @@ from gradbus import codecs
 from gradbus.actors import EpochReport, Worker, WorkerSummary
 from gradbus.models import ClassificationTask, DataSplit, glyphs, mnist_mlp
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.tasks import single_error
 
 _numbers = itertools.count()

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors import downlink as downlink_module
-from gradbus.actors.downlink import Downlink
-from gradbus.actors.members import Members
-from gradbus.actors.model_copy import ModelCopy
+from gradbus.actors.federated import publish as downlink_module
+from gradbus.actors.federated.clients import Members
+from gradbus.actors.federated.model_replica import ModelCopy
+from gradbus.actors.federated.publish import Downlink
 from gradbus.codecs import Codec
-from gradbus.runtime import frames
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import PROTOCOL, Hello, ModelHere, NeedModel
+from gradbus.runtime.dds.access_policy import Standing
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
-from gradbus.runtime.messages import Identity, ModelBlob
-from gradbus.runtime.sealed_memory import PayloadMemory, read
-from gradbus.runtime.security.standing import Standing
+from gradbus.runtime.shm.shared_payload import PayloadMemory, read
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.control import PROTOCOL, Hello, ModelHere, NeedModel
+from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
+from gradbus.runtime.wire.messages import Identity, ModelBlob
 
 RUN, SESSION, DIM, CHUNK_BYTES = 0xABC, 1, 3000, 1024
 LOSSY = ["q8", "s4", "sq8"]

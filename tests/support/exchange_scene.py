@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.dense_exchange import DenseExchange
-from gradbus.actors.dgc_exchange import DgcExchange
-from gradbus.actors.exchange import Exchange
-from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.actors.data_parallel.dense_exchange import DenseExchange
+from gradbus.actors.data_parallel.dgc_exchange import DgcExchange
+from gradbus.actors.data_parallel.exchange import Exchange
+from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
 @dataclass

@@ -31,19 +31,23 @@ if __name__ == "__main__":  # this folder is for the import of helpers only
 import torch
 
 import gradbus
-from gradbus.actors import Client, Controller, intake, model_memory, presence
-from gradbus.actors import controller as controller_module
-from gradbus.actors.members import Answer, Members
-from gradbus.actors.rounds import Round
+from gradbus.actors import Client, Controller
+from gradbus.actors.federated import controller as controller_module
+from gradbus.actors.federated import liveness, shared_model_reader, update_receiver
+from gradbus.actors.federated.clients import Answer, Members
+from gradbus.actors.federated.rounds import Round
 from gradbus.models import NullTask
-from gradbus.runtime import failpoints, logs, sealed_memory
-from gradbus.runtime.control import Hello, Offer
+from gradbus.runtime import logs
 from gradbus.runtime.errors import GradbusError
-from gradbus.runtime.faulty_bus import FaultyBus
-from gradbus.runtime.messages import Identity, TrainCmd
 from gradbus.runtime.security import Security
-from gradbus.runtime.shared_memory import SharedMemoryFault
+from gradbus.runtime.security.identity import join_transport
+from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
+from gradbus.runtime.testing import failpoints
+from gradbus.runtime.testing.faulty_bus import FaultyBus
+from gradbus.runtime.wire.control import Hello, Offer
+from gradbus.runtime.wire.messages import Identity, TrainCmd
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -165,9 +169,7 @@ def _tell_warnings(say: Say) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._log, name)
 
-    from gradbus.runtime.security import porter  # loads cryptography
-
-    for module in (intake, model_memory, sealed_memory, porter):
+    for module in (update_receiver, shared_model_reader, shared_payload, join_transport):
         module.log = Log(module.log)  # type: ignore[attr-defined]
 
 
@@ -180,25 +182,25 @@ def _wait_for_rivals(rival_after_s: float) -> None:
 
 def _be_patient() -> None:
     """A machine that stands still for seconds changes nothing of what is sent and read: that is counted exactly."""
-    intake.REPAIR_AFTER_S = 5.0
-    presence.BYE_S = model_memory.LAST_READ_S = 4.0
+    update_receiver.REPAIR_AFTER_S = 5.0
+    liveness.BYE_S = shared_model_reader.LAST_READ_S = 4.0
 
 
 def _refuse_memory() -> None:
     def read(place: str, size: int) -> memoryview:
         raise SharedMemoryFault("permission denied, says the test") from PermissionError()
 
-    intake.read = model_memory.read = read  # type: ignore[attr-defined]
+    update_receiver.read = shared_model_reader.read = read  # type: ignore[attr-defined]
 
 
 def _read_late(delay_s: float) -> None:
-    read = model_memory.read
+    read = shared_model_reader.read
 
     def late(place: str, size: int) -> memoryview:
         time.sleep(delay_s)  # stands for a machine that has much to do
         return read(place, size)
 
-    model_memory.read = late  # type: ignore[attr-defined]
+    shared_model_reader.read = late  # type: ignore[attr-defined]
 
 
 def _tell_what_is_said(say: Say, *, dies: bool) -> None:

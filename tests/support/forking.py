@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import gradbus
 import gradbus.torch
-from gradbus.runtime.bus import Bus, connect
+from gradbus.runtime.bus.bus import Bus, connect
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.control import Status
-from gradbus.runtime.messages import Control, Identity
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.wire.control import Status
+from gradbus.runtime.wire.messages import Control, Identity
 
 CHILD_S = 20.0  # none of what a child does here takes a second
 DOMAIN = 40 + os.getpid() % 60

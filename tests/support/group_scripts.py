@@ -21,7 +21,7 @@ import gradbus
 from gradbus.runtime.collectives import ALGORITHMS, Group
 from gradbus.runtime.collectives.reductions import shard_bounds
 from gradbus.runtime.errors import CollectiveTimeout, JoinRefused, PeerLost
-from gradbus.runtime.security import rank_keys
+from gradbus.runtime.security.identity import rank_keys
 
 # Every collective
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gradbus.runtime.security.allow_list import (
+from gradbus.runtime.security.identity.allow_list import (
     AllowList,
     Entry,
     Role,
@@ -15,7 +15,7 @@ from gradbus.runtime.security.allow_list import (
     without,
     write_allow_list,
 )
-from gradbus.runtime.security.identity_key import NodeKey, new_node_key, public_text
+from gradbus.runtime.security.identity.key import NodeKey, new_node_key, public_text
 from gradbus.runtime.security.job_key import write_secret_file
 
 

@@ -10,8 +10,8 @@ import torch
 
 from gradbus.experiments.gallery.int8_exchange import Int8Exchange
 from gradbus.runtime.collectives import Group
-from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.parallel_settings import DataParallelConfig
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.dds.network import NetworkConfig
 
 SHAPES = {"weight": (40, 30), "bias": (30,), "scale": ()}
 

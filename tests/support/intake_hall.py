@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors import intake as intake_module
-from gradbus.actors.conduct import Conduct, Strike
-from gradbus.actors.intake import Intake
-from gradbus.actors.rounds import Round
-from gradbus.actors.strategy import FedAvg
+from gradbus.actors.aggregation.strategy import FedAvg
+from gradbus.actors.federated import update_receiver as intake_module
+from gradbus.actors.federated.quarantine import Conduct, Strike
+from gradbus.actors.federated.rounds import Round
+from gradbus.actors.federated.update_receiver import Intake
 from gradbus.codecs import Parsed
-from gradbus.runtime import frames
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.control import Grant, Offer, Receipt
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.history import History
-from gradbus.runtime.messages import ClientUpdate, Identity
-from gradbus.runtime.sealed_memory import PayloadMemory
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.testing.journal import History
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.control import Grant, Offer, Receipt
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Identity
 
 RUN, DIM, CHUNK_BYTES = 0xABC, 100, 64
 MAX_SAMPLES = 1 << 30

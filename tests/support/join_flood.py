@@ -17,13 +17,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gradbus.runtime.dds import Node
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.security import handshake
-from gradbus.runtime.security.identity_key import new_node_key
-from gradbus.runtime.security.join_messages import STAMP_BYTES, Beacon, Hello, Message, Refusal, Welcome, pack, parse
-from gradbus.runtime.security.porter import BEACON, JOIN
+from gradbus.runtime.security.identity import handshake
+from gradbus.runtime.security.identity.join_messages import (
+    STAMP_BYTES,
+    Beacon,
+    Hello,
+    Message,
+    Refusal,
+    Welcome,
+    pack,
+    parse,
+)
+from gradbus.runtime.security.identity.join_transport import BEACON, JOIN
+from gradbus.runtime.security.identity.key import new_node_key
 
 FORGED = random.Random(0).randbytes(64 + STAMP_BYTES)  # signature and stamp
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security import epoch
-from gradbus.runtime.security.allow_list import AllowList, Entry, Role
-from gradbus.runtime.security.applicant import Applicant
-from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.identity_key import NodeKey, new_node_key
-from gradbus.runtime.security.rank_keys import RankKeys
-from gradbus.runtime.security.seal import Opener, Seal
-from gradbus.runtime.security.stamp import Stamps
+from gradbus.runtime.security.encryption import Opener, Seal
+from gradbus.runtime.security.identity import key_epoch
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.allow_list import AllowList, Entry, Role
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.key import NodeKey, new_node_key
+from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.identity.stamp import Stamps
 
 JOB = "mnist"
 SERVER, ONE, TWO, STRANGER = (new_node_key(name) for name in ("server", "robot-1", "robot-2", "stranger"))
 LIST = AllowList(
     (Entry(ONE.name, "client", ONE.public, ((0, 3),)), Entry(TWO.name, "client", TWO.public, ((7, 7),)))
 )  # fmt: skip
-UPDATES, CONTROL, COMMANDS, MODELS = "train/client_update", epoch.CONTROL, epoch.COMMANDS, epoch.MODELS
+UPDATES, CONTROL, COMMANDS, MODELS = "train/client_update", key_epoch.CONTROL, key_epoch.COMMANDS, key_epoch.MODELS
 
 
 def stamped(key: NodeKey, data: bytes, to: NodeKey = SERVER) -> bytes:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradbus.runtime import frames
 from gradbus.runtime.collectives.engine import Engine, wire_name
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
 from gradbus.runtime.collectives.tensors import Bytes
-from gradbus.runtime.frames import Frame, FrameKey, Kind
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 
 GROUP_ID = 0xABC
 INCARNATION = 1 << 40  # rank r has this plus r

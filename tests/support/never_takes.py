@@ -12,9 +12,9 @@ import time
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication
 from cyclonedds.core import Policy
 
-from gradbus.runtime.dds import _TYPES, Node
-from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.topics import Topic
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import _TYPES, Node
+from gradbus.runtime.dds.topics import Topic
 
 
 def main(domain: int, participants: int) -> None:

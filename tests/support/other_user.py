@@ -26,17 +26,17 @@ from federation import Node
 import gradbus
 from gradbus.models import NullTask
 from gradbus.models.task import TrainResult
-from gradbus.runtime.control import Bye, Leave, Offer, Receipt, Refused
-from gradbus.runtime.frames import CONTROLLER
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 from gradbus.runtime.security import Level
+from gradbus.runtime.wire.control import Bye, Leave, Offer, Receipt, Refused
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 _NOBODY = 65534
 _LIES = 1 << 50  # his incarnation
 _PAUSE_S = 0.02
 _LATE = (
-    "encodings.ascii", "encodings.idna", "encodings.latin_1", "gradbus.actors.client",
-    "gradbus.runtime.security.greeter", "gradbus.runtime.security.user_key", "gradbus.torch.register",
+    "encodings.ascii", "encodings.idna", "encodings.latin_1", "gradbus.actors.federated.client",
+    "gradbus.runtime.security.liveness_challenge", "gradbus.runtime.security.user_key", "gradbus.torch.register",
 )  # fmt: skip
 WAYS: tuple[Level, ...] = ("user", "none")
 

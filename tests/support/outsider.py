@@ -8,14 +8,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gradbus.runtime import ddsc, frames
-from gradbus.runtime.dds import Node, Writer
-from gradbus.runtime.messages import Control
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds import libddsc
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node, Writer
+from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.envelope import MAGIC
-from gradbus.runtime.security.greeter import SESSION_TOPIC
-from gradbus.runtime.topics import TOPICS, Topic
+from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.messages import Control
 
 JOB_TOPICS = (*TOPICS.values(), SESSION_TOPIC)
 
@@ -78,7 +79,9 @@ class Outsider:
         """Write any bytes as a sample of a topic."""
         writer = self.writers[name]
         until_s = time.monotonic() + self._patience_s
-        while ddsc.write(writer.entity._ref, ddsc.sertype_of(writer.entity), (sample,)) == ddsc.RETCODE_TIMEOUT:
+        while (
+            libddsc.write(writer.entity._ref, libddsc.sertype_of(writer.entity), (sample,)) == libddsc.RETCODE_TIMEOUT
+        ):
             if time.monotonic() > until_s:
                 return
         self.said += 1

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from shared_pair import key
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives.outgoing import Outgoing
-from gradbus.runtime.collectives.slots import Slots
-from gradbus.runtime.frame_port import Parts
-from gradbus.runtime.frames import CHUNK_BYTES, Flags
-from gradbus.runtime.sender import Pause
+from gradbus.runtime.bus.raw_endpoints import Parts
+from gradbus.runtime.bus.sender import Pause
+from gradbus.runtime.collectives.chunk_sender import Outgoing
+from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import CHUNK_BYTES, Flags
 
 
 class Payload:

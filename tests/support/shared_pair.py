@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives.letters import Letters
-from gradbus.runtime.collectives.shared import Shared
-from gradbus.runtime.frames import Flags, Frame, FrameKey, Kind
-from gradbus.runtime.shared_memory import Bytes
+from gradbus.runtime.collectives.shared_memory_transport import Shared
+from gradbus.runtime.shm.mailbox import Letters
+from gradbus.runtime.shm.segment import Bytes
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Flags, Frame, FrameKey, Kind
 
 GROUP_ID = 0xABC
 

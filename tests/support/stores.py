@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from gradbus.runtime.frame_port import FramePort
-from gradbus.runtime.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
-from gradbus.runtime.messages import new_incarnation
-from gradbus.runtime.topics import store_topic
+from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.dds.topics import store_topic
+from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
+from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.bus_thread import BusThread, release
 from gradbus.torch.store import DdsStore
 from gradbus.torch.store_link import Address, StoreLink, _acquire

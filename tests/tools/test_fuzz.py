@@ -17,7 +17,7 @@ from fuzz.target import RESIDENT_SLACK_BYTES, Target, peaks, remove_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.runtime import frames
+from gradbus.runtime.wire import frames
 
 EXAMPLES = 60  # of each target; `make fuzz` tries millions
 HAVE_ATHERIS = importlib.util.find_spec("atheris") is not None

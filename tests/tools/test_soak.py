@@ -16,7 +16,7 @@ from gradbus.experiments.buses import check
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.namespaces import Host
-from gradbus.runtime import network
+from gradbus.runtime.dds import network
 
 RUN = "00000000000000aa"
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_node import Place
 
-from gradbus.runtime.collectives import outgoing
-from gradbus.runtime.frames import CHUNK_BYTES
+from gradbus.runtime.collectives import chunk_sender
+from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 Case = Callable[[int, int], list[Tensor]]
 
@@ -336,7 +336,7 @@ NOT_ON_GLOO = {
 
 def sums_of_many_chunks(place: Place) -> list[float]:
     """Each shard has more chunks than a rank has slots, and each rank hears from its readers one after the other."""
-    outgoing.SLOT_WAIT_S = PATIENT_S  # no way out over DDS
+    chunk_sender.SLOT_WAIT_S = PATIENT_S  # no way out over DDS
     place.start(timeout_s=PATIENT_S / 2)
     found = []
     for _ in range(4):

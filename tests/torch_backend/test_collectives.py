@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch_node import play
 
-from gradbus.runtime.collectives import letters
+from gradbus.runtime.shm import mailbox
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def drawn(rank: int, numel: int, *, ints: bool = False) -> torch.Tensor:
     return torch.randint(0, 100, (numel,), generator=random) if ints else torch.randn(numel, generator=random)
 
 
-@pytest.mark.skipif(not letters.AVAILABLE, reason="ranks that wait do not send here")
+@pytest.mark.skipif(not mailbox.AVAILABLE, reason="ranks that wait do not send here")
 def test_ranks_that_wait_do_not_wait_for_the_slots_of_each_other_in_a_circle() -> None:
     """One took all slots for the reader that it had heard from first, whose reader did the same, and so on."""
     world = 4

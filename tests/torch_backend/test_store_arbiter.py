@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from stores import RawRank, begin, finished, new_job, open_rank, opened, until, vanish
 
-from gradbus.runtime import liveness
+from gradbus.runtime.bus import liveness
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.frames import Kind
+from gradbus.runtime.wire.frames import Kind
 from gradbus.torch import bus_thread, store_peer
 from gradbus.torch.store import DdsStore
 from gradbus.torch.store_messages import Answer, Here, Leave, NotNow, Refused, Request, Welcome, decode, frame_of

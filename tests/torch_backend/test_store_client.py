@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError
 
-from gradbus.runtime import frames
-from gradbus.runtime.frames import Frame
-from gradbus.runtime.missing_peers import Reach
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.missing_peers import Reach
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Frame
 from gradbus.torch import store_client
 from gradbus.torch.store_client import Client
 from gradbus.torch.store_messages import Join, Message, NotNow, Welcome, decode, frame_of

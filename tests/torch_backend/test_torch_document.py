@@ -13,9 +13,9 @@ from torch_node import play
 
 import gradbus.torch
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
-from gradbus.runtime.job_name import default_job
-from gradbus.runtime.network import NetworkConfig
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.torch import bus_thread, hooks, stall
 from gradbus.torch.functions import OPS
 from gradbus.torch.register import OLDEST

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from gradbus.experiments.namespaces import Host
-from gradbus.runtime.missing_peers import Reach
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.dds.missing_peers import Reach
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.torch.meeting import Place
 
 RANK = """

@@ -12,14 +12,14 @@ import pytest
 import torch
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives import early, engine, exchanges
+from gradbus.runtime.collectives import data_movement, engine, unexpected
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import all_reduce
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import Flags, Frame, FrameKey, Kind
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Flags, Frame, FrameKey, Kind
 
 SUM = Arithmetic(torch.float32, "sum")
 
@@ -30,7 +30,7 @@ def net_of(world: int, **options: Any) -> MemoryNet:
 
 
 def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
-    return exchanges.AllGather(payload, rank, world, MAX_BYTES)
+    return data_movement.AllGather(payload, rank, world, MAX_BYTES)
 
 
 def frame(**changes: Any) -> Frame:
@@ -94,7 +94,7 @@ def test_what_is_dropped_while_a_call_starts_fails_it_as_well() -> None:
 
 def test_frames_that_nobody_came_for_in_time_make_room_for_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(early, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(unexpected, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     net = net_of(2, early_bytes=10, early_age_s=60.0)
     net.start(gather(0, b"8 bytes."), "old")
     net.settle()
@@ -111,7 +111,7 @@ def test_frames_that_nobody_came_for_in_time_make_room_for_newer_ones(monkeypatc
 
 
 def test_the_number_of_early_frames_is_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "MAX_FRAMES", 3)
+    monkeypatch.setattr(unexpected, "MAX_FRAMES", 3)
     net = net_of(2)
     for number in range(5):
         net.start(gather(0), f"{number}")
@@ -252,8 +252,8 @@ def test_a_group_that_forms_anew_takes_no_frames_of_the_former_one() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (lambda: gather(0), lambda: exchanges.Barrier(1, 2)),
-        (lambda: gather(0), lambda: exchanges.AllGather(torch.ones(2), 1, 2, MAX_BYTES)),
+        (lambda: gather(0), lambda: data_movement.Barrier(1, 2)),
+        (lambda: gather(0), lambda: data_movement.AllGather(torch.ones(2), 1, 2, MAX_BYTES)),
         (
             lambda: all_reduce(torch.ones(3), None, SUM, "direct", 0, 2),
             lambda: all_reduce(torch.ones(4), None, SUM, "direct", 1, 2),
@@ -271,8 +271,8 @@ def test_a_group_that_forms_anew_takes_no_frames_of_the_former_one() -> None:
             lambda: all_reduce(torch.ones(3, dtype=torch.int32), None, Arithmetic(torch.int32, "sum"), "direct", 1, 2),
         ),
         (
-            lambda: exchanges.Broadcast(b"a", 0, 0, 2, MAX_BYTES),
-            lambda: exchanges.Broadcast(b"b", 1, 1, 2, MAX_BYTES),
+            lambda: data_movement.Broadcast(b"a", 0, 0, 2, MAX_BYTES),
+            lambda: data_movement.Broadcast(b"b", 1, 1, 2, MAX_BYTES),
         ),
     ],
 )
@@ -292,8 +292,8 @@ def test_ranks_that_do_not_call_the_same_are_told_of_both_calls(
 def test_a_payload_larger_than_allowed_is_refused_before_memory_is_taken() -> None:
     for payload in (bytes(101), torch.zeros(101, dtype=torch.uint8)):
         net = net_of(2)
-        receiver = net.start(exchanges.Receive(1, 0, 2, 100))
-        net.start(exchanges.Send(payload, 0, 1, 2))
+        receiver = net.start(data_movement.Receive(1, 0, 2, 100))
+        net.start(data_movement.Send(payload, 0, 1, 2))
         net.settle()
         with pytest.raises(CollectiveError, match=r"rank 1 .*101.*100 are accepted \(max_payload_bytes\)"):
             raise receiver.error  # type: ignore[misc]
@@ -326,7 +326,7 @@ def test_the_longest_names_reach_the_other_side_with_the_longest_signatures() ->
     net = net_of(2)
     tensor = torch.ones(shape, dtype=torch.float8_e4m3fnuz)
     results = net.run(
-        *(exchanges.Broadcast(tensor.clone(), 0, rank, 2, MAX_BYTES) for rank in range(2)),
+        *(data_movement.Broadcast(tensor.clone(), 0, rank, 2, MAX_BYTES) for rank in range(2)),
         name=name,
         round_id=2**32 - 1,
     )

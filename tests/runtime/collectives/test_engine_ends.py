@@ -12,15 +12,15 @@ import pytest
 import torch
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives import engine, exchanges
+from gradbus.runtime.collectives import data_movement, engine
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import ALGORITHMS, Algorithm, ReduceScatter, all_reduce, shard_bounds
-from gradbus.runtime.collectives.stream import NewPayload
+from gradbus.runtime.collectives.streams import NewPayload
 from gradbus.runtime.errors import BusClosed, CollectiveError, PeerLost, WriteTimeout
-from gradbus.runtime.frames import Frame, FrameKey, Kind
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 
 SUM = Arithmetic(torch.float32, "sum")
 
@@ -31,7 +31,7 @@ def net_of(world: int, **options: Any) -> MemoryNet:
 
 
 def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
-    return exchanges.AllGather(payload, rank, world, MAX_BYTES)
+    return data_movement.AllGather(payload, rank, world, MAX_BYTES)
 
 
 def frame(**changes: Any) -> Frame:
@@ -72,7 +72,7 @@ def test_a_collective_that_fails_leaves_nothing_behind(algorithm: Algorithm) -> 
 def test_a_collective_that_is_done_holds_neither_its_payload_nor_frames() -> None:
     net = net_of(2)
     payload = np.ones(1000, np.uint8)
-    operations = [exchanges.AllGather(payload.data, rank, 2, MAX_BYTES) for rank in range(2)]
+    operations = [data_movement.AllGather(payload.data, rank, 2, MAX_BYTES) for rank in range(2)]
     net.run(*operations)
     watched = [weakref.ref(payload), *map(weakref.ref, operations)]
     del payload, operations
@@ -83,12 +83,12 @@ def test_a_collective_that_is_done_holds_neither_its_payload_nor_frames() -> Non
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: exchanges.AllGather(b"", 0, 2, MAX_BYTES),
-        lambda: exchanges.Broadcast(None, 1, 0, 2, MAX_BYTES),
-        lambda: exchanges.Gather(b"", 0, 0, 2, MAX_BYTES),
-        lambda: exchanges.Scatter(None, 1, 0, 2, MAX_BYTES),
-        lambda: exchanges.AllToAll([b"", b""], 0, 2, MAX_BYTES),
-        lambda: exchanges.Receive(1, 0, 2, MAX_BYTES),
+        lambda: data_movement.AllGather(b"", 0, 2, MAX_BYTES),
+        lambda: data_movement.Broadcast(None, 1, 0, 2, MAX_BYTES),
+        lambda: data_movement.Gather(b"", 0, 0, 2, MAX_BYTES),
+        lambda: data_movement.Scatter(None, 1, 0, 2, MAX_BYTES),
+        lambda: data_movement.AllToAll([b"", b""], 0, 2, MAX_BYTES),
+        lambda: data_movement.Receive(1, 0, 2, MAX_BYTES),
     ],
 )
 def test_one_that_has_failed_lets_go_of_what_has_come_so_far_although_its_handle_lives(
@@ -101,7 +101,7 @@ def test_one_that_has_failed_lets_go_of_what_has_come_so_far_although_its_handle
             super().__init__(max_bytes)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(exchanges, "NewPayload", Watched)
+    monkeypatch.setattr(data_movement, "NewPayload", Watched)
     operation = net_of(2).start(make())
     assert [ref() is None for ref in made] == [False]
     operation.fail(TimeoutError())
@@ -154,19 +154,19 @@ def test_bytes_are_counted_once_although_a_collective_ends_while_it_is_being_sta
 def test_a_lost_rank_ends_what_needs_it_now_and_later_and_nothing_else() -> None:
     net = net_of(3)
     pending = net.start(gather(0, world=3), "all")
-    between = net.start(exchanges.Send(b"for one", 1, 0, 3), "between")
+    between = net.start(data_movement.Send(b"for one", 1, 0, 3), "between")
     net.engines[0].lose(2, "its process is gone")
     net.engines[1].lose(2, "its process is gone")
     for operation in (
         pending,
         net.start(gather(0, world=3), "later"),
-        net.start(exchanges.Receive(2, 0, 3, 9), "from"),
+        net.start(data_movement.Receive(2, 0, 3, 9), "from"),
     ):
         assert isinstance(operation.error, PeerLost)
         assert operation.error.ranks == (2,)
         assert operation.error.reasons == {2: "its process is gone"}
     assert net.engines[0].gone == {2: "its process is gone"}
-    net.start(exchanges.Receive(0, 1, 3, MAX_BYTES), "between")
+    net.start(data_movement.Receive(0, 1, 3, MAX_BYTES), "between")
     net.settle()
     assert (between.done, between.error) == (True, None)
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 import pytest
 
 from gradbus.runtime.collectives.formation import Formation, Member
-from gradbus.runtime.control import GroupHello
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import GroupHello
 
 OPTIONS = 5
 

@@ -11,13 +11,13 @@ from bus_helpers import Run, until
 from group_node import LEASE_S, as_ranks
 
 import gradbus
-from gradbus.runtime import domains
 from gradbus.runtime.collectives import Group, Member
-from gradbus.runtime.control import GroupHello
+from gradbus.runtime.dds import domains
 from gradbus.runtime.errors import CollectiveError, PeerLost
-from gradbus.runtime.messages import Control, Identity
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.wire.control import GroupHello
+from gradbus.runtime.wire.messages import Control, Identity
 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 

@@ -12,18 +12,18 @@ from bus_helpers import CLIENT, Run, reads, topics_of, until
 from group_node import LEASE_S, as_ranks, joined
 
 import gradbus
-from gradbus.runtime import frames
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.channel import Channel
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.raw_endpoints import FramePort
 from gradbus.runtime.collectives import Group, membership
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.membership import REPLY_S, Membership
-from gradbus.runtime.control import GroupHello, Leave
+from gradbus.runtime.dds.topics import TOPICS, Topic, collective_topic
 from gradbus.runtime.errors import BusError, PeerLost, WriteTimeout
-from gradbus.runtime.frame_port import FramePort
-from gradbus.runtime.frames import Frame, FrameKey, Kind
-from gradbus.runtime.messages import Control, Identity, Message
-from gradbus.runtime.topics import TOPICS, Topic, collective_topic
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.control import GroupHello, Leave
+from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
+from gradbus.runtime.wire.messages import Control, Identity, Message
 
 
 class FullDisk:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from memory_link import MAX_BYTES, MemoryNet
 from torch import Tensor
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives import exchanges, reductions, stream
+from gradbus.runtime.collectives import data_movement, reductions, streams
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import Algorithm, ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
 from gradbus.runtime.collectives.tensors import as_bytes
+from gradbus.runtime.wire import frames
 
 CHUNK_BYTES = 64  # so that small vectors have many chunks; a multiple of the largest element
 ALGORITHMS: list[Algorithm] = ["direct", "shards", "ring"]
@@ -32,7 +32,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=25)
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (frames, stream, reductions):
+        for module in (frames, streams, reductions):
             patch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
         yield
 
@@ -184,7 +184,7 @@ def test_all_gather_gives_everybody_everything_whatever_the_sizes(payloads: list
     world = len(payloads)
     given_ = [make(payload, rank) for rank, payload in enumerate(payloads)]
     net = net_of(world, seed)
-    results = net.run(*(exchanges.AllGather(given_[rank], rank, world, MAX_BYTES) for rank in range(world)))
+    results = net.run(*(data_movement.AllGather(given_[rank], rank, world, MAX_BYTES) for rank in range(world)))
     for result in results:
         assert all_same(result, given_)
     net.assert_nothing_is_left()
@@ -200,13 +200,13 @@ def test_gather_gives_the_root_everything_and_scatter_gives_everybody_its_own(
     given_ = [make(payload, rank) for rank, payload in enumerate(payloads)]
     net = net_of(world, seed)
     results = net.run(
-        *(exchanges.Gather(given_[rank], root, rank, world, MAX_BYTES) for rank in range(world)), name="g"
+        *(data_movement.Gather(given_[rank], root, rank, world, MAX_BYTES) for rank in range(world)), name="g"
     )
     gathered = results.pop(root)
     assert all_same(gathered, given_)
     assert results == [None] * (world - 1)
     scatters = [
-        exchanges.Scatter(given_ if rank == root else None, root, rank, world, MAX_BYTES) for rank in range(world)
+        data_movement.Scatter(given_ if rank == root else None, root, rank, world, MAX_BYTES) for rank in range(world)
     ]
     assert all_same(net.run(*scatters, name="s"), given_)
     net.assert_nothing_is_left()
@@ -220,11 +220,11 @@ def test_broadcast_fills_tensors_in_their_place_and_makes_bytes_anew(
     root %= world
     net, source = net_of(world, seed), tensor_of(payload, seed)
     tensors = [source if rank == root else torch.zeros_like(source) for rank in range(world)]
-    results = net.run(*(exchanges.Broadcast(tensors[rank], root, rank, world, MAX_BYTES) for rank in range(world)))
+    results = net.run(*(data_movement.Broadcast(tensors[rank], root, rank, world, MAX_BYTES) for rank in range(world)))
     assert all(result is tensor and same_bits(tensor, source) for result, tensor in zip(results, tensors, strict=True))
     results = net.run(
         *(
-            exchanges.Broadcast(payload if rank == root else None, root, rank, world, MAX_BYTES)
+            data_movement.Broadcast(payload if rank == root else None, root, rank, world, MAX_BYTES)
             for rank in range(world)
         ),
         name="bytes",
@@ -239,7 +239,7 @@ def test_all_to_all_sorts_what_came_by_its_sender(world: int, seed: int, make: M
     rng = random.Random(seed)
     table = [[make(rng.randbytes(rng.randrange(200)), rng.randrange(9)) for _ in range(world)] for _ in range(world)]
     net = net_of(world, seed)
-    results = net.run(*(exchanges.AllToAll(table[rank], rank, world, MAX_BYTES) for rank in range(world)))
+    results = net.run(*(data_movement.AllToAll(table[rank], rank, world, MAX_BYTES) for rank in range(world)))
     for rank, result in enumerate(results):
         assert all_same(result, [row[rank] for row in table])
     net.assert_nothing_is_left()
@@ -249,7 +249,7 @@ def test_all_to_all_sorts_what_came_by_its_sender(world: int, seed: int, make: M
 @given(payload=BYTES, seed=SEEDS, make=KINDS)
 def test_a_sent_payload_reaches_its_receiver_alone(payload: bytes, seed: int, make: Make) -> None:
     net, sent = net_of(4, seed), make(payload, seed)
-    nothing, received = net.run(exchanges.Send(sent, 3, 1, 4), exchanges.Receive(1, 3, 4, MAX_BYTES))
+    nothing, received = net.run(data_movement.Send(sent, 3, 1, 4), data_movement.Receive(1, 3, 4, MAX_BYTES))
     assert nothing is None
     assert same(received, sent)
     net.assert_nothing_is_left()
@@ -258,7 +258,7 @@ def test_a_sent_payload_reaches_its_receiver_alone(payload: bytes, seed: int, ma
 @pytest.mark.parametrize("world", range(1, 10))
 def test_a_barrier_ends_on_no_rank_before_the_last_one_has_come(world: int) -> None:
     net = net_of(world)
-    barriers = [exchanges.Barrier(rank, world) for rank in range(world)]
+    barriers = [data_movement.Barrier(rank, world) for rank in range(world)]
     for barrier in barriers[:-1]:
         net.start(barrier)
     net.settle()
@@ -278,7 +278,7 @@ def test_who_misses_a_frame_waits_for_its_sender_and_names_it(
     loser, silent_to = loser % world, silent_to % world
     net = net_of(world, seed)
     net.lost = lambda sender, receiver, frame: (sender, receiver, frame.seq) == (loser, silent_to, 1)
-    operations = [exchanges.AllGather(bytes(3 * CHUNK_BYTES), rank, world, MAX_BYTES) for rank in range(world)]
+    operations = [data_movement.AllGather(bytes(3 * CHUNK_BYTES), rank, world, MAX_BYTES) for rank in range(world)]
     for operation in operations:
         net.start(operation)
     net.settle()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gradbus
-from gradbus.runtime.collectives import pulse, stalls
-from gradbus.runtime.collectives.exchanges import Barrier
+from gradbus.runtime.collectives import stalls, status
+from gradbus.runtime.collectives.data_movement import Barrier
 from gradbus.runtime.collectives.operation import Operation, OperationKey
 from gradbus.runtime.collectives.stalls import MAX_LINES, Stalls
 
@@ -67,7 +67,7 @@ def test_many_at_once_are_summed_up_and_zero_means_never(log: Log) -> None:
 
 
 def test_a_plain_group_names_the_rank_that_does_not_call(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "EVERY_S", 0.05)
+    monkeypatch.setattr(status, "EVERY_S", 0.05)
 
     async def main() -> None:
         job, domain = f"stalls-{os.getpid()}", next(_domains)

@@ -9,12 +9,12 @@ import pytest
 from sent_payload import Payload, free_slots
 from shared_pair import Ranks
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives import outgoing
-from gradbus.runtime.collectives.outgoing import NEXT_WAIT_S, SLOT_WAIT_S, STARVED
-from gradbus.runtime.collectives.slots import Slots
-from gradbus.runtime.frames import Flags
-from gradbus.runtime.sender import Pause
+from gradbus.runtime.bus.sender import Pause
+from gradbus.runtime.collectives import chunk_sender
+from gradbus.runtime.collectives.chunk_sender import NEXT_WAIT_S, SLOT_WAIT_S, STARVED
+from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Flags
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ class Waiting:
 
     def __init__(self, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(outgoing, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(chunk_sender, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self._slots = slots
         free_slots(slots)
         self._samples = Payload(slots, chunks=100).outgoing.samples(lambda: False)
@@ -109,7 +109,7 @@ def test_who_advances_a_payload_waits_for_slots_while_the_writer_thread_does_not
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else all of it would go over DDS, on a thread that has better things to do, while that writes one chunk."""
-    monkeypatch.setattr(outgoing, "SLOT_WAIT_S", 0.0)
+    monkeypatch.setattr(chunk_sender, "SLOT_WAIT_S", 0.0)
     free_slots(ranks.shared[0].slots)
     payload = Payload(ranks.shared[0].slots)
     for sample in payload.outgoing.samples(lambda: False):

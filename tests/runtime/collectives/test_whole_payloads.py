@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
 from torch import Tensor
 
-from gradbus.runtime import frames
-from gradbus.runtime.collectives import exchanges, reductions, stream
+from gradbus.runtime.collectives import data_movement, reductions, streams
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
 from gradbus.runtime.collectives.reductions import ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
 from gradbus.runtime.collectives.tensors import Bytes, as_bytes
 from gradbus.runtime.errors import CollectiveError
-from gradbus.runtime.frames import Frame, chunk_count
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Frame, chunk_count
 from gradbus.torch.exchange import Exchange
 
 CHUNK_BYTES = 64
@@ -48,15 +48,15 @@ def patterned(memory: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks_in_memory_with_a_pattern() -> Iterator[None]:
-    describe = stream.empty_like_described
+    describe = streams.empty_like_described
     with pytest.MonkeyPatch.context() as patch:
-        for module in (frames, stream, reductions):
+        for module in (frames, streams, reductions):
             patch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
         filled = SimpleNamespace(
             empty=lambda size, dtype: np.full(size, PATTERN, dtype), frombuffer=np.frombuffer, uint8=np.uint8
         )
-        patch.setattr(stream, "np", filled)
-        patch.setattr(stream, "empty_like_described", lambda *given: patterned(describe(*given)))
+        patch.setattr(streams, "np", filled)
+        patch.setattr(streams, "empty_like_described", lambda *given: patterned(describe(*given)))
         yield
 
 
@@ -99,7 +99,7 @@ def scattered(rank: int) -> Operation:
 
 def sent(kind: type, rank: int) -> Operation:
     what = payload(1) if kind is bytes else vector(1)
-    return exchanges.Send(what, 0, 1, WORLD) if rank else exchanges.Receive(1, 0, WORLD, MAX_BYTES)
+    return data_movement.Send(what, 0, 1, WORLD) if rank else data_movement.Receive(1, 0, WORLD, MAX_BYTES)
 
 
 def exchanged(rank: int) -> Operation:
@@ -129,20 +129,22 @@ class Case:
 
 
 CASES = {
-    "all_gather": Case(lambda r: exchanges.AllGather(payload(r), r, WORLD, MAX_BYTES), free=True),
-    "all_gather, one chunk": Case(lambda r: exchanges.AllGather(payload(r, 60), r, WORLD, MAX_BYTES), free=True),
-    "all_gather of tensors": Case(lambda r: exchanges.AllGather(vector(r), r, WORLD, MAX_BYTES)),
-    "broadcast": Case(lambda r: exchanges.Broadcast(payload(1) if r == 1 else None, 1, r, WORLD, MAX_BYTES), free=True),
-    "broadcast of a tensor": Case(
-        lambda r: exchanges.Broadcast(vector(1) if r == 1 else blank(), 1, r, WORLD, MAX_BYTES)
+    "all_gather": Case(lambda r: data_movement.AllGather(payload(r), r, WORLD, MAX_BYTES), free=True),
+    "all_gather, one chunk": Case(lambda r: data_movement.AllGather(payload(r, 60), r, WORLD, MAX_BYTES), free=True),
+    "all_gather of tensors": Case(lambda r: data_movement.AllGather(vector(r), r, WORLD, MAX_BYTES)),
+    "broadcast": Case(
+        lambda r: data_movement.Broadcast(payload(1) if r == 1 else None, 1, r, WORLD, MAX_BYTES), free=True
     ),
-    "gather": Case(lambda r: exchanges.Gather(payload(r), 0, r, WORLD, MAX_BYTES), free=True),
+    "broadcast of a tensor": Case(
+        lambda r: data_movement.Broadcast(vector(1) if r == 1 else blank(), 1, r, WORLD, MAX_BYTES)
+    ),
+    "gather": Case(lambda r: data_movement.Gather(payload(r), 0, r, WORLD, MAX_BYTES), free=True),
     "scatter": Case(
-        lambda r: exchanges.Scatter([payload(i) for i in range(WORLD)] if r == 1 else None, 1, r, WORLD, MAX_BYTES),
+        lambda r: data_movement.Scatter([payload(i) for i in range(WORLD)] if r == 1 else None, 1, r, WORLD, MAX_BYTES),
         free=True,
     ),
     "all_to_all": Case(
-        lambda r: exchanges.AllToAll([payload(10 * r + i) for i in range(WORLD)], r, WORLD, MAX_BYTES), free=True
+        lambda r: data_movement.AllToAll([payload(10 * r + i) for i in range(WORLD)], r, WORLD, MAX_BYTES), free=True
     ),
     "recv": Case(partial(sent, bytes), ranks=(0, 1), free=True),
     "recv of a tensor": Case(partial(sent, Tensor), ranks=(0, 1)),
@@ -159,7 +161,7 @@ CASES = {
     "reduce": Case(lambda r: ReduceToRoot(vector(r), blank() if r == 1 else vector(r), 1, SUM, r, WORLD), victim=1),
     "reduce, not the root": Case(lambda r: ReduceToRoot(vector(r), vector(r), 1, SUM, r, WORLD)),
     "reduce_scatter": Case(scattered),
-    "barrier": Case(lambda r: exchanges.Barrier(r, WORLD)),
+    "barrier": Case(lambda r: data_movement.Barrier(r, WORLD)),
     "torch's all_gather": Case(exchanged),
     "torch's broadcast": Case(exchanged_from_root),
 }

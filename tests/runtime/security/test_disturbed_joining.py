@@ -9,13 +9,20 @@ import pytest
 from joining_hall import COMMANDS, JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall, stamped
 
 from gradbus.runtime.errors import FrameError, JobTaken
-from gradbus.runtime.security import beacons, door, events, handshake, rival_controllers, waiting
-from gradbus.runtime.security.allow_list import ROLES, AllowList, Entry
-from gradbus.runtime.security.applicant import FIRST_S, LONGEST_S, SILENT_S, Applicant
-from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.identity_endpoints import ControllerSide
-from gradbus.runtime.security.identity_key import NodeKey, new_node_key
-from gradbus.runtime.security.join_messages import Beacon, Confirm, Hello
+from gradbus.runtime.security.identity import (
+    admission,
+    audit,
+    beacons,
+    duplicate_controllers,
+    handshake,
+    pending_handshakes,
+)
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
+from gradbus.runtime.security.identity.endpoints import ControllerSide
+from gradbus.runtime.security.identity.join_client import FIRST_S, LONGEST_S, SILENT_S, Applicant
+from gradbus.runtime.security.identity.join_messages import Beacon, Confirm, Hello
+from gradbus.runtime.security.identity.key import NodeKey, new_node_key
 
 TRUE, OTHER = 1, 99  # handles of DDS writers: the controller's, and a stranger's
 
@@ -135,7 +142,7 @@ def test_recorded_hellos_of_earlier_starts_do_not_push_out_the_one_that_lives() 
     hall, node = Hall(), newcomer()
     (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
     (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
-    for number in range(2 * waiting.MAX_PENDING_EACH):
+    for number in range(2 * pending_handshakes.MAX_PENDING_EACH):
         former = newcomer()
         former.start = node.start - 1 - number
         (recorded,) = former.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
@@ -150,7 +157,7 @@ def test_forged_confirms_do_not_eat_the_checks_of_hellos() -> None:
     (hello,) = node.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
     (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
     forged = handshake.signed(JOB, STRANGER, Confirm(hall.door.session, node.session, bytes(32)))
-    for _ in range(door.CHECKS_AT_ONCE + 10):
+    for _ in range(admission.CHECKS_AT_ONCE + 10):
         with pytest.raises(FrameError, match="without the keys of its exchange"):
             hall.door.hear(memoryview(forged), hall.now_s)
     (confirm,) = node.hear(memoryview(welcome), hall.now_s)
@@ -165,7 +172,7 @@ def test_a_flood_of_hellos_does_not_keep_out_a_node_that_was_answered_already() 
     flood = newcomer()
     (forged,) = flood.hear_beacon(memoryview(hall.door.beacon), TRUE, hall.now_s)
     reasons = set()
-    for _ in range(door.CHECKS_AT_ONCE):
+    for _ in range(admission.CHECKS_AT_ONCE):
         with pytest.raises(FrameError) as caught:  # a member that has turned: a stamp of its own, and no signature
             hall.door.hear(memoryview(stamped(TWO, forged[:-80] + bytes(64))), hall.now_s)
         reasons.add(caught.value.reason)
@@ -180,13 +187,13 @@ def test_confirms_that_a_stranger_makes_with_the_tag_of_the_true_one_are_checked
     (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
     (confirm,) = node.hear(memoryview(welcome), hall.now_s)
     reasons = []
-    for _ in range(door.SHARE_AT_ONCE + 2):
+    for _ in range(admission.SHARE_AT_ONCE + 2):
         with pytest.raises(FrameError) as caught:
             hall.door.hear(memoryview(confirm[:-64] + bytes(64)), hall.now_s)
         reasons.append(caught.value.reason)
-    assert reasons.count("signature") == door.SHARE_AT_ONCE  # the first one is free, and the Hello took one
+    assert reasons.count("signature") == admission.SHARE_AT_ONCE  # the first one is free, and the Hello took one
     assert reasons[-1] == "busy"
-    hall.now_s += 1.0 / door.SHARE_PER_S
+    hall.now_s += 1.0 / admission.SHARE_PER_S
     assert len(hall.door.hear(memoryview(confirm), hall.now_s)) == 1
 
 
@@ -199,15 +206,15 @@ def test_recordings_of_beacons_do_not_hide_the_controller_that_lives() -> None:
         recorded = handshake.signed(JOB, SERVER, Beacon(secrets.token_bytes(16), start, SERVER.public))
         return second.hear(memoryview(recorded), hall.now_s)
 
-    asked = [len(hear(start)) for start in range(100, 100 + 2 * rival_controllers.MAX_RIVALS)]
+    asked = [len(hear(start)) for start in range(100, 100 + 2 * duplicate_controllers.MAX_RIVALS)]
     assert asked == [1] * len(asked)
     assert hear(99) == []  # a recording of before all of these
     (probe,) = second.hear(memoryview(hall.door.beacon), hall.now_s)
     assert second.hear(memoryview(hall.door.beacon), hall.now_s) == []
-    for number in range(1, rival_controllers.PROBES + 2):
+    for number in range(1, duplicate_controllers.PROBES + 2):
         said = second.tick(hall.now_s + number)
     assert said == []
-    late_s = hall.now_s + number + rival_controllers.AGAIN_S + 1.0  # it was busy, and says again that it is there
+    late_s = hall.now_s + number + duplicate_controllers.AGAIN_S + 1.0  # it was busy, and says again that it is there
     (probe,) = second.hear(memoryview(hall.door.beacon), late_s)
     (refusal,) = hall.door.hear(memoryview(probe), late_s)
     second.hear(memoryview(refusal), late_s)
@@ -221,13 +228,13 @@ def test_an_earlier_start_of_the_controller_that_wakes_up_does_not_end_the_one_t
     hall.door = second = hall.new_door(LIST)
     second._rivals._start = earlier.start + 1
     (probe,) = second.hear(memoryview(earlier.beacon), hall.now_s)  # which stands still
-    hall.later(rival_controllers.HOLD_S)
+    hall.later(duplicate_controllers.HOLD_S)
     node = newcomer()
     hall.nodes.append(node)
     hall.meet(node)
     assert node.keys is not None
     (refusal,) = earlier.hear(memoryview(probe), hall.now_s)
-    hall.later(door.LEADS_S + rival_controllers.AGAIN_S)
+    hall.later(admission.LEADS_S + duplicate_controllers.AGAIN_S)
     assert second.hear(memoryview(refusal), hall.now_s) == []
     assert second.hear(memoryview(earlier.beacon), hall.now_s) == []
     assert not second.refusal
@@ -274,14 +281,14 @@ def test_a_stranger_with_many_names_fills_no_log_and_takes_no_answer_from_those_
         return 0
 
     names = [NodeKey(f"stranger-{number}", STRANGER.private) for number in range(300)]
-    assert sum(map(refused, names)) == door.REFUSALS_AT_ONCE
-    assert told == [key.name for key in names[: events.TOLD_AT_ONCE]]
+    assert sum(map(refused, names)) == admission.REFUSALS_AT_ONCE
+    assert told == [key.name for key in names[: audit.TOLD_AT_ONCE]]
     observer = ROLES.index("observer")
     assert refused(ONE, observer) == refused(SERVER, ROLES.index("controller")) == 1
-    assert told[events.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[audit.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
     hall.now_s += 5.0
     assert refused(ONE, observer) == 1
-    assert told[events.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[audit.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
 
 
 def test_two_hundred_nodes_that_come_at_once_are_let_in_by_a_controller_that_is_slow() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
+from gradbus.runtime.security.encryption import PskKeys, Seal, Sealer
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, Header
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.security.replay import WINDOW, ReplayWindow
-from gradbus.runtime.security.seal import PskKeys, Seal, Sealer
 
 KEY = new_job_key()
 JOB, TOPIC = "mnist", "train/control"

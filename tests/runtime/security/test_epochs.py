@@ -9,13 +9,13 @@ import pytest
 from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.security import epoch, rotation
-from gradbus.runtime.security.allow_list import without
-from gradbus.runtime.security.applicant import Applicant
-from gradbus.runtime.security.model_signature import check_model, check_payload, sign_model
-from gradbus.runtime.security.seal import Sealer
-from gradbus.runtime.security.shared_keys import OutgoingStreams
+from gradbus.runtime.security.encryption import Sealer
+from gradbus.runtime.security.identity import key_epoch, rotation
+from gradbus.runtime.security.identity.allow_list import without
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.model_signature import check_model, check_payload, sign_model
+from gradbus.runtime.security.identity.shared_keys import OutgoingStreams
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
 
 def test_a_member_cannot_say_what_only_the_controller_may_say() -> None:
@@ -139,7 +139,7 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
     one, two = hall.nodes
     hall.nodes = [one]  # the other one hears nothing
     before = hall.door.group
-    hall.now_s += epoch.EPOCH_S + 1
+    hall.now_s += key_epoch.EPOCH_S + 1
     hall.later(0.0)
     assert hall.door.group is before
     assert hall.heard(two, COMMANDS, hall.tell(COMMANDS, b"go")) == "go"

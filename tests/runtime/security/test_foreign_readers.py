@@ -21,12 +21,12 @@ from identities import Identities
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.messages import ModelBlob
-from gradbus.runtime.network import NetworkConfig
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.security import Security, foreign_readers
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import ModelBlob
 
 pytestmark = pytest.mark.slow
 STRANGER = Path(__file__).parents[2] / "support" / "never_takes.py"
@@ -39,7 +39,7 @@ MEMBER = """
 import asyncio, sys
 from pathlib import Path
 import gradbus
-from gradbus.runtime.messages import ModelBlob
+from gradbus.runtime.wire.messages import ModelBlob
 from gradbus.runtime.security import Security
 
 async def main():

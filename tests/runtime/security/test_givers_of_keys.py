@@ -6,10 +6,10 @@ import secrets
 
 from joining_hall import JOB, ONE, RANKS, SERVER, TWO, RankHall, everybody_hears_everybody
 
-from gradbus.runtime.security import handshake, rank_keys
-from gradbus.runtime.security.applicant import Applicant
-from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.join_messages import Beacon
+from gradbus.runtime.security.identity import handshake, rank_keys
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_messages import Beacon
 
 
 def gone_over(hall: RankHall, node: Applicant, to: Door, source: int) -> None:

@@ -15,19 +15,19 @@ import pytest
 from identities import Identities
 
 import gradbus
-from gradbus.runtime import control, frames
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.control import Bye, Leave, Receipt
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.dds.idl_types import FrameType, ModelBlobType
+from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobTaken
-from gradbus.runtime.frames import CONTROLLER, FrameKey, Kind
-from gradbus.runtime.idl_types import FrameType, ModelBlobType
-from gradbus.runtime.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_topic
-from gradbus.runtime.security.identity_opening import read_identity
-from gradbus.runtime.security.model_signature import check_payload
-from gradbus.runtime.security.shared_keys import OutgoingStreams
-from gradbus.runtime.topics import TOPICS
+from gradbus.runtime.security.identity.model_signature import check_payload
+from gradbus.runtime.security.identity.opening import read_identity
+from gradbus.runtime.security.identity.shared_keys import OutgoingStreams
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.control import Bye, Leave, Receipt
+from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 SERVER = Identity(CONTROLLER, 1)
 _numbers = count()
@@ -187,7 +187,7 @@ def test_an_observer_hears_what_is_for_all_and_is_not_heard(opens: Callable[...,
 
 
 def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradbus.runtime.security.porter.BEACON_S", 0.05)
+    monkeypatch.setattr("gradbus.runtime.security.identity.join_transport.BEACON_S", 0.05)
 
     async def main() -> None:
         async with opens("robot-0") as node, opens("server"):

@@ -17,7 +17,7 @@ import pytest
 from identities import Identities
 
 import gradbus
-from gradbus.runtime.bus import Bus
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.security import Security
 
 WITHIN_S = 15.0  # a lost Hello is said again after 5 s and half of it at most

@@ -25,18 +25,19 @@ from joining_hall import (
     upload,
 )
 
-from gradbus.runtime import control, frames
+from gradbus.runtime.dds.idl_types import FrameType
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.idl_types import FrameType
-from gradbus.runtime.security import applicant, beacons, door, envelope, epoch, handshake, waiting
-from gradbus.runtime.security.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
-from gradbus.runtime.security.applicant import ASK_S, Applicant
-from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.identity_endpoints import ControllerSide
-from gradbus.runtime.security.identity_key import NodeKey
-from gradbus.runtime.security.join_messages import JOIN_TOPIC, VERSION, Beacon, Hello, Welcome, parse
-from gradbus.runtime.security.shared_keys import OutgoingStreams, SharedKey
-from gradbus.runtime.security.stamp import Stamps
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.identity import admission, beacons, handshake, join_client, key_epoch, pending_handshakes
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
+from gradbus.runtime.security.identity.endpoints import ControllerSide
+from gradbus.runtime.security.identity.join_client import ASK_S, Applicant
+from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC, VERSION, Beacon, Hello, Welcome, parse
+from gradbus.runtime.security.identity.key import NodeKey
+from gradbus.runtime.security.identity.shared_keys import OutgoingStreams, SharedKey
+from gradbus.runtime.security.identity.stamp import Stamps
+from gradbus.runtime.wire import control, frames
 
 
 def test_members_and_controller_understand_each_other_and_nobody_else() -> None:
@@ -136,14 +137,14 @@ def test_hellos_of_strangers_are_checked_within_bounds_and_take_nothing_from_tho
     stranger = Applicant(JOB, STRANGER, SERVER.public, "client")
     (hello,) = stranger.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
     reasons = []
-    for number in range(door.OTHERS_AT_ONCE + 50):
+    for number in range(admission.OTHERS_AT_ONCE + 50):
         forged = bytearray(hello)
         forged[-17 - number % 64] ^= 1 + number // 64
         with pytest.raises(FrameError) as caught:
             hall.door.hear(memoryview(forged), hall.now_s)
         reasons.append(caught.value.reason)
-    assert set(reasons[: door.OTHERS_AT_ONCE]) == {"signature"}
-    assert set(reasons[door.OTHERS_AT_ONCE :]) == {"busy"}
+    assert set(reasons[: admission.OTHERS_AT_ONCE]) == {"signature"}
+    assert set(reasons[admission.OTHERS_AT_ONCE :]) == {"busy"}
     hall.nodes.append(Applicant(JOB, ONE, SERVER.public, "client"))
     hall.meet(hall.nodes[0])
     assert hall.nodes[0].keys is not None
@@ -155,12 +156,12 @@ def test_a_node_on_the_list_that_has_turned_uses_up_no_more_than_its_own_share_o
     turned = Applicant(JOB, TWO, SERVER.public, "client")
     (hello,) = turned.hear_beacon(memoryview(hall.door.beacon), 1, hall.now_s)
     reasons = []
-    for number in range(door.SHARE_AT_ONCE + 10):
+    for number in range(admission.SHARE_AT_ONCE + 10):
         forged = stamped(TWO, hello[:-80] + number.to_bytes(64, "little"))  # it can make stamps, and need not sign
         with pytest.raises(FrameError) as caught:
             hall.door.hear(memoryview(forged), hall.now_s)
         reasons.append(caught.value.reason)
-    assert reasons == ["signature"] * door.SHARE_AT_ONCE + ["busy"] * 10
+    assert reasons == ["signature"] * admission.SHARE_AT_ONCE + ["busy"] * 10
     hall.nodes.append(Applicant(JOB, ONE, SERVER.public, "client"))
     hall.meet(hall.nodes[0])
     assert hall.nodes[0].keys is not None
@@ -174,7 +175,7 @@ def test_welcomes_that_others_make_up_do_not_keep_a_node_from_taking_the_true_on
     hall.now_s += 1.0
     (hello,) = node.tick(hall.now_s)
     (welcome,) = hall.door.hear(memoryview(hello), hall.now_s)
-    for number in range(4 * applicant.CHECKS_AT_ONCE):
+    for number in range(4 * join_client.CHECKS_AT_ONCE):
         forged = former if number % 2 else welcome[:-80] + number.to_bytes(80, "little")
         with pytest.raises(FrameError, match="not made with the key"):
             node.hear(memoryview(forged), hall.now_s)
@@ -201,8 +202,8 @@ def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm()
         assert hall.door.hear(memoryview(hello), hall.now_s)
         with pytest.raises(FrameError, match="heard before"):
             hall.door.hear(memoryview(hello), hall.now_s)
-    assert len(hall.door._waiting) == waiting.MAX_PENDING_EACH
-    hall.later(waiting.PENDING_S + 0.1)
+    assert len(hall.door._waiting) == pending_handshakes.MAX_PENDING_EACH
+    hall.later(pending_handshakes.PENDING_S + 0.1)
     assert not hall.door.is_busy
     assert hall.door.members == {}
 
@@ -231,7 +232,7 @@ def test_a_recording_of_a_whole_joining_and_of_a_round_is_worth_nothing() -> Non
         except FrameError as error:
             assert error.reason in {"replay", "no key", "join"}  # noqa: PT017 - what is for others raises nothing
     assert again.taken(UPDATES, said[-2]) == again.taken(CONTROL, said[-1]) == "no key"
-    assert [again.heard(again.nodes[0], topic, data) for topic, data in zip(epoch.TOPICS, told, strict=True)] == [
+    assert [again.heard(again.nodes[0], topic, data) for topic, data in zip(key_epoch.TOPICS, told, strict=True)] == [
         "no key"
     ] * 3
 
@@ -250,7 +251,7 @@ def test_a_node_that_was_restarted_replaces_its_former_start_whose_envelopes_die
     hall.nodes.append(older)
     hall.meet(older)
     assert "started later: one process, one key" in older.refusal
-    hall.now_s += door.SILENT_S + 1
+    hall.now_s += admission.SILENT_S + 1
     late = Applicant(JOB, ONE, SERVER.public, "client")  # the other one is gone, and the clock was set back
     late.start = 1
     hall.nodes = [late]

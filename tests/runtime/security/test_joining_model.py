@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.runtime.security import handshake
-from gradbus.runtime.security.join_messages import Kind
+from gradbus.runtime.security.identity import handshake
+from gradbus.runtime.security.identity.join_messages import Kind
 
 MODEL = Path(__file__).parents[3] / "docs" / "joining.pv"
 TEXT = MODEL.read_text(encoding="utf-8")

@@ -18,11 +18,12 @@ from identities import Identities
 
 import gradbus
 from gradbus.experiments.run.status import observe
-from gradbus.runtime.bus import Bus
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobTaken, JoinRefused, PeerLost
-from gradbus.runtime.messages import Control
-from gradbus.runtime.security import Security, rank_keys
-from gradbus.runtime.settings import BusSettings
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.identity import rank_keys
+from gradbus.runtime.wire.messages import Control
 
 _numbers = count()
 Place = dict[str, Any]

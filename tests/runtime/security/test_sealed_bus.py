@@ -16,16 +16,16 @@ import torch
 from outsider import JOB_TOPICS, Outsider
 
 import gradbus
-from gradbus.runtime import ddsc
-from gradbus.runtime.bus import Bus
-from gradbus.runtime.control import Leave
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.dds import libddsc
+from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.frames import CONTROLLER, Flags, FrameKey, Kind
-from gradbus.runtime.messages import Control, Identity, ModelBlob, PeerGone, TrainCmd
-from gradbus.runtime.security import Security, greeter
+from gradbus.runtime.security import Security, liveness_challenge
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.security.peers import MAX_HELD_EACH
-from gradbus.runtime.topics import collective_topic
+from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
+from gradbus.runtime.wire.messages import Control, Identity, ModelBlob, PeerGone, TrainCmd
 
 CLIENT, SERVER = Identity(7, 1), Identity(CONTROLLER, 1)
 COMMAND = TrainCmd(1, 0, 1, 0.5, 0)
@@ -95,16 +95,16 @@ def test_sealed_buses_talk_over_every_topic_and_a_late_one_still_gets_command_an
 def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
     keyed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeter, "LEEWAY_S", 0)
+    monkeypatch.setattr(liveness_challenge, "LEEWAY_S", 0)
     model = random.randbytes(2_500_000)
-    write, tries = ddsc.write_made, count()
+    write, tries = libddsc.write_made, count()
 
     def full_twice(entity: int, sertype: int, head: bytes, room_bytes: int, make: Callable[[memoryview], None]) -> int:
         if room_bytes > 100_000 and next(tries) % 3 < 2:
-            return ddsc.RETCODE_TIMEOUT
+            return libddsc.RETCODE_TIMEOUT
         return write(entity, sertype, head, room_bytes, make)
 
-    monkeypatch.setattr(ddsc, "write_made", full_twice)
+    monkeypatch.setattr(libddsc, "write_made", full_twice)
 
     async def main() -> None:
         async with gradbus.connect(**keyed) as one:
@@ -190,7 +190,7 @@ def test_a_recording_of_a_process_that_is_gone_is_not_taken_by_one_that_heard_it
 def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
     keyed: dict[str, Any], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeter, "LEEWAY_S", 0)
+    monkeypatch.setattr(liveness_challenge, "LEEWAY_S", 0)
 
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
@@ -218,7 +218,7 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
 def test_who_says_words_again_that_a_process_has_missed_and_goes_takes_nobody_along(
     keyed: dict[str, Any], place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeter, "LEEWAY_S", 60)
+    monkeypatch.setattr(liveness_challenge, "LEEWAY_S", 60)
 
     async def main() -> None:
         with ExitStack() as stack:
@@ -334,14 +334,14 @@ def test_what_ranks_of_one_process_hear_is_opened_by_each_of_them(
     """DDS gives all of them the same memory, and keeps it for readers that it finds again: who opened it in place would
     take it from the others."""
     alone: list[bool] = []
-    is_ours_alone = ddsc.is_ours_alone
+    is_ours_alone = libddsc.is_ours_alone
 
     def noted(view: memoryview) -> bool:
         if len(view) > 100_000:
             alone.append(is_ours_alone(view))
         return is_ours_alone(view)
 
-    monkeypatch.setattr(ddsc, "is_ours_alone", noted)
+    monkeypatch.setattr(libddsc, "is_ours_alone", noted)
 
     async def rank(number: int) -> list[torch.Tensor]:
         async with (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from joining_hall import JOB, ONE, SERVER, TWO, Hall
 
-from gradbus.runtime.security import epoch
-from gradbus.runtime.security.applicant import Applicant
+from gradbus.runtime.security.identity import key_epoch
+from gradbus.runtime.security.identity.join_client import Applicant
 
 
 def test_no_secret_is_in_what_objects_say_of_themselves() -> None:
@@ -18,7 +18,7 @@ def test_no_secret_is_in_what_objects_say_of_themselves() -> None:
     assert late._asked.secrets is not None
     (waiting,) = hall.door._waiting.of(late.session)
     group = hall.door.group.key
-    handed = epoch.parse(memoryview(epoch.pack(epoch.Handed(group.epoch, group.secret, (1, 2, 3), (4, 5)))))
+    handed = key_epoch.parse(memoryview(key_epoch.pack(key_epoch.Handed(group.epoch, group.secret, (1, 2, 3), (4, 5)))))
     said = repr([handed, group, waiting, *(vars(party) for party in (hall.door, late, hall.nodes[0]))])
     for secrets in (late._asked.secrets, waiting.secrets):
         for secret in (secrets.up, secrets.down, secrets.confirm):

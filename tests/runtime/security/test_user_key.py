@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.network import NetworkConfig, build_xml
 from gradbus.runtime.security import user_key
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.security.settings import Security, level_in_force

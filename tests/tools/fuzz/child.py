@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _WATCHED = (
     "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.history.reader",
     "gradbus.experiments.rundir.reading",
-    "gradbus.models.idx", "gradbus.runtime.assembler", "gradbus.runtime.bodies", "gradbus.runtime.checkpoint",
+    "gradbus.models.idx", "gradbus.runtime.wire.assembler", "gradbus.runtime.wire.control_codec", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects",
-    "gradbus.runtime.collectives.stream", "gradbus.runtime.collectives.tensors", "gradbus.runtime.control",
-    "gradbus.runtime.frames", "gradbus.runtime.idl_types", "gradbus.runtime.json_text", "gradbus.runtime.packing",
-    "gradbus.runtime.profile_summary", "gradbus.runtime.sealed_memory", "gradbus.runtime.security",
-    "gradbus.runtime.settings", "gradbus.runtime.shared_memory", "gradbus.runtime.topics",
+    "gradbus.runtime.collectives.streams", "gradbus.runtime.collectives.tensors", "gradbus.runtime.wire.control",
+    "gradbus.runtime.wire.frames", "gradbus.runtime.dds.idl_types", "gradbus.runtime.json_text", "gradbus.runtime.wire.bounded_msgpack",
+    "gradbus.runtime.profiling.summary", "gradbus.runtime.shm.shared_payload", "gradbus.runtime.security",
+    "gradbus.runtime.config.federated", "gradbus.runtime.shm.segment", "gradbus.runtime.dds.topics",
     "gradbus.torch.hooks_wire", "gradbus.torch.store_messages", "tomllib",
 )  # fmt: skip
 _SLACK_BYTES = 1 << 30  # libFuzzer's own tables and corpus, and what allocators keep

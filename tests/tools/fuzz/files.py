@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from fuzz.target import Target, folder, must
-from gradbus.actors.report import RoundReport
-from gradbus.actors.worker_report import EpochReport
+from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.rundir.reading import read_run
 from gradbus.models import idx
-from gradbus.runtime import settings
+from gradbus.runtime.config import federated
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
-from gradbus.runtime.chrome_trace import Clock, chrome_trace
+from gradbus.runtime.profiling.chrome_trace import Clock, chrome_trace
 from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.profile_summary import ProfileSummary, read_summary
-from gradbus.runtime.settings import Settings
+from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
+from gradbus.runtime.config.federated import Settings
 
 
 def _load(number: int, path: Path | None, overrides: Iterable[str] = ()) -> Settings:
@@ -228,7 +228,7 @@ def _history_seeds() -> list[bytes]:
 
 
 TARGETS = {
-    "configuration": Target(_read_configuration, settings.MAX_FILE_MEMORY, _configuration_seeds),
+    "configuration": Target(_read_configuration, federated.MAX_FILE_MEMORY, _configuration_seeds),
     "checkpoint": Target(_read_checkpoint, 4 << 20, _checkpoint_seeds),
     "idx": Target(_read_idx, 4 << 20, _idx_seeds),
     "history": Target(_read_history, 4 << 20, _history_seeds),

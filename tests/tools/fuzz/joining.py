@@ -7,13 +7,13 @@ import functools
 
 from fuzz.target import Target, must
 from gradbus.runtime.errors import ConfigError, FrameError
-from gradbus.runtime.security import epoch, join_messages
-from gradbus.runtime.security.allow_list import AllowList, Entry, parse_allow_list
-from gradbus.runtime.security.applicant import Applicant
-from gradbus.runtime.security.door import Door
-from gradbus.runtime.security.identity_key import NodeKey, new_node_key
-from gradbus.runtime.security.join_messages import Beacon, Confirm, Hello, Message, Refusal, Welcome
-from gradbus.runtime.security.said import Listener
+from gradbus.runtime.security.identity import join_messages, key_epoch
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.allow_list import AllowList, Entry, parse_allow_list
+from gradbus.runtime.security.identity.broadcast_signature import Listener
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_messages import Beacon, Confirm, Hello, Message, Refusal, Welcome
+from gradbus.runtime.security.identity.key import NodeKey, new_node_key
 
 _JOB = "fuzz"
 _PARTY_BYTES = 64 << 10  # what controller and node may take for a message that they do not know
@@ -41,9 +41,9 @@ def _read_joining(data: bytes) -> None:
                 continue
     must(not door.members and not door.is_busy and applicant.keys is None, "a forgery has left something behind")
     with contextlib.suppress(FrameError):
-        must(epoch.pack(epoch.parse(memoryview(data))) == data, "a word about keys comes back as another one")
+        must(key_epoch.pack(key_epoch.parse(memoryview(data))) == data, "a word about keys comes back as another one")
     try:
-        Listener(_JOB, server.public, bytes(16)).heard(epoch.CONTROL, memoryview(data))
+        Listener(_JOB, server.public, bytes(16)).heard(key_epoch.CONTROL, memoryview(data))
     except FrameError:
         return
     must(False, "a word that the controller has not signed was taken")
@@ -56,8 +56,10 @@ def _joining_seeds() -> list[bytes]:
         Beacon(some, 7, key), Hello(some, door.session, 7, 1, key, key, key, key, 0, "robot-1"),
         Welcome(some, some, 7, 5, key, key), Confirm(door.session, some, key), Refusal(some, some, key, "no"),
     ]  # fmt: skip
-    to_ranks = epoch.HandedToRanks(3, key, ((0, 3), (9, 9)), (some, some))
-    words = [epoch.pack(word) for word in (epoch.Have(3), epoch.Handed(3, key, (1, 2, 3), (4, 5)), to_ranks)]
+    to_ranks = key_epoch.HandedToRanks(3, key, ((0, 3), (9, 9)), (some, some))
+    words = [
+        key_epoch.pack(word) for word in (key_epoch.Have(3), key_epoch.Handed(3, key, (1, 2, 3), (4, 5)), to_ranks)
+    ]
     packed = [join_messages.pack(message) + bytes(64) for message in messages]
     packed += [one + bytes(join_messages.STAMP_BYTES) for one in packed]
     return [*packed, *(one[6:] for one in packed), *words, bytes(200), b""]

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from fuzz.target import Target, must
-from gradbus.runtime import control, frames, sealed_memory, shared_memory
-from gradbus.runtime.assembler import Assembler, Verdict
+from gradbus.runtime.wire import control
+from gradbus.runtime.wire import frames
+from gradbus.runtime.shm import shared_payload
+from gradbus.runtime.shm import segment
+from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.collectives import engine, objects
-from gradbus.runtime.collectives.stream import NewPayload
+from gradbus.runtime.collectives.streams import NewPayload
 from gradbus.runtime.collectives.tensors import Bytes, describe
 from gradbus.runtime.errors import CollectiveError, FrameError
-from gradbus.runtime.frames import CONTROLLER, Frame, FrameKey, Kind
-from gradbus.runtime.shared_memory import SharedMemoryFault
-from gradbus.runtime.topics import TOPICS, collective_topic, store_topic
+from gradbus.runtime.wire.frames import CONTROLLER, Frame, FrameKey, Kind
+from gradbus.runtime.shm.segment import SharedMemoryFault
+from gradbus.runtime.dds.topics import TOPICS, collective_topic, store_topic
 from gradbus.torch import store_messages
 
 _GRANTED_BYTES = 1 << 20
@@ -281,8 +284,8 @@ def _told_of(key: FrameKey, counts: Sequence[int], first_bytes: int = frames.CHU
 def _read_place(data: bytes) -> None:
     """Where somebody says that shared memory lies: on this machine, most of the time."""
     text = data.decode("utf-8", "replace")
-    for place in (text, f"{shared_memory.machine()} {text}"):
-        for read in (sealed_memory.read, shared_memory.attach):
+    for place in (text, f"{segment.machine()} {text}"):
+        for read in (shared_payload.read, segment.attach):
             try:
                 read(place, 4096)
             except SharedMemoryFault:
@@ -298,5 +301,5 @@ TARGETS = {
     "store": Target(_read_store, store_messages.MAX_MEMORY, _store_seeds, max_len=1 << 16),
     "object": Target(_read_object, objects.MAX_OBJECT_MEMORY, _object_seeds, max_len=1 << 16),
     "collective": Target(_read_collective, 2 * _COLLECTIVE_BYTES, _collective_seeds),
-    "place": Target(_read_place, 1 << 16, lambda: [f"1 3 {'00' * shared_memory.TOKEN_BYTES}".encode(), b"0 0 0"]),
+    "place": Target(_read_place, 1 << 16, lambda: [f"1 3 {'00' * segment.TOKEN_BYTES}".encode(), b"0 0 0"]),
 }

@@ -1,0 +1,1 @@
+"""How updates become one model: exact sums, strategies, clipping. Pure: no bus, no clock."""

@@ -1,0 +1,269 @@
+"""Strategies that bear some clients that send whatever they like: of n updates, f may be anything.
+
+    CoordinateMedian   median of each coordinate                         Yin et al., ICML 2018 (arXiv:1803.01498)
+    TrimmedMean        mean of each without its f largest and f smallest  the same
+    Krum               the update that is nearest to its n - f - 2        Blanchard et al., NIPS 2017 (arXiv:1703.02757)
+                       nearest others
+    MultiKrum          mean of the m updates that are best in that sense  the same
+
+All updates weigh alike: how many samples a client has is only what it says. All of them need the single updates, so the
+controller holds n models in place of one sum; :meth:`Robust.check` bounds that before a run starts. The work goes block
+by block. Results do not depend on the order in which updates come, to the bit: they are taken in the order of ids.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradbus.actors.aggregation.clipping import differences
+from gradbus.actors.aggregation.exact_sum import OutOfRange
+from gradbus.actors.aggregation.order_statistics import sort_rows
+from gradbus.actors.aggregation.strategy import NoRoom, Strategy
+from gradbus.codecs import DenseBlock, Parsed
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import ConfigError
+
+BUDGET_BYTES = 1 << 30
+LARGEST = 2.0**32  # no honest weight moves so far in a round, and no mean of such overflows
+LEFT_OUT = "left out"
+_BLOCK_ELEMS = 8 * 1024  # ten rows of it stay in the second-level cache
+
+Block = NDArray[np.float32]
+
+
+class Robust(Strategy):
+    """What they have in common: they keep the updates of a round, as differences, and combine them at its end."""
+
+    weighs_samples = False
+    setting = ""  # what the configuration calls it
+
+    def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
+        """A strategy without updates.
+
+        Args:
+            dim: D, size of the model.
+            byzantine: f, how many of the updates of a round may be hostile.
+            budget_bytes: for the updates of one round, together.
+        """
+        if byzantine < 0:
+            raise ValueError(f"byzantine must be >= 0, got {byzantine}")
+        self._dim = dim
+        self._byzantine = byzantine
+        self._budget_bytes = budget_bytes
+        self._rows: dict[int, Block] = {}
+        self._free: list[Block] = []  # of the round before
+        self._base: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """With fewer updates it does not bear f hostile ones."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> str:
+        """The same as a formula."""
+
+    def check(self, config: FederatedConfig) -> None:
+        named = f"strategy {self.setting} with byzantine={self._byzantine}"
+        if config.min_clients < self.least:
+            raise ConfigError(
+                f"{named} needs {self.bound} = {self.least} updates in every round, but min_clients lets a round end "
+                f"with {config.min_clients}: set federated.min_clients={self.least} or more, or a smaller "
+                f"federated.byzantine"
+            )
+        clients = max(config.num_clients or 0, config.min_clients)
+        need = 4 * self._dim * clients
+        if need > self._budget_bytes:
+            raise ConfigError(
+                f"{named} keeps the updates of all clients: {clients} x {self._dim:,} values of 4 bytes are "
+                f"{need:,} bytes, more than federated.robust_budget_bytes={self._budget_bytes:,}. Raise it if the "
+                f"controller has the memory, or use fedavg with federated.clip_norm, which needs one sum"
+            )
+
+    def begin(self, round_id: int, base: Tensor) -> None:
+        self._free += self._rows.values()
+        self._rows = {}
+        self._base = base
+
+    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+        assert self._base is not None, "begin() comes first"
+        if update.is_sparse and not update.is_delta:
+            raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
+        if client_id in self._rows:
+            raise ValueError(f"client {client_id} has an update in this round already")
+        row = self._new_row()
+        if update.is_sparse:
+            row.fill(0.0)
+        for block in differences(update, self._base):
+            if isinstance(block, DenseBlock):
+                row[block.start : block.start + block.values.numel()] = block.values.numpy()
+            else:
+                row[block.indices.numpy()] = block.values.numpy()
+        largest = max(float(row.max()), -float(row.min()))
+        if not largest <= LARGEST:  # NaN, too
+            self._free.append(row)
+            raise OutOfRange(f"update with a value of {largest:.3g}: expected a difference of at most {LARGEST:g}")
+        row += 0.0  # -0 becomes 0: which of the two a minimum gives depends on the order
+        self._rows[client_id] = row
+
+    def _new_row(self) -> Block:
+        if self._free:
+            return self._free.pop()
+        if 4 * self._dim * (len(self._rows) + 1) > self._budget_bytes:
+            raise NoRoom(f"{len(self._rows)} updates fill federated.robust_budget_bytes={self._budget_bytes:,}")
+        return np.empty(self._dim, np.float32)
+
+    def finish(self, weights: Tensor) -> None:
+        if len(self._rows) < self.least:
+            raise ValueError(
+                f"{type(self).__name__} with byzantine={self._byzantine} needs {self.bound} = {self.least} updates, "
+                f"got {len(self._rows)}: set min_clients={self.least} or more"
+            )
+        out = weights.numpy()
+        for place, delta in self._combined([self._rows[client_id] for client_id in sorted(self._rows)]):
+            out[place] = out[place].astype(np.float64) + delta
+
+    @abstractmethod
+    def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        """Piece by piece what is to be added to the weights; ``rows`` are in the order of client ids."""
+
+
+class _Sorting(Robust):
+    """Works on each coordinate for itself, in sorted order."""
+
+    @property
+    def least(self) -> int:
+        return 2 * self._byzantine + 1
+
+    @property
+    def bound(self) -> str:
+        return "2 f + 1"
+
+    @abstractmethod
+    def _kept(self, num_rows: int) -> range:
+        """Which of the sorted rows are averaged."""
+
+    def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        kept = self._kept(len(rows))
+        scratch = np.empty((len(rows) + 1, min(_BLOCK_ELEMS, self._dim)), np.float32)
+        for place in _places(self._dim):
+            block = scratch[:, : place.stop - place.start]
+            for index, row in enumerate(rows):
+                block[index] = row[place]
+            found = sort_rows(list(block[:-1]), block[-1], kept)
+            total = np.zeros(place.stop - place.start)
+            for index in kept:
+                total += found[index]
+            yield place, total / len(kept)
+
+
+class CoordinateMedian(_Sorting):
+    """The median of each coordinate; of an even number, the mean of the two in the middle."""
+
+    setting = "median"
+
+    def _kept(self, num_rows: int) -> range:
+        return range((num_rows - 1) // 2, num_rows // 2 + 1)
+
+
+class TrimmedMean(_Sorting):
+    """The mean of each coordinate without its f largest and its f smallest values."""
+
+    setting = "trimmed_mean"
+
+    def _kept(self, num_rows: int) -> range:
+        return range(self._byzantine, num_rows - self._byzantine)
+
+
+class MultiKrum(Robust):
+    """The mean of the m updates with the smallest scores. The score of an update is the sum of the squared distances to
+    the n - f - 2 others that are nearest to it; of two that are equal the smaller id comes first.
+
+    Attributes:
+        chosen: ids of the clients whose updates made the last model.
+    """
+
+    setting = "multi_krum"
+
+    def __init__(
+        self, dim: int, *, byzantine: int = 1, keep: int | None = None, budget_bytes: int = BUDGET_BYTES
+    ) -> None:
+        """``keep``: m; None: n - f - 2, the most for which the authors' proof holds."""
+        super().__init__(dim, byzantine=byzantine, budget_bytes=budget_bytes)
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self._keep = keep
+        self.chosen: tuple[int, ...] = ()
+
+    @property
+    def least(self) -> int:
+        return max(2 * self._byzantine + 3, (self._keep or 0) + self._byzantine + 2)
+
+    @property
+    def bound(self) -> str:
+        most = (self._keep or 0) + self._byzantine + 2 > 2 * self._byzantine + 3
+        return f"{self._keep} + f + 2" if most else "2 f + 3"
+
+    def begin(self, round_id: int, base: Tensor) -> None:
+        super().begin(round_id, base)
+        self.chosen = ()
+
+    def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        spare = len(rows) - self._byzantine - 2
+        scores = krum_scores(rows, nearest=spare)
+        best = sorted(np.argsort(scores, kind="stable")[: spare if self._keep is None else self._keep])
+        ids = sorted(self._rows)
+        self.chosen = tuple(ids[index] for index in best)
+        for place in _places(self._dim):
+            total = np.zeros(place.stop - place.start)
+            for index in best:
+                total += rows[index][place]
+            yield place, total / len(best)
+
+    def marks(self) -> Mapping[str, tuple[int, ...]]:
+        left_out = tuple(sorted(self._rows.keys() - set(self.chosen)))
+        return {LEFT_OUT: left_out} if left_out and self.chosen else {}
+
+
+class Krum(MultiKrum):
+    """The one update with the smallest score."""
+
+    setting = "krum"
+
+    def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
+        super().__init__(dim, byzantine=byzantine, keep=1, budget_bytes=budget_bytes)
+
+
+def krum_scores(rows: list[Block], *, nearest: int) -> NDArray[np.float64]:
+    """Of each row the sum of the squared distances to the ``nearest`` others next to it. float64, shape (n,).
+
+    By way of the products of all pairs, ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, in float64, where those of float32 are
+    exact: a matrix product per block, in place of n^2 / 2 passes over the model.
+    """
+    count, dim = len(rows), len(rows[0])
+    products = torch.zeros(count, count, dtype=torch.float64)
+    scratch = torch.empty(count, min(_BLOCK_ELEMS, dim), dtype=torch.float64)
+    for place in _places(dim):
+        block = scratch[:, : place.stop - place.start]
+        for index, row in enumerate(rows):
+            block[index] = torch.from_numpy(row[place])
+        products.addmm_(block, block.T)  # torch's, which keeps to the threads that the task was given
+    gram: NDArray[Any] = products.numpy()
+    squares = np.diag(gram)
+    distances = np.maximum(squares[:, None] + squares[None, :] - (gram + gram.T), 0.0)
+    np.fill_diagonal(distances, np.inf)
+    distances.sort(axis=1)
+    scores: NDArray[np.float64] = distances[:, :nearest].sum(axis=1)
+    return scores
+
+
+def _places(dim: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK_ELEMS, dim)) for start in range(0, dim, _BLOCK_ELEMS))

@@ -1,0 +1,173 @@
+"""Keeping the models of all ranks equal, and the proof that they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.errors import CollectiveError, ConfigError, ReplicasDiverged
+from gradbus.runtime.testing.instrumentation import Probe, no_probe
+
+PIECE_BYTES = (
+    64 << 20
+)  # tensors are sent in messages of about this size: few, and none needs a second copy of the model
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """64 bits of BLAKE2b over the raw bytes: equal bits, equal numbers; -0.0 is not 0.0."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(_raw(tensor).numpy().data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def describe_layout(model: nn.Module) -> list[str]:
+    """One line per parameter and buffer: what must be equal on all ranks before anything is sent."""
+    parameters = [(name, p, "trained" if p.requires_grad else "frozen") for name, p in model.named_parameters()]
+    buffers = [(name, buffer, "buffer") for name, buffer in model.named_buffers()]
+    return [f"{name} {tensor.dtype} {tuple(tensor.shape)} {kind}" for name, tensor, kind in parameters + buffers]
+
+
+def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError: a rank's values differ from those of most ranks; the text names ranks, keys and values."""
+    for key in dict.fromkeys(key for values in of_ranks for key in values):
+        found = [repr(values.get(key, "missing")) for values in of_ranks]
+        usual = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
+        odd = [rank for rank, value in enumerate(found) if value != usual]
+        if odd:
+            told = ", ".join(f"rank {rank} has {found[rank]}" for rank in odd)
+            raise ConfigError(f"{what} must be equal on all ranks: {key} is {usual}, but {told}")
+
+
+def check_equal_layouts(of_ranks: Sequence[Sequence[str]]) -> None:
+    """Raises ConfigError: the models differ; the text names the ranks, and the first line that differs."""
+    usual = Counter(map(tuple, of_ranks)).most_common(1)[0]
+    reference = tuple(of_ranks[0]) if usual[1] == 1 else usual[0]
+    for rank, layout in enumerate(of_ranks):
+        if tuple(layout) == reference:
+            continue
+        length = max(len(layout), len(reference))
+        both = zip(_padded(layout, length), _padded(reference, length), strict=True)
+        here, there = next((here, there) for here, there in both if here != there)
+        raise ConfigError(
+            f"the model of rank {rank} differs from that of the others: {here!r} where they have {there!r}"
+        )
+
+
+def _padded(layout: Sequence[str], length: int) -> list[str]:
+    return [*layout, *["nothing"] * (length - len(layout))]
+
+
+class Replicas:
+    """One rank's copy of the model among those of the group."""
+
+    def __init__(
+        self, group: Group, compute: ComputeThread, model: nn.Module, probe: Probe | None = None, *, timeout_s: float
+    ) -> None:
+        """``timeout_s``: of each exchange. ``probe``: is told of the hashes that are compared."""
+        self._probe = probe or no_probe()
+        self._group = group
+        self._compute = compute
+        self._model = model
+        self._timeout_s = timeout_s
+
+    async def spread(self, name: str, tensors: Sequence[Tensor], *, round_id: int = 0) -> None:
+        """Overwrite the tensors, equal in number, shape and dtype on all ranks, by those of rank 0."""
+        for number, piece in enumerate(_pieces(tensors)):
+            packed = await self._compute.run(_pack, piece)
+            handle = self._group.broadcast(
+                f"{name}/{number}", packed, root=0, round_id=round_id, timeout_s=self._timeout_s
+            )
+            await handle
+            if self._group.rank != 0:
+                await self._compute.run(_unpack, packed, piece)
+
+    async def spread_model(self) -> None:
+        """Parameters, frozen ones as well, and buffers."""
+        await self.spread("worker/model", [*self._model.parameters(), *self._model.buffers()])
+
+    async def spread_buffers(self, step: int) -> None:
+        """Buffers only. Each rank updates its own while it trains (running means of batch norm, for example)."""
+        await self.spread("worker/buffers", list(self._model.buffers()), round_id=step)
+
+    async def spread_named(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rank 0's tensors, whatever their names, shapes and dtypes are; what the others pass does not matter."""
+        described = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in tensors.items()]
+        described = await self._group.broadcast_object(
+            f"{name}/names", described if self._group.rank == 0 else None, root=0, timeout_s=self._timeout_s
+        )
+        if self._group.rank != 0:
+            tensors = {key: _empty(dtype, shape) for key, dtype, shape in described}
+        await self.spread(name, list(tensors.values()))
+        return dict(tensors)
+
+    async def hash(self) -> int:
+        """Of this rank's parameters."""
+        return await self._compute.run(self._hash)
+
+    async def check(self, step: int) -> int:
+        """The hash of the parameters, which is that of all ranks.
+
+        Raises:
+            ReplicasDiverged: it is not; the error names the ranks.
+        """
+        own = await self._compute.run(self._hash, step)
+        payloads = await self._group.all_gather(
+            "worker/hash", own.to_bytes(8, "little"), round_id=step, timeout_s=self._timeout_s
+        )
+        hashes = [int.from_bytes(payload, "little") for payload in payloads]
+        if len(set(hashes)) > 1:
+            raise ReplicasDiverged(step, hashes)
+        return own
+
+    def _hash(self, step: int | None = None) -> int:
+        """``step``: for which it is noted, if it is."""
+        own = fingerprint(self._model.parameters())
+        if step is not None:
+            self._probe.note("hash", step=step, hash=f"{own:016x}")
+        return own
+
+
+def _empty(dtype_name: str, shape: Sequence[int]) -> Tensor:
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CollectiveError(f"rank 0 announced a tensor of an unknown type {dtype_name[:40]!r}")
+    return torch.empty(shape, dtype=dtype)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor on the CPU: uint8, shape (bytes,); shared with it where that is possible."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    piece: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if piece and held + size > PIECE_BYTES:
+            yield piece
+            piece, held = [], 0
+        piece.append(tensor)
+        held += size
+    if held:
+        yield piece
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """All of them, one after the other: uint8, shape (bytes,)."""
+    return torch.cat([_raw(tensor) for tensor in tensors])
+
+
+@torch.no_grad()
+def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for part, tensor in zip(torch.split(packed, sizes), tensors, strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # cloned: views need an aligned start

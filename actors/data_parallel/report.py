@@ -1,0 +1,82 @@
+"""What a worker tells: a report for each epoch, and a summary at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from gradbus.runtime.profiling.profile import ProfileSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """One epoch, or the part of it that ``max_steps`` allowed.
+
+    What is said of quality is of all ranks together and equal on all of them; times and bytes are this rank's.
+
+    Attributes:
+        epoch: from 0. step: steps done in all. finished: whether the epoch was gone through to its end.
+        loss: mean training loss over the batches of all ranks, skipped steps left out.
+        accuracy, eval_loss: on the test set, each rank having counted a part of it; None if not evaluated.
+        test_samples: how many that were.
+        params_hash: of the parameters, 64 bits; equal numbers, equal models.
+        skipped_steps: steps of the epoch that all ranks skipped, for some rank had NaN or infinity.
+        density: share of the gradient's entries that was sent.
+        step_s_mean: seconds a step took. wait_s_mean: of these, waiting for the others and the network.
+        bytes_out_per_step: payload handed to DDS.
+        seconds: the epoch, evaluation included.
+    """
+
+    epoch: int
+    step: int
+    loss: float
+    accuracy: float | None = None
+    eval_loss: float | None = None
+    test_samples: int = 0
+    params_hash: int = 0
+    skipped_steps: int = 0
+    density: float = 1.0
+    step_s_mean: float = 0.0
+    wait_s_mean: float = 0.0
+    bytes_out_per_step: float = 0.0
+    seconds: float = 0.0
+    finished: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse; keys that are not known are left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSummary:
+    """A run as this rank saw it.
+
+    Attributes:
+        epochs: that were done, before a resume or now. steps: the same.
+        accuracy: at the end, None if it was never evaluated. loss: mean training loss of the last epoch, if any.
+        params_hash: of the parameters at the end.
+        skipped_steps: since this process started.
+        bytes_out, bytes_in: payload of this rank, all collectives included. seconds: of this process.
+        profile: where the time went. exchange: name of the exchange of gradients.
+    """
+
+    rank: int
+    world: int
+    epochs: int
+    steps: int
+    accuracy: float | None
+    loss: float | None
+    params_hash: int
+    skipped_steps: int
+    bytes_out: int
+    bytes_in: int
+    seconds: float
+    profile: ProfileSummary
+    exchange: str = "dense"

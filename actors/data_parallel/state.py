@@ -1,0 +1,276 @@
+"""What a data-parallel run is between two steps, on disk: each rank saves what is its own, rank 0 the model as well.
+
+Each rank has a folder of its own below the state directory, which may be on a disk of its own, too. A step counts only
+if all ranks have it: :func:`newest_common` finds the newest such one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradbus.actors.data_parallel.exchange import Exchange, ExchangeLabel, OwnState
+from gradbus.actors.data_parallel.replicas import describe_layout
+from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    Count,
+    Hex64,
+    Meta,
+    Number,
+    restore_random_numbers,
+    tensor_of,
+)
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import CheckpointError
+
+# What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
+_KEPT = ("seed", "accumulation_steps")
+_COMPLETED = "saved-by-all"
+MAX_LAYOUT = 1_000_000  # parameters and buffers of a model
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        step: steps done in all. epoch: that is being gone through, from 0. epoch_step: steps done in it.
+        loss_sum: of the losses of this rank's batches in this epoch, but for those of steps that were skipped.
+        batches: how many these are. skipped: how many steps those were. skipped_in_row: of them all, up to now.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    loss_sum: float = 0.0
+    batches: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
+
+    def next_epoch(self) -> Position:
+        """The start of the epoch after this one."""
+        return Position(step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row)
+
+
+class SavedRank(Meta):
+    """What the checkpoint of a rank says beside its tensors.
+
+    Attributes:
+        run_id: of the run. rank, world: whose it is. layout: of the model, see ``describe_layout``.
+        settings: that a resume must have, too. num_batches: of this rank in the epoch. own: what the exchange remembers
+            for itself and is no tensor. report: the newest one.
+        And as in :class:`Position`.
+    """
+
+    run_id: Hex64
+    rank: Count
+    world: Count
+    layout: Annotated[list[str], Field(max_length=MAX_LAYOUT)]
+    settings: dict[str, Any]
+    epoch: Count
+    epoch_step: Count
+    loss_sum: Number
+    batches: Count
+    skipped: Count
+    skipped_in_row: Count
+    num_batches: Count
+    own: dict[str, Any]
+    report: EpochReport | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """As :meth:`Meta.of`; and the place within the run is one that there can be."""
+        saved, step = super().of(checkpoint), checkpoint.round_id
+        for name, most in (
+            ("epoch", step), ("epoch_step", step), ("skipped", saved.epoch_step), ("skipped_in_row", step),
+            ("batches", saved.num_batches),
+        ):  # fmt: skip
+            if getattr(saved, name) > most:
+                raise CheckpointError(f"meta.{name}: expected 0 to {most} at step {step}, got {getattr(saved, name)}")
+        return saved
+
+
+class WorkerState:
+    """The checkpoints of one rank. Its methods block: they are for the compute thread."""
+
+    def __init__(self, config: DataParallelConfig, rank: int, world: int, *, exchange: ExchangeLabel) -> None:
+        """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
+        self._exchange = exchange
+        assert config.state_dir is not None
+        self._config = config
+        self._rank = rank
+        self._world = world
+        # One more than asked for until all ranks have saved: a crash in between must leave a step that all have.
+        self._store = CheckpointStore(config.state_dir / f"rank-{rank}", keep=config.keep_checkpoints + 1)
+        if self.steps() and not config.resume:
+            self._store.close()
+            raise CheckpointError(
+                f"{self._store.directory} holds a run (step {self.steps()[-1]}), resume is off. Choose another "
+                f"state_dir, or set resume=true"
+            )
+
+    def steps(self) -> list[int]:
+        """Steps that this rank has a checkpoint of, ascending."""
+        return self._store.rounds()
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether all ranks once had a checkpoint, as far as this rank knows: only then does it make a second one."""
+        return (self._store.directory / _COMPLETED).exists() or len(self.steps()) > 1
+
+    def save(
+        self, run_id: int, position: Position, model: nn.Module, exchange: Exchange, *, num_batches: int,
+        report: EpochReport | None,
+    ) -> int:  # fmt: skip
+        """Save this rank's part; returns its bytes.
+
+        Args:
+            num_batches: of this rank in the epoch of ``position``.
+            report: the newest one.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        own = exchange.own_state()
+        tensors = {f"own/{name}": tensor for name, tensor in own.tensors.items()}
+        tensors["torch_rng"] = torch.get_rng_state()  # masks of stock dropout, for example
+        if self._rank == 0:
+            tensors |= model_tensors(model)
+            tensors |= {f"shared/{name}": tensor for name, tensor in exchange.shared_state().items()}
+        meta = {
+            "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
+            "settings": self._settings(), "epoch": position.epoch, "epoch_step": position.epoch_step,
+            "loss_sum": position.loss_sum, "batches": position.batches, "skipped": position.skipped,
+            "skipped_in_row": position.skipped_in_row, "num_batches": num_batches, "own": dict(own.meta),
+            "report": None if report is None else report.to_json(),
+        }  # fmt: skip
+        return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
+
+    def prune(self) -> None:
+        """All ranks have saved: the oldest beyond ``keep_checkpoints`` are needed no more."""
+        with contextlib.suppress(OSError):  # without the mark the second checkpoint says the same
+            (self._store.directory / _COMPLETED).touch()
+        for step in self.steps()[: -self._config.keep_checkpoints]:
+            self._store.remove(step)
+
+    def forget_after(self, step: int) -> None:
+        """Remove what only this rank, or not every rank, has: the run goes on from ``step`` and saves those anew."""
+        for later in self.steps():
+            if later > step:
+                self._store.remove(later)
+
+    def load(self, step: int) -> Checkpoint:
+        """Read and check it. Raises CheckpointError: damaged, or of another run than the settings describe."""
+        checkpoint = self._store.load(step, SavedRank.of)
+        saved = SavedRank.of(checkpoint)
+        if (saved.rank, saved.world) != (self._rank, self._world):
+            raise Misfit(
+                f"the checkpoint of step {step} is of rank {saved.rank} of {saved.world}, this is rank "
+                f"{self._rank} of {self._world}. Start as many workers as before, or choose another state_dir"
+            )
+        for key, value in self._settings().items():
+            if saved.settings.get(key) != value:
+                raise Misfit(
+                    f"the checkpoint of step {step} was made with {key}={saved.settings.get(key)!r:.200}, now it is "
+                    f"{value!r}. Go on with the same, or choose another state_dir"
+                )
+        return checkpoint
+
+    def _settings(self) -> dict[str, Any]:
+        kept = {key: getattr(self._config, key) for key in _KEPT}
+        return {**kept, "exchange": self._exchange.name, "exchange_options": self._exchange.options}
+
+    def close(self) -> None:
+        """Let another process use the directory."""
+        self._store.close()
+
+
+class Misfit(CheckpointError):
+    """The checkpoint is whole, but not of this run: an older one would not fit either."""
+
+
+def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
+    """Steps that all ranks have, newest first. ``steps``: those of each rank.
+
+    Raises:
+        CheckpointError: some ranks have checkpoints, but there is no step that all have.
+    """
+    common = set(steps[0]).intersection(*steps[1:])
+    if any(steps) and not common:
+        told = "; ".join(f"rank {rank}: {list(own) or 'none'}" for rank, own in enumerate(steps))
+        raise CheckpointError(
+            f"there is no step that all ranks have a checkpoint of ({told}). Give each rank the state_dir it had, or "
+            f"move all of them away to start afresh"
+        )
+    return sorted(common, reverse=True)
+
+
+def position_of(checkpoint: Checkpoint) -> Position:
+    """Where the run stood."""
+    saved = SavedRank.of(checkpoint)
+    return Position(
+        checkpoint.round_id, saved.epoch, saved.epoch_step, saved.loss_sum, saved.batches, saved.skipped,
+        saved.skipped_in_row,
+    )  # fmt: skip
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, not copied."""
+    parameters = {f"parameter/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters | {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Rank 0: parameters and buffers as saved. Raises CheckpointError: saved for another model."""
+    if SavedRank.of(checkpoint).layout != describe_layout(model):
+        raise CheckpointError("it is of a model with other names, shapes or frozen parts")
+    live = model_tensors(model)
+    saved = {name: tensor_of(checkpoint, name, tensor.shape, tensor.dtype) for name, tensor in live.items()}
+    for name, tensor in live.items():
+        tensor.copy_(saved[name])
+
+
+def restore_run(model: nn.Module, exchange: Exchange, checkpoint: Checkpoint) -> None:
+    """All that this rank has saved: rank 0 the model and what is equal on all ranks, every rank what it remembered, and
+    the state of torch's random numbers.
+
+    Raises:
+        CheckpointError: something does not fit.
+    """
+    saved = SavedRank.of(checkpoint)
+    try:
+        if saved.rank == 0:
+            restore_model(model, checkpoint)
+            exchange.load_shared_state(_below("shared/", checkpoint.tensors))
+        exchange.load_own_state(OwnState(_below("own/", checkpoint.tensors), saved.own))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"checkpoint of step {checkpoint.round_id}: {error}. If the model is the same, it is damaged: restore it "
+            f"from a backup, or choose another state_dir"
+        ) from None
+    restore_random_numbers(checkpoint)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, no two in one storage: safetensors refuses those."""
+    apart: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        saved = tensor.cpu()
+        storage = saved.untyped_storage().data_ptr()
+        apart[name] = saved.clone() if storage in storages else saved
+        storages.add(storage)
+    return apart
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,223 @@
+"""What a data-parallel worker does off the event loop: forward, backward, encode, decode, apply, evaluate."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradbus.actors.data_parallel.dense_exchange import DenseExchange
+from gradbus.actors.data_parallel.dgc_exchange import DgcExchange
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.exchange import Exchange, ExchangeLabel
+from gradbus.actors.data_parallel.state import Position
+from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
+from gradbus.codecs.finite import are_finite
+from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.profiling.profile import StepProfile
+
+
+class _Buffers:
+    """A model's buffers as they were before a step: running means of batch norm, for example, which a forward pass
+    with NaN in it spoils. They are put back when the step is skipped.
+
+    Which modules have buffers is looked up once. A copy of all costs less than finding out which have changed: code
+    that writes through ``.data`` leaves no trace in a tensor's version.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._kept: list[Tensor | None] = [None] * len(self._places)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember what they are now."""
+        for index, (module, name) in enumerate(self._places):
+            live, kept = module._buffers.get(name), self._kept[index]
+            if live is not None and kept is not None and _alike(live, kept):
+                kept.copy_(live)
+            else:
+                self._kept[index] = None if live is None else live.clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them what they were."""
+        for (module, name), kept in zip(self._places, self._kept, strict=True):
+            live = module._buffers.get(name)
+            if live is not None and kept is not None and _alike(live, kept):
+                live.copy_(kept)
+            else:
+                module._buffers[name] = None if kept is None else kept.clone()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+MakeExchange = Callable[[DataParallelConfig, Group, Mapping[str, Tensor]], Exchange]
+"""Takes the parameters that are trained, by name, in the order of the model."""
+
+_EXCHANGES: dict[str, type[DenseExchange] | type[DgcExchange]] = {"dense": DenseExchange, "dgc": DgcExchange}
+
+_NO_MORE: Any = object()  # batches() ended; None may be a batch
+
+
+class Stopped(Exception):
+    """The worker was cancelled, and the step gave up. Nobody but the one who cancelled it is left to hear."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sending:
+    """What a step has sent, and what is to come of it.
+
+    Attributes:
+        handles: to await. sent_s: ``time.perf_counter`` when the last one was started and nothing was left to compute.
+    """
+
+    handles: Sequence[Handle[Any]]
+    sent_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from then until the last one ended: what the overlap did not hide. All handles have ended."""
+        ended_s = [handle.finished_s for handle in self.handles]
+        return max(0.0, max(self.sent_s if at_s is None else at_s for at_s in ended_s) - self.sent_s)
+
+    @property
+    def bytes_out(self) -> int:
+        """Payload handed to DDS."""
+        return sum(handle.sent_bytes for handle in self.handles)
+
+    @property
+    def bytes_in(self) -> int:
+        """Payload of the others."""
+        return sum(handle.received_bytes for handle in self.handles)
+
+
+class ShardTraining:
+    """One rank's model, data and exchange. Every method is for the compute thread.
+
+    Attributes:
+        model: the live module. exchange: what makes steps of its gradients. label: its name and options.
+    """
+
+    model: nn.Module
+    exchange: Exchange
+    label: ExchangeLabel
+
+    def __init__(
+        self, config: DataParallelConfig, group: Group, task: DataParallelTask, should_stop: Callable[[], bool], *,
+        make_exchange: MakeExchange | None = None,
+    ) -> None:  # fmt: skip
+        """``make_exchange``: in place of the one that ``config.exchange`` names."""
+        self._make_exchange = make_exchange or _EXCHANGES[config.exchange]
+        self._config = config
+        self._group = group
+        self._task = task
+        self._should_stop = should_stop
+        self._batches: Iterator[Any] = iter(())
+        self._loss_sum = torch.zeros((), dtype=torch.float64)  # stays on the device: reading it would wait for the step
+        self._step_loss = torch.zeros_like(self._loss_sum)
+
+    def open(self) -> None:
+        """Load the data, build the model.
+
+        Raises:
+            ValueError: nothing in the model is trained.
+            ConfigError: the exchange has no name or options that can be compared. And as the task does.
+        """
+        self._task.prepare_shard(self._group.rank, self._group.world)
+        self.model = self._task.build_model()
+        trained: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        self.exchange = self._make_exchange(self._config, self._group, trained)
+        self.label = ExchangeLabel.of(self.exchange, _EXCHANGES)
+        self._buffers = _Buffers(self.model)
+        device = next(iter(trained.values())).device
+        self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)
+
+    def num_batches(self, epoch: int) -> int:
+        """Of this rank."""
+        return self._task.num_batches(rank=self._group.rank, world=self._group.world, epoch=epoch)
+
+    def start_epoch(self, position: Position) -> None:
+        """From its beginning, or from where the run stood when it was saved."""
+        rank, world, epoch = self._group.rank, self._group.world, position.epoch
+        done = position.epoch_step * self._config.accumulation_steps
+        batches = self._task.batches(rank=rank, world=world, epoch=epoch, seed=self._config.seed)
+        self._batches = itertools.islice(batches, done, None)
+        self._loss_sum.fill_(position.loss_sum)
+        self.exchange.start_epoch(epoch)
+        self.model.train()
+
+    def compute_and_send(self, plan: EpochPlan, position: Position, profile: StepProfile) -> Sending:
+        """Forward and backward over this step's batches; what comes of it is on its way when this returns.
+
+        Raises:
+            Stopped: the worker was cancelled.
+            ValueError: the task gave fewer batches than it had announced.
+        """
+        count = plan.batches_in(self._group.rank, position.epoch_step)
+        with profile.span("compute"):
+            self.exchange.begin(position.step, plan.active(position.epoch_step))
+            self._step_loss.zero_()
+            self._buffers.keep()
+            for number in range(count):
+                if self._should_stop():
+                    raise Stopped
+                batch = next(self._batches, _NO_MORE)
+                if batch is _NO_MORE:
+                    raise ValueError(
+                        f"epoch {position.epoch}: num_batches said {plan.batches[self._group.rank]} batches for rank "
+                        f"{self._group.rank}, but batches() ended earlier"
+                    )
+                loss = self._task.loss(self.model, batch)
+                self._step_loss += loss.detach()
+                if number == count - 1:
+                    self.exchange.arm(self._step_loss.isfinite())
+                torch.autograd.backward(loss if count == 1 else loss / count)
+        with profile.span("encode"):
+            handles = self.exchange.send(has_data=count > 0)
+        return Sending(handles, time.perf_counter())
+
+    def finish(self, results: Sequence[Any], profile: StepProfile) -> tuple[int, ...] | None:
+        """Make the step, and return None. Or, as all ranks do, take it back: as :meth:`Exchange.decode` tells."""
+        with profile.span("decode"):
+            skipped_by = self.exchange.decode(results)
+        if skipped_by is not None:
+            self._buffers.put_back()
+        else:
+            self._loss_sum += self._step_loss
+            with profile.span("apply"):
+                self.exchange.apply()
+        return skipped_by
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's losses and gradients of the last step were finite, as far as is known."""
+        return bool(self._step_loss.isfinite()) and self.exchange.own_is_finite
+
+    def model_is_finite(self) -> bool:
+        """Whether all that is trained is finite: equal on all ranks, as it is. What is frozen may be a mask."""
+        return are_finite([p.detach() for p in self.model.parameters() if p.requires_grad])
+
+    def loss_sum(self) -> float:
+        """Of this rank's batches of this epoch, without those of steps that were skipped."""
+        return self._loss_sum.item()
+
+    def evaluate(self) -> ShardCounts | None:
+        """On this rank's part of the test set."""
+        return self._task.evaluate_shard(self.model, rank=self._group.rank, world=self._group.world)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if hasattr(self, "exchange"):
+            self.exchange.close()

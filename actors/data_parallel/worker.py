@@ -1,0 +1,439 @@
+"""A worker of a data-parallel run: equal ranks, and an exchange of gradients in every step.
+
+    async with gradbus.join_group(bus, rank=0, world=2) as group:
+        async for report in gradbus.Worker(group, task, DataParallelConfig(epochs=10)).epochs(): ...
+
+All ranks run the same script. Rank 0 differs in one thing: the others start as copies of it. Tensor work is done on a
+thread of its own, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from gradbus.actors.data_parallel.epoch_plan import EpochPlan
+from gradbus.actors.data_parallel.replicas import Replicas, check_equal, check_equal_layouts, describe_layout
+from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
+from gradbus.actors.data_parallel.resume import find_checkpoint
+from gradbus.actors.data_parallel.state import (
+    Position,
+    SavedRank,
+    WorkerState,
+    position_of,
+    restore_run,
+)
+from gradbus.actors.data_parallel.task import DataParallelTask
+from gradbus.actors.data_parallel.training import MakeExchange, Sending, ShardTraining
+from gradbus.actors.state_dict import copy_state
+from gradbus.runtime.checkpoint import Checkpoint
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.errors import CheckpointError, TrainingDiverged
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.misuse import awaited
+from gradbus.runtime.profiling.profile import Profile, StepProfile
+from gradbus.runtime.testing.instrumentation import Probe
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Sums over the steps of an epoch, of this process."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    bytes_out: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class Worker:
+    """One rank of a data-parallel run. It runs once; make another one to run again.
+
+    Attributes:
+        profile: where the time goes. skipped_steps: since this process started.
+    """
+
+    def __init__(
+        self, group: Group, task: DataParallelTask, config: DataParallelConfig | None = None, *,
+        on_open: Callable[[], object] = lambda: None, make_exchange: MakeExchange | None = None,
+        fail_at: str | None = None,
+    ) -> None:  # fmt: skip
+        """A worker that has not started.
+
+        Args:
+            group: all ranks are in it.
+            task: model, data and loss.
+            config: the rules, equal on all ranks.
+            on_open: called once the ranks fit together and the state is restored: from then on it is this run.
+            make_exchange: of gradients, in place of the one that ``config.exchange`` names; the same on all ranks: the
+                ``name`` and the ``options`` of what it makes are compared, also with the checkpoint of a resume.
+            fail_at: a fail point for tests; by default from the environment.
+        """
+        self._group = group
+        self._on_open = on_open
+        self._config = config = config or DataParallelConfig()
+        self._log = get_logger("worker", rank=group.rank)
+        self._probe = Probe(f"rank-{group.rank}", config.history_dir, fail_at=fail_at)
+        self._compute = ComputeThread(f"worker-{group.rank}")
+        self._training = ShardTraining(config, group, task, self._compute.should_stop, make_exchange=make_exchange)
+        jsonl = None if config.profile_dir is None else config.profile_dir / f"profile-rank-{group.rank}.jsonl"
+        self.profile = Profile(group.rank, window_steps=config.profile_window_steps, jsonl=jsonl)
+        self.skipped_steps = 0
+        self._position = Position()
+        self._report: EpochReport | None = None
+        self._params_hash = 0
+        self._run_id = 0
+        self._state: WorkerState | None = None
+        self._restored_batches: int | None = None  # of this rank in the epoch that a resume goes on with
+        self._checked = False  # the parameters have been compared in this process
+        self._has_started = False
+        self._seconds = 0.0
+        # Made by _open:
+        self._replicas: Replicas
+
+    @property
+    def model(self) -> nn.Module:
+        """The live module, once the run has started. It is changed by every step."""
+        return self._training.model
+
+    async def state_dict(self) -> dict[str, Any]:
+        """The model after the newest step: tensors by name, for ``model.load_state_dict``.
+
+        They are copies on the CPU, made off the event loop, and never in the midst of a step.
+        """
+        return await self._compute.run_or_follow(lambda: copy_state(self.model))
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange of gradients, its own once the run has started."""
+        label = getattr(self._training, "label", None)
+        return self._config.exchange if label is None else label.name
+
+    @property
+    def step(self) -> int:
+        """Steps done, those before a resume included."""
+        return self._position.step
+
+    @property
+    def summary(self) -> WorkerSummary:
+        """What was done so far."""
+        stats, report = self._group.stats, self._report
+        return WorkerSummary(
+            rank=self._group.rank, world=self._group.world, epochs=self._position.epoch, steps=self._position.step,
+            accuracy=None if report is None else report.accuracy, loss=None if report is None else report.loss,
+            params_hash=self._params_hash, skipped_steps=self.skipped_steps, bytes_out=stats.bytes_out,
+            bytes_in=stats.bytes_in, seconds=self._seconds, profile=self.profile.summary(), exchange=self.exchange,
+        )  # fmt: skip
+
+    @awaited("worker.run()")
+    async def run(self) -> WorkerSummary:
+        """All epochs that are left.
+
+        Raises:
+            As :meth:`epochs`.
+        """
+        async for _ in self.epochs():
+            pass
+        return self.summary
+
+    async def epochs(self) -> AsyncGenerator[EpochReport, None]:
+        """Train, and give a report after each epoch. The next one begins when the next report is asked for.
+
+        Raises:
+            ConfigError: settings or models of the ranks differ.
+            CheckpointError: the state cannot be written, or does not fit.
+            ReplicasDiverged: the parameters of some ranks differ from the others'.
+            TrainingDiverged: too many steps in a row had NaN or infinity, or the parameters have.
+            PeerLost, CollectiveTimeout: another rank has gone, or is silent.
+            And what the task raises.
+        """
+        if self._has_started:
+            raise RuntimeError("a Worker runs once: make another one; with a state_dir it goes on where this one ended")
+        self._has_started, started_s = True, time.perf_counter()
+        try:
+            await self._open()
+            self._on_open()
+            while not self._is_done:
+                report = await self._one_epoch()
+                self._seconds = time.perf_counter() - started_s
+                yield report
+            if not self._checked:
+                self._params_hash = await self._compare()  # resumed at the end: nothing was left to do
+        except Exception as error:
+            self._probe.note("failed", step=self.step, error=type(error).__name__, text=str(error)[:500])
+            raise
+        finally:
+            self._seconds = time.perf_counter() - started_s
+            self._compute.close()
+            self._training.close()
+            self.profile.close()
+            self._probe.end(step=self.step, done=self._is_done)
+            if self._state is not None:
+                self._state.close()
+
+    # The start
+
+    async def _open(self) -> None:
+        """Agree with the others, and become a copy of rank 0."""
+        config, group = self._config, self._group
+        await self._compute.run(self._training.open)
+        if config.state_dir is not None:
+            self._state = await self._compute.run(
+                WorkerState, config, group.rank, group.world, exchange=self._training.label
+            )
+        label = self._training.label
+        hello = {
+            "settings": {**config.shared(), "exchange": label.name, "exchange_options": label.options},
+            "layout": describe_layout(self.model),
+            "run_id": int.from_bytes(os.urandom(8), "little"),
+            "steps": [] if self._state is None else self._state.steps(),
+            "has_completed": self._state is not None and self._state.has_completed,
+        }
+        hellos = await group.all_gather_object("worker/hello", hello, timeout_s=config.join_timeout_s)
+        check_equal("settings", [hello["settings"] for hello in hellos])
+        check_equal_layouts([hello["layout"] for hello in hellos])
+        self._run_id = hellos[0]["run_id"]
+        self._replicas = Replicas(
+            group, self._compute, self.model, timeout_s=config.collective_timeout_s, probe=self._probe
+        )
+        checkpoint = None
+        if self._state is not None:
+            checkpoint = await find_checkpoint(
+                group, self._compute, self._state, [hello["steps"] for hello in hellos],
+                has_completed=any(hello["has_completed"] for hello in hellos), timeout_s=config.collective_timeout_s,
+            )  # fmt: skip
+        if checkpoint is not None:
+            await self._compute.run(self._restore, checkpoint)
+        await self._replicas.spread_model()
+        shared = await self._replicas.spread_named("worker/shared", self._training.exchange.shared_state())
+        await self._compute.run(self._training.exchange.load_shared_state, shared)
+        self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
+        self._log.info("started", world=group.world, step=self.step, exchange=str(label))
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        restore_run(self.model, self._training.exchange, checkpoint)
+        self._position = position_of(checkpoint)
+        saved = SavedRank.of(checkpoint)
+        self._run_id = int(saved.run_id, 16)
+        self._restored_batches = saved.num_batches
+        self._report = saved.report
+
+    # An epoch
+
+    @property
+    def _at_max(self) -> bool:
+        return self._config.max_steps is not None and self._position.step >= self._config.max_steps
+
+    @property
+    def _is_done(self) -> bool:
+        return self._position.epoch >= self._config.epochs or self._at_max
+
+    async def _one_epoch(self) -> EpochReport:
+        position, clock = self._position, _Clock()
+        plan = await self._make_plan()
+        await self._compute.run(self._training.start_epoch, position)
+        while position.epoch_step < plan.steps and not self._at_max:
+            await self._one_step(plan, clock)
+            if self._is_checkpoint_due and position.epoch_step < plan.steps and not self._at_max:
+                await self._save()
+        finished = position.epoch_step >= plan.steps
+        self._check_progress(finished)
+        report = self._report = await self._report_epoch(clock, finished)
+        due = self._is_checkpoint_due or not self._config.checkpoint_every_steps
+        if finished:
+            self._position = position.next_epoch()
+        if due or self._is_done:
+            await self._save()
+        return report
+
+    async def _make_plan(self) -> EpochPlan:
+        """Who has how much data. Raises CheckpointError: it is no longer as much as when the run was saved."""
+        epoch = self._position.epoch
+        own = await self._compute.run(self._training.num_batches, epoch)
+        restored, self._restored_batches = self._restored_batches, None
+        if restored not in (None, own) and self._position.epoch_step:
+            raise CheckpointError(
+                f"the checkpoint lies in the middle of epoch {epoch}, of {restored} batches on rank "
+                f"{self._group.rank}; now there are {own}. Go on with the same data and batch size, or choose another "
+                f"state_dir"
+            )
+        counts = await self._group.all_gather_object(
+            "worker/batches", own, round_id=self.step, timeout_s=self._config.collective_timeout_s
+        )
+        return EpochPlan.of(counts, self._config.accumulation_steps)
+
+    async def _one_step(self, plan: EpochPlan, clock: _Clock) -> None:
+        position, started_s = self._position, time.perf_counter()
+        self._probe.reached("before_step", position.step + 1)
+        self._group.at_step(position.step, position.epoch)
+        with self.profile.step(position.step) as measured:
+            try:
+                sending = await self._compute.run(self._training.compute_and_send, plan, position, measured)
+                self._probe.reached("after_send", position.step + 1)
+                results = [await handle for handle in sending.handles]
+                skipped_by = await self._compute.run(self._training.finish, results, measured)
+            except BaseException:
+                for handle in self._training.exchange.in_flight:
+                    handle.cancel()  # gives its buffer back; what has ended stays as it is
+                raise
+            self._measure(sending, measured)
+        position.step += 1
+        self._probe.reached("after_step", position.step)
+        own_batches = plan.batches_in(self._group.rank, position.epoch_step)
+        position.epoch_step += 1
+        if skipped_by is None:
+            position.batches += own_batches
+            position.skipped_in_row = 0
+        else:
+            await self._note_skipped(skipped_by)
+        clock.steps += 1
+        clock.wait_s += sending.wait_s
+        clock.bytes_out += sending.bytes_out
+        clock.step_s += time.perf_counter() - started_s
+        every = self._config.hash_every
+        if every and (not self._checked or position.step % every == 0):
+            await self._compare()
+        if self._config.report_every_steps and position.step % self._config.report_every_steps == 0:
+            await self._tell(clock)
+
+    async def _note_skipped(self, ranks: Sequence[int]) -> None:
+        """All ranks have taken the step back. Raises TrainingDiverged: not for the first time."""
+        config, position = self._config, self._position
+        position.skipped += 1
+        position.skipped_in_row += 1
+        self.skipped_steps += 1
+        if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
+            finite = await self._group.all_gather_object(
+                "worker/finite", await self._compute.run(self._training.own_is_finite), round_id=position.step,
+                timeout_s=config.collective_timeout_s,
+            )  # fmt: skip
+            ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        tells = self._group.rank in (0, *ranks)  # the others have it in their log for whoever looks for it
+        (self._log.warning if tells else self._log.info)(
+            "step skipped: NaN or infinity", step=position.step, by_ranks=list(ranks),
+            in_a_row=position.skipped_in_row, limit=config.max_nonfinite_steps or None,
+        )  # fmt: skip
+        if 0 < config.max_nonfinite_steps <= position.skipped_in_row:
+            raise self._diverged(f"the last {position.skipped_in_row} steps in a row were skipped", ranks)
+
+    def _check_progress(self, finished: bool) -> None:
+        """A run whose last epoch changed nothing has not succeeded. Raises TrainingDiverged."""
+        position = self._position
+        ends = (finished and position.epoch + 1 >= self._config.epochs) or self._at_max
+        if self._config.max_nonfinite_steps and ends and 0 < position.epoch_step == position.skipped:
+            raise self._diverged("all steps of the last epoch were skipped", ())
+
+    def _diverged(self, what: str, ranks: Sequence[int]) -> TrainingDiverged:
+        config = self._config
+        whose = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "some rank"
+        limit = "lower clip_norm" if config.clip_norm is not None else "set clip_norm"
+        return TrainingDiverged(
+            self.step, f"{what}, for NaN or infinity in the loss or the gradients of {whose}",
+            f"Look at the data and the loss there, lower lr ({config.lr:g}), or {limit}. The parameters are those of "
+            f"the last step that was not skipped. max_nonfinite_steps ({config.max_nonfinite_steps}) says how many may "
+            f"be, 0: any number", ranks,
+        )  # fmt: skip
+
+    async def _check_model(self) -> None:
+        """Nothing that is not finite is reported as a model, or saved. Raises TrainingDiverged."""
+        if not await self._compute.run(self._training.model_is_finite):
+            raise TrainingDiverged(
+                self.step, "the parameters have NaN or infinity",
+                f"Lower lr ({self._config.lr:g}), or set clip_norm; checkpoints from before are as they were",
+            )  # fmt: skip
+
+    async def _compare(self) -> int:
+        """The hash of the parameters. Raises ReplicasDiverged: another rank's differs, and is to be compared."""
+        self._checked = True
+        return await (self._replicas.check(self.step) if self._config.hash_every else self._replicas.hash())
+
+    async def _tell(self, clock: _Clock) -> None:
+        position, loss_sum = self._position, await self._compute.run(self._training.loss_sum)
+        self._log.info(
+            "training", step=position.step, epoch=position.epoch, loss=loss_sum / max(1, position.batches),
+            step_s=round(clock.step_s / clock.steps, 4), wait_s=round(clock.wait_s / clock.steps, 4),
+        )  # fmt: skip
+
+    def _measure(self, sending: Sending, measured: StepProfile) -> None:
+        """What the network took: the wait as part of the step, and each exchange by itself."""
+        measured.add_span("wait", sending.sent_s, sending.sent_s + sending.wait_s)
+        measured.count("bytes_out", sending.bytes_out)
+        measured.count("bytes_in", sending.bytes_in)
+        for handle in sending.handles:
+            if handle.finished_s is not None:
+                self.profile.add_span(handle.name, handle.started_s, handle.finished_s)
+
+    async def _report_epoch(self, clock: _Clock, finished: bool) -> EpochReport:
+        """What the ranks have learnt together."""
+        config, position = self._config, self._position
+        await self._check_model()
+        position.loss_sum = await self._compute.run(self._training.loss_sum)
+        await self._replicas.spread_buffers(position.step)
+        every, is_last = config.eval_every_epochs, self._at_max or position.epoch + 1 >= config.epochs
+        counts = None
+        if every and (is_last or (position.epoch + 1) % every == 0):
+            started_s = time.perf_counter()
+            counts = await self._compute.run(self._training.evaluate)
+            self.profile.add_span("eval", started_s, time.perf_counter())
+        own = [position.loss_sum, position.batches]
+        own += [0, 0, 0.0] if counts is None else [counts.correct, counts.total, counts.loss_sum]
+        tallies = await self._group.all_gather_object(
+            "worker/epoch", own, round_id=position.step, timeout_s=config.collective_timeout_s
+        )
+        loss_sum, batches, correct, total, eval_loss = (sum(column) for column in zip(*tallies, strict=True))
+        self._params_hash = await self._compare()
+        steps = max(1, clock.steps)
+        report = EpochReport(
+            epoch=position.epoch, step=position.step, finished=finished,
+            loss=loss_sum / batches if batches else float("nan"),
+            accuracy=correct / total if total else None, eval_loss=eval_loss / total if total else None,
+            test_samples=total, params_hash=self._params_hash, skipped_steps=position.skipped,
+            density=self._training.exchange.density, step_s_mean=clock.step_s / steps, wait_s_mean=clock.wait_s / steps,
+            bytes_out_per_step=clock.bytes_out / steps, seconds=time.perf_counter() - clock.started_s,
+        )  # fmt: skip
+        self._log.info(
+            "epoch done", **{name: value for name, value in report.to_json().items() if name != "params_hash"}
+        )
+        return report
+
+    # Checkpoints
+
+    @property
+    def _is_checkpoint_due(self) -> bool:
+        every = self._config.checkpoint_every_steps
+        return every > 0 and self._position.step % every == 0
+
+    async def _save(self) -> None:
+        """All exchanges of the step have ended. Nobody saves before all are here, nor goes on before all have saved."""
+        state, position = self._state, self._position
+        if state is None:
+            return
+        started_s = time.perf_counter()
+        if position.epoch_step:
+            await self._check_model()
+            position.loss_sum = await self._compute.run(self._training.loss_sum)
+        await self._replicas.spread_buffers(position.step)
+        await self._barrier("worker/save")
+        # Within an epoch its place means these batches; between two it means nothing, and there may be no next one.
+        num_batches = await self._compute.run(self._training.num_batches, position.epoch) if position.epoch_step else 0
+        self._probe.reached("before_save", position.step)
+        size = await self._compute.run(
+            state.save, self._run_id, position, self.model, self._training.exchange, num_batches=num_batches,
+            report=self._report,
+        )  # fmt: skip
+        self._probe.note("saved", step=position.step)
+        self._probe.reached("after_save", position.step)
+        await self._barrier("worker/saved")
+        await self._compute.run(state.prune)
+        self.profile.add_span("checkpoint", started_s, time.perf_counter())
+        self._log.info("checkpoint", step=position.step, bytes=size)
+
+    async def _barrier(self, name: str) -> None:
+        await self._group.barrier(name, round_id=self.step, timeout_s=self._config.checkpoint_timeout_s)

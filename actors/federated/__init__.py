@@ -1,0 +1,1 @@
+"""The Controller and its Clients, and what they pass to each other."""

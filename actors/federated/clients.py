@@ -1,0 +1,307 @@
+"""Who takes part: a pure table of clients, fed with what was heard and when.
+
+Death and silence are two things. That a process is dead is told by the kernel or by DDS, whose threads need no
+interpreter; then its client is removed. One that merely says nothing hangs, or its interpreter is held by a call into
+C: it stays a member, but is not waited for, until it is heard again. And while it says that it trains, not even that:
+training may hold the interpreter for as long as it likes, and the deadline of the round bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.messages import is_later
+
+MAX_MEMBERS = 65_536  # whoever can send a Hello cannot make the table grow without end
+DOUBT_S = 5.0  # who may be gone has so long to say something, before it is no longer waited for
+BUSY_PHASES = frozenset({"preparing", "training"})  # the user's own code runs, which may hold the interpreter
+
+
+class Answer(Enum):
+    """What to say to a client that has said Hello."""
+
+    NOTHING = "nothing"
+    WELCOME = "welcome"
+    REFUSE = "refuse"
+
+
+@dataclass(slots=True)
+class Member:
+    """One client, as last heard.
+
+    Attributes:
+        hello: the last thing it has said of itself, and ``number``: of that message.
+        from_round: the first round it takes part in.
+        heard_s: when it was heard last, and ``unheard_s``: for how long since then the controller could not hear.
+        model_round: the round of the newest model that it is known to have held in this session; -1: none.
+        out_until: before this round it must not take part, whoever is missing.
+        silent: nothing was heard for longer than ``dead_after_s``, and it does not train: it is not waited for.
+        quiet: the same of one that trains. gone_in_doubt: DDS has lost it while the controller itself stood still.
+    """
+
+    client_id: int
+    incarnation: int
+    hello: Hello
+    heard_s: float
+    from_round: int
+    number: int
+    model_round: int = -1
+    out_until: int = 0
+    unheard_s: float = 0.0
+    silent: bool = False
+    quiet: bool = False
+    gone_in_doubt: bool = False
+
+    def hear(self, now_s: float) -> None:
+        """It lives."""
+        self.heard_s, self.unheard_s = now_s, 0.0
+        self.silent = self.quiet = self.gone_in_doubt = False
+
+    def quiet_s(self, now_s: float) -> float:
+        """For how long nothing was heard of it, as far as the controller could hear."""
+        return now_s - self.heard_s - self.unheard_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the user's own code runs in it, as it said last."""
+        return self.hello.phase in BUSY_PHASES and not self.gone_in_doubt
+
+
+@dataclass(slots=True)
+class _Rival:
+    """A second process that uses an id which is taken."""
+
+    incarnation: int
+    since_s: float
+    host: str
+
+
+class Members:
+    """The clients of a controller.
+
+    A client that comes again with a higher incarnation replaces its older start as soon as that one is known to be
+    gone, or has been silent for ``dead_after_s``. While the older one still talks, the newcomer is told that the id is
+    taken: two processes must not train under one id. In between, where the older one lives and says nothing, the
+    newcomer waits.
+    """
+
+    def __init__(
+        self, *, dim: int, layout: int, session: int, dead_after_s: float, rival_after_s: float, memory: str = "",
+        trained_only: bool = False,
+    ) -> None:  # fmt: skip
+        """An empty table.
+
+        Args:
+            dim: size of the model; layout: its hash. Clients that differ are refused.
+            session: this start of the controller. A client is ready only once it has been welcomed by it: then it
+                has forgotten what an earlier start told it.
+            dead_after_s: a client that is silent for so long hangs, unless it says that it trains.
+            rival_after_s: when an id is used twice, how long after the newcomer's first word it is decided at the
+                earliest whether the older one still talks.
+            memory: the controller's machine, where it shares memory; else empty.
+            trained_only: ``dim`` and ``layout`` are those of what is trained alone.
+        """
+        self._trained_only = trained_only
+        self._dim = dim
+        self._layout = layout
+        self._session = session
+        self._dead_after_s = dead_after_s
+        self._rival_after_s = rival_after_s
+        self._memory = memory
+        self._members: dict[int, Member] = {}
+        self._rivals: dict[int, _Rival] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, client_id: int, incarnation: int) -> Member | None:
+        """This start of this client, if it is a member."""
+        member = self._members.get(client_id)
+        return member if member is not None and member.incarnation == incarnation else None
+
+    def incarnation_of(self, client_id: int) -> int | None:
+        """Which start of this client is a member, if any."""
+        member = self._members.get(client_id)
+        return None if member is None else member.incarnation
+
+    def heard_at_s(self, client_id: int) -> float | None:
+        """When this client was heard last."""
+        member = self._members.get(client_id)
+        return None if member is None else member.heard_s
+
+    def shares_memory(self, client_id: int) -> bool:
+        """Whether this client says that it reads the controller's memory."""
+        member = self._members.get(client_id)
+        return member is not None and bool(self._memory) and member.hello.memory == self._memory
+
+    @property
+    def sharing(self) -> int:
+        """How many clients do."""
+        return sum(map(self.shares_memory, self._members))
+
+    def holds(self, client_id: int, incarnation: int, round_id: int) -> None:
+        """A client says that it holds, or has worked from, the model after this round."""
+        member = self.get(client_id, incarnation)
+        if member is not None and member.hello.session == self._session:
+            member.model_round = max(member.model_round, round_id)
+
+    def have_read(self, round_id: int) -> bool:
+        """Whether all clients that read the controller's memory hold the model after this round, or a newer one."""
+        return all(member.model_round >= round_id for member in self if self.shares_memory(member.client_id))
+
+    def heard(self, client_id: int, incarnation: int, now_s: float) -> Member | None:
+        """Something came from it: it lives."""
+        member = self.get(client_id, incarnation)
+        if member is not None:
+            member.hear(now_s)
+        return member
+
+    def hello(
+        self, client_id: int, incarnation: int, hello: Hello, *, now_s: float, next_round: int, number: int,
+        out_until: int = 0, in_doubt: bool = False,
+    ) -> tuple[Answer, str]:  # fmt: skip
+        """A client says Hello: what to answer, and why where it is refused.
+
+        Args:
+            number: of the message. What a later one has overtaken shows that its client lives, and nothing else: it may
+                say of one that has been welcomed since that it is not ready.
+            next_round: the first round that whoever is new takes part in, and ``out_until`` this client.
+            in_doubt: the controller stood still just now: what others have said meanwhile it may have yet to hear.
+        """
+        if hello.protocol != PROTOCOL:
+            return Answer.REFUSE, f"it speaks protocol {hello.protocol}, this controller {PROTOCOL}: use one version"
+        if (detail := self._misfit(hello)) is not None:
+            return Answer.REFUSE, f"its model is not the same as the controller's ({detail}): set the same model"
+        member = self._members.get(client_id)
+        if member is None and len(self._members) >= MAX_MEMBERS:
+            return Answer.REFUSE, f"this run has {MAX_MEMBERS:,} clients already"
+        if member is not None and incarnation != member.incarnation:
+            # Which of the two is older does not matter, and a clock that was set back would get it wrong.
+            return self._meet_rival(member, incarnation, hello, now_s, next_round, number, out_until, in_doubt)
+        if member is None:  # new, or back after it was taken for dead: it has to hear from which round on it counts
+            from_round = max(next_round, out_until)
+            self._members[client_id] = Member(
+                client_id, incarnation, hello, now_s, from_round, number, out_until=out_until
+            )
+            return Answer.WELCOME, ""
+        member.hear(now_s)
+        if not is_later(number, member.number):
+            return Answer.NOTHING, ""
+        member.hello, member.number = hello, number
+        self.holds(client_id, incarnation, hello.model_round)
+        knows = hello.session == self._session and hello.next_round in (-1, member.from_round)
+        return (Answer.NOTHING if knows else Answer.WELCOME), ""
+
+    def _misfit(self, hello: Hello) -> str | None:
+        """What is different about the client's model; None: it is the same."""
+        dim, layout = hello.dim, hello.layout
+        if self._trained_only and hello.trained_dim:
+            dim, layout = hello.trained_dim, hello.trained_layout
+        if dim != self._dim:
+            return f"{dim:,} values, here {self._dim:,}"
+        return None if layout == self._layout else "other names or shapes, or others of its parameters are frozen"
+
+    def _meet_rival(
+        self, member: Member, incarnation: int, hello: Hello, now_s: float, next_round: int, number: int,
+        out_until: int, in_doubt: bool,
+    ) -> tuple[Answer, str]:  # fmt: skip
+        rival = self._rivals.get(member.client_id)
+        if rival is None or rival.incarnation != incarnation:
+            rival = self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
+        if now_s - rival.since_s < self._rival_after_s:
+            return Answer.NOTHING, ""  # wait and see whether the older one is still there
+        if member.heard_s > rival.since_s + self._rival_after_s / 2:
+            del self._rivals[member.client_id]
+            return Answer.REFUSE, f"client id {member.client_id} is in use by {member.hello.host}: give each its own id"
+        if not (member.silent or member.gone_in_doubt) and member.quiet_s(now_s) <= self._dead_after_s:
+            return Answer.NOTHING, ""  # nobody says that it is dead: its interpreter may be held by its training
+        del self._rivals[member.client_id]
+        if in_doubt:  # the older one may have talked: the wait for its word begins anew
+            self._rivals[member.client_id] = _Rival(incarnation, now_s, hello.host)
+            return Answer.NOTHING, ""
+        del self._members[member.client_id]
+        return self.hello(
+            member.client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, out_until=out_until
+        )
+
+    def remove(self, client_id: int, incarnation: int) -> bool:
+        """It has left, or DDS has lost it. True if it was a member."""
+        if self.get(client_id, incarnation) is None:
+            return False
+        del self._members[client_id]
+        self._rivals.pop(client_id, None)
+        return True
+
+    def keep_out(self, client_id: int, until: int) -> None:
+        """It must not take part before round ``until``. Its next Hello is answered with a Welcome that says so."""
+        member = self._members.get(client_id)
+        if member is not None:
+            member.out_until = until
+            member.from_round = max(member.from_round, until)
+
+    def admit(self, round_id: int) -> list[Member]:
+        """Let those in who came while an attempt at this round failed: the next one needs them. Returns them."""
+        late = [m for m in self._members.values() if m.from_round > round_id >= m.out_until]
+        for member in late:
+            member.from_round = round_id
+        return late
+
+    def find_silent(self, now_s: float) -> list[Member]:
+        """Mark those that have been silent for too long, as far as the controller could hear. Returns those that are
+        not waited for from now on: not who trains, and who was silent before."""
+        found = []
+        for member in self._members.values():
+            limit_s = min(self._dead_after_s, DOUBT_S) if member.gone_in_doubt else self._dead_after_s
+            if member.silent or member.quiet_s(now_s) <= limit_s:
+                continue
+            member.quiet, member.silent = True, not member.is_busy
+            if member.silent:
+                found.append(member)
+        return found
+
+    def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
+        """It is said to be gone, which may not be so: from now on it has its full time to say something."""
+        member = self.get(client_id, incarnation)
+        if member is not None:
+            member.unheard_s = now_s - member.heard_s
+            member.gone_in_doubt = True
+
+    def could_not_hear(self, seconds: float, now_s: float) -> None:
+        """The controller stood still: what its clients have said meanwhile, it has yet to hear. Who is waited for has
+        been given that time already."""
+        for member in self._members.values():
+            member.unheard_s = min(member.unheard_s + seconds, now_s - member.heard_s)
+
+    def ready(self, round_id: int) -> list[int]:
+        """Ids of the clients that can take part in the round, ascending. Not those that are silent, nor those that have
+        said nothing since they began to train for a round before: as soon as such a one is heard, it takes part."""
+        return sorted(
+            member.client_id
+            for member in self._members.values()
+            if self._may_take_part(member, round_id)
+            and not member.silent
+            and not (member.quiet and member.hello.round_id < round_id)
+        )
+
+    def taking_part(self, round_id: int) -> set[int]:
+        """Ids of those members that were let into this round, and are not silent."""
+        return {m.client_id for m in self._members.values() if m.from_round <= round_id and not m.silent}
+
+    def unheard(self, round_id: int) -> set[int]:
+        """Ids of those that could take part in this round if only they were heard."""
+        return {
+            m.client_id for m in self._members.values() if (m.silent or m.quiet) and self._may_take_part(m, round_id)
+        }
+
+    def heard_from(self) -> int:
+        """How many members there are that are not silent."""
+        return sum(not member.silent for member in self._members.values())
+
+    def _may_take_part(self, member: Member, round_id: int) -> bool:
+        return member.hello.ready and member.hello.session == self._session and member.from_round <= round_id

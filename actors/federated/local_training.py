@@ -1,0 +1,211 @@
+"""What a client does off the event loop: train from the global model, and encode what was learnt."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradbus import codecs
+from gradbus.actors.aggregation.exact_sum import LARGEST, fits
+from gradbus.actors.aggregation.norms import l2_distance, l2_norm
+from gradbus.actors.federated.codec_options import codec_options
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.residuals import Residuals
+from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
+from gradbus.actors.federated.task import FederatedTask
+from gradbus.codecs import Codec, NonFiniteError
+from gradbus.runtime.compute_limiter import TRAINING
+from gradbus.runtime.shm.shared_payload import PayloadMemory, Sealed
+from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.wire.control import Offer, Receipt, Welcome
+from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.messages import Identity, TrainCmd
+
+
+class Diverged(ValueError):
+    """Training has returned, with a loss or a model that is not finite.
+
+    Attributes:
+        reason: one of those in gradbus.actors.federated.rounds.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What was trained in a round, encoded.
+
+    Attributes:
+        key: of its frames. offer: what the controller is told first. payload: its bytes.
+        residual: float32, shape (D,): owed after it, if it is accepted; None with a lossless codec.
+        sealed: the memory in which the payload lies, for a controller of this machine; None: in that of this process.
+    """
+
+    key: FrameKey
+    offer: Offer
+    payload: bytes | memoryview
+    residual: Tensor | None
+    sealed: Sealed | None = None
+
+
+class LocalTraining:
+    """One client's model, task and residuals. All methods are for the compute thread."""
+
+    def __init__(
+        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals, memory: PayloadMemory,
+        probe: Probe | None = None,
+    ) -> None:  # fmt: skip
+        self._probe = probe or no_probe()
+        self._probe.note("started", incarnation=identity.incarnation)
+        self._task = task
+        self._identity = identity
+        self._model = model
+        self._residuals = residuals
+        self._memory = memory
+        self.train_s = 0.0
+
+    def prepare(self, num_clients: int) -> None:
+        """Load data. ``num_clients``: of the run, as the controller says; 0 if it does not know."""
+        self._task.prepare(self._identity.sender, num_clients)
+
+    def arrange(self, welcome: Welcome) -> None:
+        """Let the model travel as the controller says: all of it, or what is trained."""
+        self._model.arrange("trained" if welcome.frozen else "all")
+
+    def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
+        """Set what does not travel with the rounds to what the controller has."""
+        self.arrange(welcome)
+        self._model.write_frozen(vector)
+
+    def lacks_frozen(self, welcome: Welcome) -> bool:
+        """Whether what does not travel with the rounds is other than the controller's."""
+        self.arrange(welcome)
+        return self._model.frozen != welcome.frozen
+
+    def train(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
+        heard_s: float,
+    ) -> Update:  # fmt: skip
+        """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command was heard, by
+        ``time.perf_counter``. Where many clients share a process, they take turns (runtime/compute_limiter.py).
+
+        Raises:
+            Diverged: its loss, or the model, is not finite: an update of that would spoil the mean, and where the loss
+                alone is, nobody knows what the model is worth.
+            ValueError: training made the model too large, or used no samples: no controller would take the update, and
+                each refusal is a strike. And whatever the task raises.
+        """
+        with TRAINING.take(should_stop):
+            return self._train(welcome, command, base, transfer, should_stop, heard_s)
+
+    def _train(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
+        heard_s: float,
+    ) -> Update:  # fmt: skip
+        identity = self._identity
+        self._probe.reached("before_training", command.round_id)
+        self.arrange(welcome)
+        self._residuals.start_run(welcome.run_id, self._model.dim)
+        started_s = time.perf_counter()
+        self._model.write(base)
+        outcome = self._task.train(
+            self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
+            lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop,
+        )  # fmt: skip
+        trained_s = time.perf_counter()
+        self.train_s += trained_s - started_s
+        self._check_loss(outcome.loss)
+        self._model.check_frozen()
+        codec = codecs.get(welcome.codec, version=welcome.codec_version, **codec_options(welcome.codec, welcome))
+        payload, residual = self._encode(codec, base, command.round_id)
+        update_norm = l2_distance(self._model.read(), base)
+        self._check(payload, base, int(outcome.num_samples), update_norm, command.round_id)
+        key = FrameKey(
+            Kind.UPDATE, welcome.run_id, command.round_id, identity.sender, identity.incarnation, transfer
+        )  # fmt: skip
+        encoded_s = time.perf_counter()
+        here = self._memory.here
+        sealed = self._memory.put(payload) if here and here == welcome.memory else None
+        offer = Offer(
+            run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
+            num_samples=int(outcome.num_samples), train_s=trained_s - started_s,
+            loss=math.nan if outcome.loss is None else float(outcome.loss),
+            encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
+            wait_s=max(0.0, started_s - heard_s), update_norm=update_norm,
+            residual_norm=0.0 if residual is None else l2_norm(residual),
+        )  # fmt: skip
+        self._probe.note(
+            "offered", run=f"{welcome.run_id:016x}", round=offer.round_id, transfer=transfer, bytes=offer.total_bytes,
+            num_samples=offer.num_samples, crc32=self._probe.history.checksum(payload),
+        )  # fmt: skip
+        self._probe.reached("after_training_before_offer", command.round_id)
+        # From here on it lies in one place only, also for frames.
+        return Update(key, offer, payload if sealed is None else sealed.payload, residual, sealed)
+
+    @torch.no_grad()
+    def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:
+        """The update's bytes, and what is owed after it with a lossy codec."""
+        local = self._model.read()
+        # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
+        vector = local if codec.version == 1 and not codec.v1_is_delta else local - base
+        try:
+            if codec.lossless:
+                return codec.encode(vector), None
+            return codecs.residual_step(vector, self._residuals.before(round_id), codec)
+        except NonFiniteError as error:
+            raise Diverged(
+                NON_FINITE_MODEL, f"training made the model non-finite: {error}. Lower the learning rate"
+            ) from None
+
+    def _check_loss(self, loss: float | None) -> None:
+        """Raises Diverged: it is not finite."""
+        if loss is None or math.isfinite(loss):
+            return
+        is_finite = bool(torch.isfinite(self._model.read()).all())
+        also = "the model is finite" if is_finite else "and the model is not finite either"
+        raise Diverged(
+            NON_FINITE_LOSS,
+            f"training ended with a loss of {float(loss)}; {also}. Its update is not sent. Look at the data, and lower "
+            f"the learning rate; a task without a loss returns None",
+        )
+
+    def _check(self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, round_id: int) -> None:
+        """Raises ValueError: it would be refused."""
+        if num_samples < 1:
+            raise ValueError(f"training says that it used {num_samples} samples: expected at least one")
+        owed = self._residuals.before(round_id)
+        norm = update_norm + (0.0 if owed is None else l2_norm(owed))
+        # No value is larger than the norm, which is known; half, as a lossy codec may round up.
+        if num_samples * norm < LARGEST / 2 or fits(
+            codecs.parse(payload, expected_dim=base.numel()), base, num_samples
+        ):
+            return
+        raise ValueError(
+            f"training changed the model by {update_norm:.3g}, which with {num_samples} samples is more than the sum "
+            f"of all clients has room for. Lower the learning rate"
+        )
+
+    def answered(self, update: Update, receipt: Receipt) -> None:
+        """The controller has said what became of the update. If it counts, what it did not say is owed from here on."""
+        self._probe.note(
+            "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
+            accepted=receipt.accepted, reason=receipt.reason,
+        )  # fmt: skip
+        if not receipt.accepted:
+            return
+        self._probe.reached("after_receipt_before_residual", update.key.round_id)
+        if update.residual is not None:
+            self._residuals.accepted(update.key.round_id, update.residual)
+        self._probe.reached("after_residual", update.key.round_id)
+
+    def close(self) -> None:
+        """Let another process use the directory of the residuals."""
+        self._residuals.close()

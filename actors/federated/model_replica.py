@@ -1,0 +1,206 @@
+"""A client's copy of the global model, and how it is brought up to date from frames."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from gradbus.codecs import CodecError, add_into, parse
+from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.wire.assembler import Assembler, Verdict
+from gradbus.runtime.wire.control import FROZEN_ROUND
+from gradbus.runtime.wire.frames import Flags, FrameKey
+from gradbus.runtime.wire.messages import ModelBlob
+
+log = get_logger("client")
+DOUBT_S = 10.0  # between two words about models that the controller has not published
+
+
+class ModelCopy:
+    """The newest global model of one run, as far as it has come.
+
+    Attributes:
+        round_id: the round after which this was the model; -1: there is none yet.
+        vector: float32, shape (D,). A new object for each model: whoever trains from the old one keeps it.
+        progressed_s: when the last new frame came.
+    """
+
+    def __init__(
+        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None, standing: Standing | None = None,
+        frozen: bool = False,
+    ) -> None:  # fmt: skip
+        """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
+        and a header. ``frozen``: this is what no round changes, and not what every round does.
+        ``probe``: is told of the models. ``standing``: says whether they are the controller's."""
+        self._probe = probe or no_probe()
+        self._standing = standing or Standing()
+        self._dim = dim
+        self._limit = max_bytes
+        self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
+        self._is_frozen = frozen
+        self._assembler = Assembler()
+        self._keys: dict[FrameKey, int] = {}  # transfers on their way in, with their flags
+        self._in_memory: set[FrameKey] = set()  # those of them that are read where the controller has them
+        self._run_id = 0
+        self.round_id = -1
+        self.vector: Tensor | None = None
+        self.progressed_s = time.monotonic()
+        self.dropped = 0
+        self._doubted_s = float("-inf")
+
+    def start(self, run_id: int, dim: int | None = None) -> None:
+        """Follow this run from here on, with models of ``dim`` values, by default as before. The model so far is worth
+        nothing: a controller that starts sends its own."""
+        self._run_id = run_id
+        if dim is not None:
+            self._dim = dim
+            self._max_bytes = 8 * dim + 4096 if self._limit is None else self._limit
+        self.round_id, self.vector = -1, None
+        self._forget(lambda key: True)
+
+    def feed(self, message: ModelBlob) -> tuple[FrameKey, memoryview] | None:
+        """Take a frame. Returns the transfer and its payload when all of it is there, for
+        :meth:`decode` and :meth:`adopt`."""
+        frame, key = message.frame, message.frame.key
+        known = key in self._keys
+        if key in self._in_memory or not self._follow(key, frame.flags, frame.total_bytes):
+            return None
+        if not known:  # one that is complete, and is being decoded, does not begin anew
+            self._assembler.expect(key, max_bytes=self._max_bytes)
+        try:
+            verdict = self._assembler.feed(frame)
+        except FrameError as error:
+            self._drop(error)
+            if key.name and error.reason == "mismatch":  # either may be a member's: it begins anew, and is asked for
+                self._forget(lambda known: known == key)
+            return None
+        if verdict is Verdict.REPEATED:
+            return None
+        self.progressed_s = time.monotonic()
+        return (key, self._assembler.take(key)) if verdict is Verdict.COMPLETE else None
+
+    def expect(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
+        """The controller has this model in its memory. Whether it is to be read there, for :meth:`decode` and
+        :meth:`adopt`; frames of it, which may come as well, are not looked at then."""
+        if total_bytes > self._max_bytes or key in self._in_memory:
+            return False
+        if not self._follow(key, flags, total_bytes):
+            return False
+        self._assembler.forget(key)
+        self._in_memory.add(key)
+        self.progressed_s = time.monotonic()
+        return True
+
+    def give_up(self, key: FrameKey) -> bool:
+        """It cannot be read there. Whether it was still wanted: then it has to be asked for."""
+        wanted = key in self._keys
+        self._forget(lambda known: known == key)
+        if wanted:
+            self.progressed_s = float("-inf")
+        return wanted
+
+    def _follow(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
+        """Whether this transfer is being taken in; if not, that begins, where it is of use."""
+        if key in self._keys:
+            return True
+        if (key.round_id == FROZEN_ROUND) is not self._is_frozen:
+            return False
+        if key.job != self._run_id or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
+            return False
+        newest = max((known.round_id for known in self._keys), default=-1)
+        if key.round_id < newest or not self._is_published(key, flags, total_bytes):
+            return False
+        self._forget(lambda known: known.round_id < key.round_id)  # at most the newest model is being collected,
+        if len(self._keys) >= 2:  # in full and as a difference
+            self._forget(lambda known: known.transfer == min(k.transfer for k in self._keys))
+        self._keys[key] = flags
+        return True
+
+    def _is_published(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
+        """Whether the controller has signed for it, where models are signed: before anything changes for it."""
+        try:
+            self._standing.check_model(key, flags, total_bytes)
+        except FrameError as error:
+            self._drop(error)
+            return False
+        return True
+
+    def _drop(self, error: FrameError) -> None:
+        self.dropped += 1
+        if time.monotonic() > self._doubted_s + DOUBT_S:  # whoever forges one can forge many
+            self._doubted_s = time.monotonic()
+            log.warning("model frame dropped", reason=error.reason, detail=str(error))
+
+    def _useful(self, flags: int, round_id: int) -> bool:
+        return not flags & Flags.DELTA or round_id == self.round_id + 1
+
+    def decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
+        """The model that the payload says; None: it is no use. For the compute thread, and changes nothing."""
+        vector = self._decode(key, payload)
+        if vector is not None and self._probe.history.on:
+            self._probe.note(
+                "decoded", run=f"{key.job:016x}", session=key.incarnation, round=key.round_id, transfer=key.transfer,
+                crc32=self._probe.history.checksum(vector.numpy().data),
+            )  # fmt: skip
+        return vector
+
+    def _decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
+        flags, base = self._keys.get(key), self.vector
+        try:
+            if key.name:  # the signature of what was followed
+                from gradbus.runtime.security.identity.model_signature import check_payload
+
+                check_payload(key, payload)
+            if flags is None or not flags & Flags.DELTA:
+                return None if flags is None else _dense(payload, self._dim)
+            if base is None:
+                return None
+            vector = base.clone()
+            add_into(vector, payload)
+        except (CodecError, FrameError) as error:
+            log.warning("model dropped", round=key.round_id, reason=str(error))
+            return None
+        return vector
+
+    def adopt(self, key: FrameKey, vector: Tensor | None) -> bool:
+        """Take what was decoded. False: it is no use, or no longer: a newer model or another run came meanwhile."""
+        flags = self._keys.pop(key, None)
+        self._in_memory.discard(key)
+        if flags is None or vector is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
+            return False
+        self.vector, self.round_id = vector, key.round_id
+        self._forget(lambda known: known.round_id <= self.round_id)
+        return True
+
+    def missing(self, round_id: int) -> tuple[int, list[int]]:
+        """What to ask for to get the model of this round: (transfer, numbers of frames); no numbers: all of it."""
+        for key in self._keys:
+            if key.round_id == round_id:
+                seqs = self._assembler.missing(key)
+                if seqs:
+                    return key.transfer, list(seqs)
+        return 0, []
+
+    def _forget(self, which: object) -> None:
+        for key in [key for key in self._keys if which(key)]:  # type: ignore[operator]
+            self._assembler.forget(key)
+            self._in_memory.discard(key)
+            del self._keys[key]
+
+
+def _dense(payload: memoryview, dim: int) -> Tensor:
+    """The vector of a full model; for float32 the received bytes themselves, without a copy."""
+    parsed = parse(payload, expected_dim=dim)
+    if parsed.is_delta or parsed.is_sparse:
+        raise CodecError(f"a full model in a {parsed.codec} message of a difference: expected dense weights")
+    if parsed.codec == "fp32" and parsed.version == 1:
+        return torch.frombuffer(payload, dtype=torch.float32)
+    vector = torch.empty(dim)
+    for block in parsed.blocks():
+        vector[block.start : block.start + block.values.numel()] = block.values  # type: ignore[union-attr]
+    return vector

@@ -1,0 +1,200 @@
+"""What a round leaves behind: one object, for a table, a log line, a file or a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from gradbus.actors.federated.quarantine import Strike
+from gradbus.actors.federated.timeline import ClientTimeline
+
+if TYPE_CHECKING:
+    from gradbus.actors.federated.rounds import Outcome, Round
+    from gradbus.actors.federated.update_receiver import Intake
+
+TIMELINES_IN_MEMORY = 16  # newest rounds whose timelines stay in a list of reports; run directories keep all
+NAMED_IN_CHECKPOINT = 16  # newest rounds of which a checkpoint names clients; it is written in every round
+KEPT_IN_CHECKPOINT = 10_000  # newest rounds of which it has a report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """One committed round.
+
+    Attributes:
+        round_id: its number; attempt: how often it was tried.
+        clients: ids whose updates count; updates: how many. expected: how many took part. outcome: why it ended.
+        num_samples: samples trained on, all clients together.
+        loss: mean training loss, weighted by samples; None without one.
+        accuracy, eval_loss: of the global model on the test set; None if not evaluated.
+        bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
+        bytes_up_shared, bytes_down_shared: how many of these were read from the memory of a process on the same
+            machine, and did not go over DDS.
+        train_s: the slowest client's training. encode_s: the slowest client's encoding.
+        wire_s: what is left of the time from the command to the last update: transfers and waiting.
+        aggregate_s: adding up and the server's step. step_s: of these, from the last update to the new model.
+        checkpoint_s: until it is on the disk. publish_s: sending the model. eval_s: evaluation.
+        seconds: from the start of the round to the published model. command_s: of these, until the command.
+        weights_crc32: CRC-32 over the float32 weights, little-endian: equal numbers, equal models.
+        dropped: updates and frames that were not counted, by reason, in this round; with the clients that were lost.
+        downlink_residual_norm: L2 norm of what the model's message to the clients did not say; 0 with a lossless codec.
+        strikes: bad updates in this round, by whom and why, and who is kept out since; the first, if there are many.
+        marks: clients whose updates the strategy did not take as they were, by what it did: ``clipped`` and so on.
+        timeline: where the time went, by client; of the clients that counted last, where there are very many. Empty for
+            rounds before a resume, and in :attr:`Progress.reports` for all but the newest rounds.
+
+    Of rounds before a resume there may be the figures alone: see :meth:`figures`. Run directories have all.
+    """
+
+    round_id: int
+    attempt: int = 1
+    clients: tuple[int, ...] = ()
+    expected: int = 0
+    outcome: str = ""
+    num_samples: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    eval_loss: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    bytes_up_shared: int = 0
+    bytes_down_shared: int = 0
+    train_s: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    aggregate_s: float = 0.0
+    checkpoint_s: float = 0.0
+    publish_s: float = 0.0
+    eval_s: float = 0.0
+    seconds: float = 0.0
+    weights_crc32: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+    command_s: float = 0.0
+    downlink_residual_norm: float | None = None
+    strikes: tuple[Strike, ...] = ()
+    marks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    timeline: tuple[ClientTimeline, ...] = ()
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.updates:  # else it is known, also where the ids are not
+            object.__setattr__(self, "updates", len(self.clients))
+
+    @property
+    def bytes_shared(self) -> int:
+        """What did not go over DDS, up and down together."""
+        return self.bytes_up_shared + self.bytes_down_shared
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {
+            **values, "clients": list(self.clients), "dropped": dict(self.dropped),
+            "strikes": [strike.to_json() for strike in self.strikes],
+            "marks": {mark: list(clients) for mark, clients in self.marks.items()},
+            "timeline": [client.to_json() for client in self.timeline],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> RoundReport:
+        """Of what :meth:`to_json` gave, without the timeline. Fields that are missing have their defaults."""
+        values = {key: value for key, value in entry.items() if key != "timeline"}
+        values["clients"] = tuple(entry.get("clients", ()))
+        values["strikes"] = tuple(Strike(**strike) for strike in entry.get("strikes", ()))
+        values["marks"] = {mark: tuple(clients) for mark, clients in entry.get("marks", {}).items()}
+        return cls(**values)
+
+    def without_timeline(self) -> RoundReport:
+        """The same, for what must not grow with the number of clients."""
+        return replace(self, timeline=()) if self.timeline else self
+
+    def figures(self) -> RoundReport:
+        """The same without all that names clients."""
+        return replace(self, clients=(), strikes=(), marks={}, timeline=())
+
+
+def report_of(
+    round_: Round, outcome: Outcome, attempt: int, intake: Intake, *, crc32: int, started_s: float, collected_s: float,
+    aggregated_s: float, strikes: tuple[Strike, ...] = (), marks: Mapping[str, tuple[int, ...]] | None = None,
+) -> RoundReport:  # fmt: skip
+    """What is known of a round at its commit: the intake's tally, and where the time went so far.
+
+    Args:
+        crc32: of the new weights.
+        started_s, collected_s, aggregated_s: by ``time.perf_counter``: its start, its end, and the new model.
+        strikes, marks: as in the report.
+    """
+    tally = intake.tally
+    return RoundReport(
+        round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
+        expected=len(round_.expected), num_samples=tally.num_samples, loss=tally.loss(), bytes_up=tally.bytes_up,
+        bytes_up_shared=tally.bytes_up_shared, train_s=tally.train_s, encode_s=tally.encode_s,
+        dropped=intake.take_dropped(),
+        wire_s=max(0.0, collected_s - started_s - tally.train_s - tally.encode_s - tally.aggregate_s),
+        aggregate_s=tally.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
+        command_s=intake.timing.first_command_s - started_s, timeline=intake.timing.timelines(),
+        weights_crc32=crc32, strikes=strikes, marks=marks or {},
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a controller stands now, for whoever shows it. Changed in place on the event loop.
+
+    Attributes:
+        phase: starting, waiting, training, aggregating, evaluating; at the end done, failed or stopped.
+        round_id: the open round, or the last one. rounds: how many there will be.
+        ready: updates that are in. expected: of so many. minimum: that suffice.
+        clients: ids of the clients that are there. out: of those that are kept out, and until which round.
+        reports: the rounds that are done, oldest first, all but the newest without their timelines.
+        dropped: what was not counted in them, by reason. accuracy: of the newest round that was evaluated.
+        never_counted: at the end, clients of which no update has counted in the whole run, and why, in words.
+    """
+
+    phase: str = "starting"
+    round_id: int = 0
+    rounds: int = 0
+    ready: int = 0
+    expected: int = 0
+    minimum: int = 1
+    clients: tuple[int, ...] = ()
+    out: Mapping[int, int] = field(default_factory=dict)
+    reports: list[RoundReport] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    accuracy: float | None = None
+    never_counted: Mapping[int, str] = field(default_factory=dict)
+
+    def add(self, report: RoundReport) -> None:
+        """A round is done."""
+        self.reports.append(report)
+        if len(self.reports) > TIMELINES_IN_MEMORY:
+            self.reports[-1 - TIMELINES_IN_MEMORY] = self.reports[-1 - TIMELINES_IN_MEMORY].without_timeline()
+        for reason, count in report.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        self._note_accuracy(report)
+
+    def amend(self, report: RoundReport) -> None:
+        """More is known of the newest round."""
+        self.reports[-1] = report
+        self._note_accuracy(report)
+
+    def _note_accuracy(self, report: RoundReport) -> None:
+        if report.accuracy is not None:  # kept, for a heartbeat is no time to look through all rounds
+            self.accuracy = report.accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSummary:
+    """What a client did.
+
+    Attributes:
+        rounds: rounds whose update was counted. refused: updates that were not.
+        bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
+    """
+
+    rounds: int
+    refused: int
+    bytes_up: int
+    train_s: float

@@ -1,0 +1,141 @@
+"""What a client has been told: by which start of the controller, what to do, and whether it is still to be done.
+
+A table without a word of its own to anybody. It is asked for what is so now, never for the order in which messages
+came.
+"""
+
+from __future__ import annotations
+
+import time
+
+from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.wire.control import Bye, Failed, Welcome
+from gradbus.runtime.wire.messages import TrainCmd
+
+OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
+LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
+OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one was not overtaken by it
+
+
+class Orders:
+    """The newest welcome and the newest command, and what has become of it.
+
+    Attributes:
+        welcome: of the controller that is believed; None: this client has to be welcomed, or welcomed anew.
+        command: the newest one. commanded_s: when it was heard, by ``time.perf_counter``.
+        failure: why nothing came of it; said again with each heartbeat, until the next command.
+        ended: the controller's last word, when all rounds are done.
+        session: incarnation of the controller that has welcomed this client last. run_id: of its run.
+        counted_round: the last round in which an update of ours counted, in this session.
+    """
+
+    def __init__(self, controller_timeout_s: float) -> None:
+        """``controller_timeout_s``: without a word of a controller for so long, this client gives up."""
+        self._controller_timeout_s = controller_timeout_s
+        self._handled = False  # the command has been answered, without success
+        self._session_heard_s = 0.0
+        self._turn_s = LISTENED_S
+        self._heard_s = self._listened_s = time.monotonic()
+        self.welcome: Welcome | None = None
+        self.command: TrainCmd | None = None
+        self.commanded_s = 0.0
+        self.failure: Failed | None = None
+        self.ended: Bye | None = None
+        self.session = 0
+        self.run_id = 0
+        self.counted_round = 0
+
+    @property
+    def from_round(self) -> int | None:
+        """The first round that this client takes part in, as the controller said last; None before it is welcomed."""
+        return None if self.welcome is None else self.welcome.next_round
+
+    # What is heard
+
+    def begin(self) -> None:
+        """From here on the controller is waited for."""
+        self._heard_s = self._listened_s = time.monotonic()
+
+    def listen(self, again_within_s: float | None = None) -> None:
+        """This process has a turn, and the next one within ``again_within_s``, by default as before. If this one is
+        late, it could not hear meanwhile, as its interpreter was held, or it was stopped: that time is not counted as
+        the controller's silence."""
+        now_s = time.monotonic()
+        deaf_s = max(0.0, now_s - self._listened_s - self._turn_s)
+        self._turn_s = self._turn_s if again_within_s is None else again_within_s
+        self._listened_s = now_s
+        self._heard_s += deaf_s
+        self._session_heard_s += deaf_s
+
+    def believes(self, session: int) -> bool:
+        """A controller says something. Whether it is to be listened to: not the last words of one that has been
+        replaced."""
+        now_s = time.monotonic()
+        if session < self.session and now_s - self._session_heard_s < OLD_SESSION_S:
+            return False
+        self._heard_s = now_s
+        if session == self.session:
+            self._session_heard_s = now_s
+        return True
+
+    def start_session(self, session: int, welcome: Welcome) -> None:
+        """Another controller, or another start of it: what the one before said counts no longer.
+
+        A controller that died before it had committed a round does that round again, from the same model.
+        """
+        if session != self.session:  # else what it has said since goes on holding: it does not say it twice
+            self.command, self.counted_round, self.failure = None, 0, None
+        self.session, self._session_heard_s, self.run_id = session, time.monotonic(), welcome.run_id
+
+    def take(self, command: TrainCmd) -> bool:
+        """A command. Whether it is another one than before: then what is being trained now is no longer wanted. One of
+        an earlier round, which a newer one has overtaken, is not wanted itself.
+
+        But not for long: commands do not say whose they are, so the newer one may be the last word of a controller that
+        hung until another had taken its place.
+        """
+        is_earlier = self.command is not None and command.round_id < self.command.round_id
+        if is_earlier and time.perf_counter() - self.commanded_s < OVERTAKEN_S:
+            return False
+        other = command != self.command
+        if other or self._handled:
+            self.commanded_s = time.perf_counter()
+        self.command, self._handled, self.failure = command, False, None
+        return other
+
+    # What follows from it
+
+    def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
+        """Whether to train: DDS may repeat a command, and the controller may give one again."""
+        return not self._handled and command.round_id > self.counted_round and command.round_id >= welcome.next_round
+
+    def superseded(self, command: TrainCmd) -> bool:
+        """Whether the result of this command is no longer wanted."""
+        return self.command != command or self.ended is not None or self.welcome is None
+
+    def counted(self, round_id: int, session: int) -> None:
+        """An update of ours counts, says this start of the controller. Another one may do that round again."""
+        if session == self.session:
+            self.counted_round = round_id
+
+    def mark_handled(self, command: TrainCmd) -> None:
+        """Nothing more is to be done for this command, unless it is given again."""
+        if self.command is command:  # and not an equal one that came later
+            self._handled = True
+
+    def holds_for(self, session: int) -> bool:
+        """Whether the controller is still this one, and not at its end."""
+        return self.session == session and self.welcome is not None and self.ended is None
+
+    @property
+    def heard_s(self) -> float:
+        """When a controller was heard last, by ``time.monotonic``; before that, when it was first waited for."""
+        return self._heard_s
+
+    def check_controller(self, doubt: str, hint: str = "") -> None:
+        """Raises BarrierTimeout: no controller for too long. ``doubt``: what the bus has noticed, for its text, and
+        ``hint`` what to do."""
+        self.listen()
+        limit_s = self._controller_timeout_s
+        if time.monotonic() - self._heard_s > limit_s:
+            raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s, doubt=doubt, hint=hint)

@@ -1,0 +1,309 @@
+"""What a federated run is between two rounds: weights, history, and all that is needed to go on from there."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, StringConstraints
+from torch import Tensor, nn
+
+from gradbus.actors.aggregation.strategy import Strategy
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.participation import Entry, Participation
+from gradbus.actors.federated.quarantine import MAX_KNOWN, Conduct, Strike
+from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
+from gradbus.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    Count,
+    Hex64,
+    Meta,
+    load_weights,
+    restore_random_numbers,
+    tensor_of,
+)
+from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.testing.journal import History, weights_name
+
+MAX_TENSORS = 1_000_000  # of a model
+NOTHING = "0" * 16  # does not travel, or is known not to
+
+log = get_logger("controller")
+
+
+class SavedRun(Meta):
+    """What the checkpoint of a federated run says beside its tensors.
+
+    Attributes:
+        tensors: name, dtype and shape of what the vector of weights holds, in its order.
+        frozen: hash of the parameters that it does not hold.
+        The others are those of :class:`RunState`.
+    """
+
+    run_id: Hex64
+    incarnation: Count
+    layout: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)]
+    tensors: Annotated[list[tuple[str, str, list[Count]]], Field(max_length=MAX_TENSORS)]
+    frozen: Hex64 = NOTHING
+    downlink_codec: Annotated[str, StringConstraints(max_length=100)]
+    downlink: Literal["full", "lossy"]
+    conduct: Annotated[list[Strike], Field(default_factory=list, max_length=MAX_KNOWN)]
+    participation: Annotated[list[Entry], Field(default_factory=list, max_length=MAX_KNOWN)]
+    history: Annotated[list[RoundReport], Field(max_length=KEPT_IN_CHECKPOINT)]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """As :meth:`Meta.of`; rounds are in order, and none is newer than the checkpoint."""
+        saved = super().of(checkpoint)
+        rounds = [0, *(report.round_id for report in saved.history), checkpoint.round_id + 1]
+        if not all(earlier < later for earlier, later in pairwise(rounds)):
+            raise CheckpointError(
+                f"meta.history: its rounds must ascend from 1 to {checkpoint.round_id} at most, got "
+                f"{str(rounds[1:-1])[:80]}"
+            )
+        return saved
+
+
+@torch.no_grad()
+def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[str], Mapping[str, Tensor]]) -> None:
+    """Make a module, as ``build_model`` gives it, that of the checkpoint, frozen parameters included.
+
+    Args:
+        load: what lies beside the checkpoints by that name, as ``CheckpointStore.load_constant`` gives it.
+
+    Raises:
+        CheckpointError: the module is another one, or a file is missing.
+    """
+    saved, place = SavedRun.of(checkpoint), 0
+    weights, state = tensor_of(checkpoint, "weights"), module.state_dict(keep_vars=True)
+    where = f"checkpoint of round {checkpoint.round_id}"
+    for name, dtype, shape in saved.tensors:
+        tensor, end = state.get(name), place + math.prod(shape)
+        found = None if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if tensor is None or found != (dtype, shape) or end > weights.numel():
+            here = "has none" if found is None else f"has {found[0]} of shape {tuple(found[1])}"
+            raise CheckpointError(
+                f"{where} holds {name!r} as {dtype} of shape {tuple(shape)}, the model that is configured {here}. Use "
+                f"the model of the run"
+            )
+        tensor.copy_(weights[place:end].view(shape))
+        place = end
+    if place != weights.numel():
+        raise CheckpointError(f"{where} holds {weights.numel():,} values, its table says {place:,}: it is damaged")
+    if saved.frozen != NOTHING:
+        restore_frozen(FlatModel(module), saved.frozen, load, where)
+
+
+def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
+    """Set what does not travel to what has this hash: as ``build_model`` gives it, or from the file that the run has
+    written at its start. Raises CheckpointError: there is none that fits."""
+    if stated in (NOTHING, f"{model.frozen:016x}"):
+        return
+    vector = load(f"frozen-{stated}").get("frozen")
+    if vector is None or vector.shape != (model.frozen_dim,):
+        raise CheckpointError(
+            f"{where} was made with other frozen parameters than the model has that is configured. Use the model of "
+            f"the run, with the same parameters frozen (requires_grad=False)"
+        )
+    model.write_frozen(vector)
+    if f"{model.frozen:016x}" != stated:
+        raise CheckpointError(f"{where}: frozen-{stated}.safetensors holds other values than its name says")
+
+
+class RunState:
+    """The state of a run, fresh or continued from the newest checkpoint. Its methods may block.
+
+    Attributes:
+        run_id: 64 bits, new at a fresh start.
+        round_id: the last committed round.
+        weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
+        held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
+        history: reports of the committed rounds, without timelines, as a checkpoint holds them. It is written in every
+            round, so it must not grow without end: of all but the newest rounds it has the figures, and of those long
+            past nothing.
+        conduct, participation: of the clients, see there.
+        incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
+    """
+
+    def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
+        """Raises CheckpointError: the state directory cannot be used, or holds something that does not fit."""
+        self._layout, self._table = model.layout, model.table
+        self._model = model
+        self._strategy = strategy
+        self._downlink_codec = config.downlink_codec
+        self._store: CheckpointStore | None = None
+        self._config = config
+        self.weights: Tensor = model.read()
+        self.held: Tensor | None = None
+        self.run_id = int.from_bytes(os.urandom(8), "little") or 1
+        self.round_id = 0
+        self.incarnation = 0
+        self.history: list[RoundReport] = []
+        self.conduct = Conduct(config.max_strikes, config.quarantine_rounds)
+        self.participation = Participation()
+        if config.init_path is not None:
+            self._set_initial(config.init_path)
+        if config.state_dir is not None:
+            self._store = CheckpointStore(config.state_dir, keep=config.keep_checkpoints)
+            try:
+                self._open_store(config)
+            except BaseException:
+                self._store.close()
+                raise
+        if self.held is None and self._kind() == "lossy":
+            self.held = self.weights.clone()
+
+    def _open_store(self, config: FederatedConfig) -> None:
+        assert self._store is not None
+        if config.resume:
+            checkpoint = self._store.load_newest(SavedRun.of)
+            if checkpoint is not None:
+                self._restore(checkpoint)
+        elif self._store.rounds():
+            raise CheckpointError(
+                f"state directory {config.state_dir} holds a run (round {self._store.rounds()[-1]}), resume is off. "
+                f"Choose another directory, or set federated.resume=true"
+            )
+
+    def _set_initial(self, path: Path) -> None:
+        """Weights from a file: named tensors, which have the frozen parameters, too, or a checkpoint, beside which they
+        lie."""
+        named = False
+
+        def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
+            nonlocal named
+            named = True
+            return self._model.vector_of(tensors)
+
+        given, where = load_weights(path, assemble=assemble), f"initial weights {path}"
+        self._set_weights(given[: self._model.dim] if named else given, where)
+        if not named:
+            self._fit_to(path, where)
+        elif self._model.frozen_dim:
+            self._model.write_frozen(given[self._model.dim :])
+
+    def _fit_to(self, path: Path, where: str) -> None:
+        """A vector of the right length may be of another model: its checkpoint tells, and has its frozen parameters."""
+        place = re.fullmatch(r"round-(\d+)\.safetensors", path.name)
+        if place is None or not path.with_suffix(".json").exists():
+            if self._model.frozen_dim:
+                log.warning("frozen parameters are those of build_model", file=str(path), reason="no checkpoint beside")
+            return
+        store = CheckpointStore.to_read(path.parent)
+        saved = SavedRun.of(store.load(int(place[1]), SavedRun.of))
+        if saved.layout != self._layout:
+            raise CheckpointError(
+                f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
+                f"tensors (gradbus export)"
+            )
+        restore_frozen(self._model, saved.frozen, store.load_constant, where)
+
+    def _set_weights(self, vector: Tensor, where: str) -> None:
+        if vector.shape != self.weights.shape:
+            raise CheckpointError(f"{where}: {vector.numel():,} values, the model has {self.weights.numel():,}")
+        self.weights.copy_(vector)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        saved, where = SavedRun.of(checkpoint), f"checkpoint of round {checkpoint.round_id}"
+        if saved.layout != self._layout:
+            raise CheckpointError(
+                f"{where} is of a model with other names or shapes. Use the same model, or another state directory"
+            )
+        if saved.downlink_codec != self._downlink_codec and "lossy" in (saved.downlink, self._kind()):
+            raise CheckpointError(
+                f"{where} was made with downlink_codec={saved.downlink_codec}; go on with the same, or start afresh"
+            )
+        dim = tuple(self.weights.shape)
+        weights = tensor_of(checkpoint, "weights", dim)
+        held = tensor_of(checkpoint, "held", dim) if saved.downlink == "lossy" else None
+        self._strategy.load_state(checkpoint.tensors)
+        restore_random_numbers(checkpoint)
+        assert self._store is not None
+        restore_frozen(self._model, saved.frozen, self._store.load_constant, where)
+        self._set_weights(weights, where)
+        self.held = held
+        self.run_id = int(saved.run_id, 16)
+        self.incarnation = saved.incarnation
+        self.round_id = checkpoint.round_id
+        self.conduct.load_state(saved.conduct)
+        self.participation.load_state(saved.participation)
+        self.history = [report.without_timeline() for report in saved.history]
+        log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
+
+    def note_start(self, history: History) -> None:
+        """Note where the run stands as this start of the controller takes it up."""
+        if not history.on:
+            return
+        weights = self.weights.numpy().data
+        crc32 = zlib.crc32(weights)
+        held_crc32 = crc32 if self.held is None else zlib.crc32(self.held.numpy().data)
+        history.keep(weights_name(self.run_id, self.round_id), weights)
+        history.note(
+            "started", run=f"{self.run_id:016x}", incarnation=self.incarnation, round=self.round_id,
+            crc32=crc32, held_crc32=held_crc32, dim=self.weights.numel(),
+            federated=self._config.model_dump(mode="json"),
+        )  # fmt: skip
+
+    def _kind(self) -> str:
+        return "full" if self._downlink_codec == "fp32" else "lossy"
+
+    def save_initial(self) -> None:
+        """Make a fresh run durable before the first client hears of it, so that a crash in round 1 keeps its id."""
+        if self._store is not None and self.round_id == 0 and not self._store.rounds():
+            self._save(self.held)
+
+    def commit(self, report: RoundReport, held: Tensor | None) -> None:
+        """The round is done: from here on it is not lost. Raises CheckpointError: it could not be written."""
+        self.round_id = report.round_id
+        self.held = held
+        self.history.append(report.without_timeline())
+        self._thin_history()
+        self._save(held)
+
+    def _thin_history(self) -> None:
+        del self.history[:-KEPT_IN_CHECKPOINT]
+        for place in range(len(self.history) - NAMED_IN_CHECKPOINT - 1, -1, -1):
+            if not self.history[place].clients:
+                return  # and so are all before it
+            self.history[place] = self.history[place].figures()
+
+    def amend(self, report: RoundReport, **values: Any) -> RoundReport:
+        """Complete the newest report with what is known only after the commit."""
+        report = replace(report, **values)
+        self.history[-1] = report.without_timeline()
+        return report
+
+    def _save(self, held: Tensor | None) -> None:
+        if self._store is None:
+            return
+        tensors = {"weights": self.weights, "torch_rng": torch.get_rng_state(), **self._strategy.state()}
+        if held is not None:
+            tensors["held"] = held
+        meta = {
+            "run_id": f"{self.run_id:016x}",
+            "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
+            "downlink_codec": self._downlink_codec,
+            "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.conduct.state(),
+            "participation": self.participation.state(),
+            "frozen": f"{self._model.frozen:016x}",
+            "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
+        }  # fmt: skip
+        if self._model.frozen_dim:
+            self._store.save_constant(f"frozen-{self._model.frozen:016x}", {"frozen": self._model.read_frozen()})
+        self._store.save(Checkpoint(self.round_id, tensors, meta))
+
+    def close(self) -> None:
+        """Let another process use the state directory."""
+        if self._store is not None:
+            self._store.close()

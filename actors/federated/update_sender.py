@@ -1,0 +1,115 @@
+"""A client's update on its way to the controller: offered, sent when granted, repaired, until there is a receipt.
+
+A controller of this machine may read it where it lies, without a word; then there is nothing to be granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from gradbus.actors.federated.local_training import Update
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.testing.instrumentation import Probe, no_probe
+from gradbus.runtime.wire.control import Grant, NeedUpdate, Receipt
+from gradbus.runtime.wire.messages import Identity
+
+REPEAT_AFTER_S = 0.5  # without an answer, offer again
+ANSWERS = (Grant, NeedUpdate, Receipt)
+
+log = get_logger("client")
+
+
+class Delivery:
+    """One update at a time.
+
+    Attributes:
+        phase: offering or uploading while there is an update, else idle.
+        bytes_up: bytes of updates sent so far, repairs included, or read by the controller from this process's memory.
+    """
+
+    def __init__(self, bus: Bus, identity: Identity, probe: Probe | None = None) -> None:
+        self._bus = bus
+        self._probe = probe or no_probe()
+        self._identity = identity
+        self._update: Update | None = None
+        self._receipt: Receipt | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._has_sent = False
+        self._heard = asyncio.Event()
+        self.phase = "idle"
+        self.bytes_up = 0
+
+    async def deliver(self, update: Update, *, check: Callable[[], bool]) -> Receipt | None:
+        """Offer the update until the controller has said what became of it.
+
+        Args:
+            update: what to deliver.
+            check: asked now and then: whether the controller is still the one that it was trained for. May raise. A
+                newer command is no reason to stop: only who knows whether this update counted knows what is still owed.
+
+        Returns:
+            The receipt, or None if there will be none.
+        """
+        self._begin(update)
+        try:
+            while True:
+                if self._receipt is not None:
+                    if self._receipt.accepted and not self._has_sent:
+                        self.bytes_up += update.offer.total_bytes
+                    return self._receipt
+                if not check():
+                    return None
+                self._heard.clear()
+                with contextlib.suppress(BusError):
+                    await self._bus.publish(self._identity, update.offer)
+                    self._probe.reached("after_offer", update.key.round_id)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REPEAT_AFTER_S):
+                        await self._heard.wait()
+        finally:
+            self._update, self.phase = None, "idle"
+            if self._sending is not None:
+                self._sending.cancel()
+            if update.sealed is not None:
+                update.sealed.hide()
+
+    def _begin(self, update: Update) -> None:
+        self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
+
+    def on_answer(self, body: Grant | NeedUpdate | Receipt, group: asyncio.TaskGroup) -> None:
+        """The controller has answered this client; tasks that send belong to ``group``."""
+        update = self._update
+        if update is None or body.transfer != update.key.transfer or body.round_id != update.key.round_id:
+            return
+        match body:
+            case Receipt():
+                self._receipt = body
+                self._heard.set()
+            case Grant():
+                self._start(update, None, group)
+            case NeedUpdate():
+                self._start(update, body.seqs, group)
+
+    def interrupt(self) -> None:
+        """Look again whether the update is still wanted."""
+        self._heard.set()
+
+    def _start(self, update: Update, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
+        """Send, unless the last answer is still being obeyed: what is missing then will be asked for again."""
+        if self._sending is None or self._sending.done():
+            self._has_sent = True
+            self._probe.reached("after_grant_before_upload", update.key.round_id)
+            name = f"client-{self._identity.sender}-send"
+            self._sending = group.create_task(self._send(update, only), name=name)
+
+    async def _send(self, update: Update, only: Sequence[int] | None) -> None:
+        self.phase = "uploading"
+        try:
+            size = await self._bus.send_update(update.key, update.offer.num_samples, update.payload, only=only)
+            self.bytes_up += size
+        except BusError as error:
+            log.warning("update not sent", round=update.key.round_id, reason=str(error))

@@ -1,0 +1,421 @@
+"""The bus: asyncio on one side, DDS on the other.
+
+    async with gradbus.connect(job="mnist") as bus:
+        with bus.subscribe(ModelBlob, Control) as inbox:
+            await bus.publish(identity, Hello(...))
+            async for message in inbox: ...
+
+One bus has two threads: one waits for data, one writes what is large. All state belongs to the event loop that opened
+the bus. Buses of different jobs in one process share a DDS participant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import astuple
+from functools import partial
+from typing import Any
+
+from gradbus.runtime import forks
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.participant_factory import check_job, closed_on_error, node_maker, open_node, profile_config
+from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.bus.sender import Job, Sample, Sender
+from gradbus.runtime.bus.subscription import Subscription, Subscriptions
+from gradbus.runtime.bus.switch_interval import short_switch_interval
+from gradbus.runtime.config.job_name import default_job
+from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.dds.network import NetworkConfig, Profile
+from gradbus.runtime.dds.participant import Node, Waiter, Writer
+from gradbus.runtime.dds.topics import READABLE, TOPICS
+from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
+from gradbus.runtime.misuse import opening
+from gradbus.runtime.security import Level, Security
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
+
+_MAX_JOBS = 16
+_MAX_VOICES = 4096  # senders that others are told of when the bus closes
+
+
+class Bus:
+    """One participant of one job. Made by :func:`connect`. ``memory``: what passes by DDS, between its processes."""
+
+    def __init__(self, job: str, node: Node, loop: asyncio.AbstractEventLoop, stall_timeout_s: float) -> None:
+        self.job = job
+        self.stall_timeout_s = stall_timeout_s
+        self.memory = PayloadMemory(switched_on=node.shared_memory)
+        self.lease_s = node.lease_s  # after so long a silence others elsewhere are gone
+        self.standing = node.standing  # what its security says of this process
+        self.reach = node.reach  # who can be met on it
+        self._node = node
+        self._loop = loop
+        self._waiter = Waiter(node)
+        self._receiver = Receiver(
+            self._waiter, loop, self._on_matched, self._on_fault, node.look_around, lease_s=node.lease_s
+        )
+        self._sender = Sender()
+        self._slots = asyncio.Semaphore(_MAX_JOBS)
+        self._writers: dict[type[Any], Writer] = {}
+        self._channels: dict[type[Any], Channel] = {}
+        self._subscriptions = Subscriptions(self._receiver.consumed)
+        self._ports: list[FramePort] = []
+        self._port_bytes: Counter[str] = Counter()  # of ports that are closed
+        self._flags = int(frames.Flags.NONE if node.needs_crc else frames.Flags.HEAD_CRC)
+        self._groups: set[str] = set()
+        self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
+        self._match_waiters: list[asyncio.Future[None]] = []
+        self._messages_out = 0
+        self._voices: dict[Identity, None] = {}  # who has spoken through it
+        self._closed = False
+        self._made_in = forks.generation
+        self._receiver.start()
+        try:
+            node.start(self._receiver)
+            self._sender.start()
+        except BaseException:  # whoever closes the node now must be the only one in DDS
+            self._receiver.stop()
+            self._receiver.join(1.0)
+            raise
+
+    # Sending
+
+    def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:
+        """Make the writer of a topic, so that readers can match it. ``retained_samples``: see Node.topic_writer."""
+        if kind not in self._writers:
+            self._check_open()
+            writer = self._node.topic_writer(TOPICS[kind], retained_samples=retained_samples)
+            self._writers[kind] = writer
+            self._receiver.add(writer)
+
+    async def publish(self, sender: Identity, message: TrainCmd | control.Body) -> None:
+        """Send a small message. Returns when DDS has taken it, as a rule at once.
+
+        Raises:
+            BusClosed, WriteTimeout.
+        """
+        kind: type[Any]
+        sample: Sample
+        if isinstance(message, TrainCmd):
+            kind, sample = TrainCmd, (astuple(message), ())
+        else:
+            kind, sample = Control, self._control_sample(sender, message)
+            if len(self._voices) < _MAX_VOICES:
+                self._voices[sender] = None
+        self.open_writer(kind)
+        self._check_open()
+        writer = self._writers[kind]
+        if writer.write(*sample):
+            self._sender.sent_bytes[writer.topic.name] += sum(len(part) for part in sample[1])
+        else:  # some reader's queue is full: wait off the loop
+            await self._submit(writer, iter([sample]))
+
+    def _control_sample(self, sender: Identity, message: control.Body) -> Sample:
+        self._messages_out = (self._messages_out + 1) & 0xFFFF_FFFF
+        key = FrameKey(
+            Kind.CONTROL, 0, 0, sender.sender, sender.incarnation, self._messages_out, peer_processes.own_claim()
+        )
+        (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
+        return (), frame
+
+    def _say_closing(self) -> None:
+        """Tell the others, who would otherwise have to wait and see: what DDS says of a process that lives is a doubt.
+        Who does not take it at once finds out so."""
+        writer = self._writers.get(Control)
+        if writer is None:
+            return
+        with contextlib.suppress(GradbusError):  # the writer may be what has failed
+            for sender in self._voices:
+                if not writer.write(*self._control_sample(sender, control.Closing("its bus was closed"))):
+                    break
+        self._voices.clear()
+
+    async def drain(self, kind: type[Any], timeout_s: float) -> bool:
+        """Whether all readers have taken over what was published on a topic, within so long."""
+        writer = self._writers.get(kind)
+        if writer is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s + 1.0):  # the pool of threads may be busy with others' work
+                return await asyncio.to_thread(writer.wait_for_acks, timeout_s)
+        except TimeoutError:
+            return False
+
+    async def send_update(
+        self, key: FrameKey, num_samples: int, payload: Any, *, only: Sequence[int] | None = None
+    ) -> int:
+        """Send a client's update in frames, or those with the numbers ``only``. Returns the bytes written."""
+        self.open_writer(ClientUpdate)
+        fields = (key.sender, key.round_id, num_samples)
+        samples = ((fields, frame) for frame in frames.split(key, payload, flags=self._flags, only=only))
+        return await self._submit(self._writers[ClientUpdate], samples)
+
+    async def send_model(
+        self, key: FrameKey, payload: Any, *, flags: int = 0, only: Sequence[int] | None = None
+    ) -> int:
+        """Send a global model to all clients, in frames, or those with the numbers ``only``. Returns the bytes written.
+
+        ``payload`` is read while it is sent; the caller leaves it as it is until this returns.
+        """
+        self.open_writer(ModelBlob)
+        flags |= self._flags
+        samples = (((key.round_id,), frame) for frame in frames.split(key, payload, flags=flags, only=only))
+        return await self._submit(self._writers[ModelBlob], samples)
+
+    async def _submit(self, writer: Writer, samples: Iterator[Sample]) -> int:
+        async with self._slots:
+            self._check_open()
+            done: asyncio.Future[int] = self._loop.create_future()
+            job = Job(writer, samples, partial(self._post, _resolve, done), self.stall_timeout_s)
+            self._sender.submit(job)
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:
+                job.cancelled = True  # the thread lets go of the payload before its next frame
+                await asyncio.wait([done], timeout=1.0)
+                raise
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def frame_port(self) -> FramePort:
+        """Topics of frames past the subscriptions, for who can take them on the receive thread; see FramePort."""
+        self._check_open()
+        port = FramePort(self._node, self._receiver, self._sender, self.stall_timeout_s, self._port_closed)
+        self._ports.append(port)
+        return port
+
+    def _port_closed(self, port: FramePort) -> None:
+        self._ports.remove(port)
+        self._port_bytes.update(port.inline_bytes)
+
+    def claim(self, group: str) -> None:
+        """Note that this bus holds a rank of a group. Raises ConfigError: it holds one already. It does not hear itself
+        on the topics of a group, so two ranks of one bus would wait for each other for ever."""
+        self._check_open()
+        self.standing.check_rank()
+        if group in self._groups:
+            raise ConfigError(f"this bus already holds a rank of group {group!r}: open another bus for a second one")
+        self._groups.add(group)
+
+    def release(self, group: str) -> None:
+        """Note that it holds none any more."""
+        self._groups.discard(group)
+
+    # Receiving
+
+    def subscribe(self, *kinds: type[Any], only: Callable[[Message], bool] | None = None) -> Subscription:
+        """Messages of these kinds (TrainCmd, ClientUpdate, ModelBlob, Control; with Control comes PeerGone).
+
+        ``only``: whether a message is wanted; what is not, wakes none of the many actors that may share a bus.
+        """
+        self._check_open()
+        for kind in kinds:
+            if kind not in self._channels:
+                reader = self._node.topic_reader(READABLE[kind])
+                channel = self._channels[kind] = Channel(reader, partial(self._deliver, kind))
+                self._receiver.add(channel)
+        return self._subscriptions.open(kinds, only)
+
+    def _deliver(self, kind: type[Any], messages: list[Message]) -> None:
+        self._subscriptions.deliver(kind, self._channels[kind], messages)
+
+    # Who is there
+
+    def writes(self, kind: type[Any]) -> bool:
+        """Whether there is a writer of this topic here."""
+        return kind in self._writers
+
+    def matched_readers(self, kind: type[Any]) -> int:
+        """Readers that match our writer of this topic."""
+        writer = self._writers.get(kind)
+        return 0 if writer is None else writer.matched
+
+    def matched_writers(self, kind: type[Any]) -> int:
+        """Writers that match our reader of this topic."""
+        channel = self._channels.get(kind)
+        return 0 if channel is None else channel.reader.matched
+
+    async def matched(self, condition: Callable[[], bool], *, timeout_s: float, what: str = "matching") -> None:
+        """Wait until ``condition``, a function of the matched counts, holds. Raises BarrierTimeout: not in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._check_open()
+                    waiter: asyncio.Future[None] = self._loop.create_future()
+                    self._match_waiters.append(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        with contextlib.suppress(ValueError):  # it was woken, and so is no longer listed
+                            self._match_waiters.remove(waiter)
+        except TimeoutError:
+            raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s, doubt=self.doubt) from None
+
+    def _on_fault(self) -> None:
+        """The receive thread has ended: nothing will come any more, so whoever waits for something is told."""
+        self._subscriptions.close(fault=f"the receive thread ended with {self._receiver.fault!r}")
+        self._on_matched()
+
+    def _on_matched(self) -> None:
+        waiters, self._match_waiters = self._match_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # State
+
+    @property
+    def fast_path(self) -> bool:
+        """Whether samples go through libddsc without the GIL; False: through the binding."""
+        return self._node.fast
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Samples that were dropped before they became a message, by reason."""
+        return Counter(self._receiver.rejected)
+
+    @property
+    def doubt(self) -> str:
+        """Why this process is not let in, or what was heard of others of this job that cannot be understood: the first
+        thing to look at when nobody is found. Empty: nothing."""
+        return self.standing.refusal or self._receiver.rejections.doubt
+
+    @property
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes of frames given to DDS, by topic."""
+        inline = [self._port_bytes, *(port.inline_bytes for port in self._ports)]
+        return sum(inline, Counter(self._sender.sent_bytes))
+
+    @property
+    def shared_bytes(self) -> Counter[str]:
+        """Bytes of payloads that were read from the memory of other processes instead, by topic."""
+        return Counter(self.memory.read_bytes)
+
+    @property
+    def received_bytes(self) -> Counter[str]:
+        """Bytes of accepted frames taken from DDS, by topic."""
+        return Counter(self._receiver.received_bytes)
+
+    def _check_open(self) -> None:
+        forks.check(self._made_in, "the bus")
+        if self._closed:
+            raise BusClosed("the bus is closed")
+        if self._receiver.fault is not None:
+            raise BusClosed(f"the receive thread ended with {self._receiver.fault!r}") from self._receiver.fault
+
+    async def close(self, *, drain_s: float = 1.0) -> None:
+        """Send what is queued (for at most ``drain_s``), stop both threads, leave DDS. Bounded in time, also when the
+        caller is cancelled meanwhile."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._made_in != forks.generation:
+            return  # its parent's bus goes on
+        try:
+            if not self._sender.idle:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(drain_s):
+                        for _ in range(_MAX_JOBS):  # all slots are ours: all jobs are done
+                            await self._slots.acquire()
+        finally:
+            self._say_closing()
+            self._subscriptions.close()
+            self._on_matched()
+            self._sender.stop()
+            self._receiver.stop()
+            finished: asyncio.Future[None] = self._loop.create_future()
+            threading.Thread(
+                target=self._shut_down, args=(finished, list(self._ports)), name="gradbus-close", daemon=True
+            ).start()
+            # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
+            await asyncio.wait([finished], timeout=5.0)
+
+    def _shut_down(self, finished: asyncio.Future[None], ports: list[FramePort]) -> None:
+        for port in ports:
+            port.stop_writing()
+        self._receiver.join(3.0)
+        self._sender.join(3.0)
+        self._node.close()
+        self._post(_finish, finished)
+
+
+def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
+    if done.done():
+        return
+    if isinstance(outcome, Exception):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+@opening("gradbus.connect", "bus")
+async def connect(
+    job: str | None = None,
+    *,
+    domain: int = 0,
+    network: Profile | NetworkConfig = "loopback",
+    interface: str | None = None,
+    peers: Sequence[str] = (),
+    lease_s: float | None = None,
+    stall_timeout_s: float = 30.0,
+    shared_memory: bool = True,
+    fast: bool | None = None,
+    faults: str = "",
+    security: Level | Security = "user",
+) -> AsyncIterator[Bus]:
+    """Join a job on the data bus.
+
+    Args:
+        job: name of the job; only members of the same job see each other. By default one of this user:
+            ``default-USER``.
+        domain: DDS domain, 0 .. 232.
+        network: profile ``loopback`` or ``network``, or all settings at once.
+        interface: network interface; default ``lo``: nothing leaves this machine.
+        peers: addresses of other machines.
+        lease_s: after so long a silence other machines take this process for dead; by default 60 s, and 10 s with
+            ``network``.
+        stall_timeout_s: sending fails when DDS takes nothing for so long.
+        shared_memory: large data between processes of one machine goes through memory they share.
+        fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
+        faults: for tests: what goes wrong with what is sent; see :mod:`gradbus.runtime.testing.faults`.
+        security: what protects the data, see docs/security.md. ``user`` takes the key that ``GRADBUS_KEY_FILE`` or
+            ``GRADBUS_KEY`` give, else that of this user, which is for one machine; ``psk`` needs one to be given;
+            ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
+
+    Raises:
+        ConfigError: a setting is wrong, or data would leave the machine without protection. BusError: DDS cannot be
+            started.
+    """
+    job = default_job() if job is None else job
+    check_job(job, domain)
+    if not isinstance(network, NetworkConfig):
+        network = profile_config(network, interface or "lo", peers, lease_s=lease_s, shared_memory=shared_memory)
+    with short_switch_interval():
+        node = await open_node(node_maker(job, domain=domain, network=network, fast=fast, security=security))
+        async with closed_on_error(node):
+            bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
+        try:
+            if faults:
+                from gradbus.runtime.testing.faulty_bus import FaultyBus
+
+                bus = FaultyBus(bus, faults)
+            yield bus
+        finally:
+            await bus.close()
+
+
+__all__ = ["Bus", "PeerGone", "Subscription", "connect"]

@@ -1,0 +1,193 @@
+"""Whether those who were heard on a bus are still there: plain decisions, without a clock of their own.
+
+Three know something. The *kernel* knows the processes of this machine, without fail. The sender itself says so when its
+bus closes. *DDS* says that a writer is gone: when its lease ran out, which is also so where a process was stopped, had
+no turn or was cut off; when its process said goodbye; and when anybody has sent the 84 bytes of such a goodbye in its
+name, for discovery is not sealed. So what DDS says is a doubt, and becomes a fact when nothing is heard for a lease.
+
+Who is on this machine is gone when the kernel says so. DDS counts only where such a process lives on and has left the
+bus without a word: then nothing is heard for a good while, although it runs.
+
+Time is what this process has spent listening. While it was stopped itself, or had no turn, it could not hear anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from gradbus.runtime.bus.writer_registry import Speakers
+from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.wire.messages import Control, PeerGone
+
+LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, this process has not listened
+# A process of this machine that runs and whose writers DDS has lost: after a stop, or a lease that ran out in a busy
+# moment, discovery finds it again within some seconds.
+FOUND_AGAIN_S = 10.0
+MAX_SENDERS = 65_536
+DOUBT_S = 1.0  # how often to ask again of whom DDS has lost
+
+Sender = tuple[int, int]  # and which start of it
+
+
+@dataclass(slots=True)
+class _Known:
+    """One sender.
+
+    Attributes:
+        claim: the process that it says it is in. watched: the kernel tells when that ends.
+        heard_s: when it was heard last. departed_s: since when DDS knows no writer of it; -1: it knows one.
+    """
+
+    claim: str
+    watched: bool
+    heard_s: float
+    departed_s: float = -1.0
+
+
+class Reachability:
+    """Of one peer that is reached over a topic of its own: whether it is gone when DDS knows no reader there."""
+
+    def __init__(self, claim: str, lease_s: float) -> None:
+        """``claim``: the process that it says it is in."""
+        self._claim = claim
+        self._lease_s = lease_s
+        self._lost_s = -1.0
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether DDS has lost it. Then :meth:`is_gone` is to be asked again, once a second or so."""
+        return self._lost_s >= 0
+
+    def is_gone(self, matched: bool, now_s: float) -> bool:
+        """``matched``: DDS knows its reader. ``now_s``: of one clock."""
+        if matched:
+            self._lost_s = -1.0
+            return False
+        ended = peer_processes.has_ended(self._claim)
+        if not self.in_doubt or peer_processes.is_stopped(self._claim):
+            self._lost_s = now_s
+        patience_s = self._lease_s if ended is None else max(self._lease_s, FOUND_AGAIN_S)
+        return bool(ended) or now_s - self._lost_s >= patience_s
+
+
+class Liveness:
+    """Of one bus. Only the receive thread uses it."""
+
+    def __init__(
+        self, lease_s: float, watch: Callable[[str], bool], unwatch: Callable[[str], None],
+        is_stopped: Callable[[str], bool],
+    ) -> None:  # fmt: skip
+        """Args:
+        lease_s: after so long a silence a sender whose writers DDS has lost is gone.
+        watch: have the end of a process told to :meth:`ended`; whether that can be. unwatch: no more.
+        is_stopped: whether a process stands still because somebody wants it to.
+        """
+        self._lease_s = lease_s
+        self._watch = watch
+        self._unwatch = unwatch
+        self._is_stopped = is_stopped
+        self._speakers = Speakers()
+        self._known: dict[Sender, _Known] = {}
+        self._of_process: dict[str, set[Sender]] = {}  # by claim, of those that are watched
+        self._ended: dict[str, None] = {}  # claims of processes that are no more, the last ones
+        self._departed: set[Sender] = set()
+        self._now_s = 0.0
+        self._looked_s: float | None = None
+
+    @property
+    def writers(self) -> Collection[int]:
+        """Handles of the DDS writers through which somebody was heard."""
+        return self._speakers.writers
+
+    def look(self, clock_s: float) -> list[PeerGone]:
+        """Let time pass. ``clock_s``: of one clock. Returns who is gone by now."""
+        if self._looked_s is not None:
+            self._now_s += min(max(0.0, clock_s - self._looked_s), LONGEST_TURN_S)
+        self._looked_s = clock_s
+        if not self._departed:
+            return []
+        return [PeerGone(*sender) for sender in sorted(self._departed) if self._is_gone(sender) and self._drop(sender)]
+
+    def heard(self, writer: int, message: Control) -> None:
+        """Something was said."""
+        self._speakers.heard(writer, message)
+        sender = (message.sender, message.incarnation)
+        known = self._known.get(sender)
+        if known is None:
+            if len(self._known) >= MAX_SENDERS or message.process in self._ended:
+                return
+            watched = bool(message.process) and self._watches(message.process)
+            known = self._known[sender] = _Known(message.process, watched, self._now_s)
+            if watched:
+                self._of_process[message.process].add(sender)
+        known.heard_s = self._now_s
+        if known.departed_s >= 0:
+            known.departed_s = -1.0
+            self._departed.discard(sender)
+
+    def _watches(self, claim: str) -> bool:
+        if claim in self._of_process:
+            return True
+        self._of_process[claim] = set()  # first: the end may be told at once
+        if self._watch(claim):
+            return True
+        del self._of_process[claim]
+        return False
+
+    def departed(self, writers: Iterable[int]) -> None:
+        """DDS does not know these writers any more."""
+        for gone in self._speakers.left(writers):
+            known = self._known.get((gone.sender, gone.incarnation))
+            if known is not None and known.departed_s < 0:
+                known.departed_s = self._now_s
+                self._departed.add((gone.sender, gone.incarnation))
+
+    def ended(self, claim: str) -> list[PeerGone]:
+        """The kernel says that a process is no more. Returns who is gone with it."""
+        self._ended[claim] = None
+        while len(self._ended) > MAX_SENDERS:
+            del self._ended[next(iter(self._ended))]
+        return [PeerGone(*sender) for sender in sorted(self._of_process.get(claim, ())) if self._drop(sender)]
+
+    def closed(self, sender: Sender) -> list[PeerGone]:
+        """A sender has said that its bus closes."""
+        return [PeerGone(*sender)] if self._drop(sender) else []
+
+    def shut_out(self, writers: Iterable[int], why: str) -> list[PeerGone]:
+        """Nothing is taken from these writers any more. Returns who spoke through them."""
+        lost = self._speakers.left(writers, why)
+        for gone in lost:
+            self._drop((gone.sender, gone.incarnation))
+        return lost
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        for claim in list(self._of_process):
+            self._unwatch(claim)
+        self._of_process.clear()
+
+    def _is_gone(self, sender: Sender) -> bool:
+        known = self._known[sender]
+        if not known.watched:
+            return self._now_s - known.heard_s >= self._lease_s
+        silent_s = self._now_s - max(known.heard_s, known.departed_s)
+        if silent_s < max(self._lease_s, FOUND_AGAIN_S):
+            return False
+        if self._is_stopped(known.claim):
+            known.departed_s = self._now_s  # it has all that time when it goes on
+            return False
+        return True
+
+    def _drop(self, sender: Sender) -> bool:
+        known = self._known.pop(sender, None)
+        if known is None:
+            return False
+        self._departed.discard(sender)
+        if known.watched:
+            others = self._of_process[known.claim]
+            others.discard(sender)
+            if not others:
+                del self._of_process[known.claim]
+                self._unwatch(known.claim)
+        return True

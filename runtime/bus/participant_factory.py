@@ -1,0 +1,110 @@
+"""What comes before a bus: its name and its security are checked, and DDS is opened off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gradbus.runtime.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
+from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.security.other_users import other_users
+from gradbus.runtime.security.settings import Level, Security, level_in_force
+
+log = get_logger("bus")
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a DDS partition; * ? [ would be patterns there
+
+
+def check_job(job: str, domain: int) -> None:
+    """Raises ConfigError: no such name, or no such domain, can be."""
+    if not _JOB_NAME.fullmatch(job):
+        raise ConfigError(f"job name {job!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    if not 0 <= domain <= 232:
+        raise ConfigError(f"domain {domain}: expected 0 to 232")
+
+
+def profile_config(
+    profile: Profile, interface: str, peers: Sequence[str], *, lease_s: float | None, shared_memory: bool
+) -> NetworkConfig:
+    """A profile with its usual settings. Raises ConfigError: there is no such profile."""
+    if profile not in ("loopback", "network"):
+        raise ConfigError(f"network {profile!r}: expected 'loopback' or 'network'")
+    return NetworkConfig(
+        profile=profile, interface=interface, peers=tuple(peers), lease_s=lease_s, shared_memory=shared_memory
+    )
+
+
+def node_maker(
+    job: str, *, domain: int, network: NetworkConfig, fast: bool | None, security: Level | Security
+) -> Callable[[], Node]:
+    """What opens the participant of a job, protected as ``security`` says.
+
+    Raises:
+        ConfigError: the network is wrong, or reached without protection. What opens it raises it if a key cannot be
+            read or made.
+    """
+    if not isinstance(security, Security):
+        security = Security(level=security)
+    document = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
+    level = level_in_force(security, document)
+    if level == "none":
+        exposed = leaves_machine(document) or has_peers_elsewhere(document)
+        return partial(_open_node, exposed=exposed, domain_id=domain, partition=job, network=network, fast=fast)
+    if level == "identity":
+        from gradbus.runtime.security.identity.opening import identity_node
+
+        return identity_node(job, security, domain_id=domain, network=network, fast=fast)
+    return partial(_sealed_node, level, security.key_file, domain_id=domain, partition=job, network=network, fast=fast)
+
+
+def _sealed_node(level: Level, key_file: Path | None, *, partition: str, **place: Any) -> Node:
+    """With the key of the job, or of the user, which may have to be made."""
+    from gradbus.runtime.security.encryption import PskKeys, Seal
+    from gradbus.runtime.security.endpoints import SealedNode  # loads cryptography
+    from gradbus.runtime.security.user_key import load_key
+
+    loaded = load_key(level, key_file)
+    return SealedNode(partition=partition, seal=Seal(partition, PskKeys(partition, *loaded)), **place)
+
+
+def _open_node(*, exposed: bool, network: NetworkConfig, **place: Any) -> Node:
+    """Without protection. Says who can read and join in, if that is anybody."""
+    who = "anybody there" if exposed else "other users of this machine"
+    others = [] if exposed else other_users()
+    if exposed or others:
+        users = {"users": others} if others else {}
+        log.warning("not protected", interface=network.interface, effect=f"{who} can read and join in", **users)
+    return Node(network=network, **place)
+
+
+async def open_node(make: Callable[[], Node]) -> Node:
+    """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
+    opening = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        node = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
+            node = await opening
+            await asyncio.to_thread(node.close)
+        raise
+    if node.fast_path_fault is not None:
+        log.warning("slow path", reason=node.fast_path_fault, effect="large messages hold the GIL")
+    return node
+
+
+@contextlib.asynccontextmanager
+async def closed_on_error(node: Node) -> AsyncIterator[None]:
+    """Close a participant of which no bus has come: its place among others of this process would stay taken."""
+    try:
+        yield
+    except BaseException:
+        await asyncio.to_thread(node.close)
+        raise

@@ -1,0 +1,206 @@
+"""Frames over topics of one's own, handed over on the receive thread: the way in and out for collectives.
+
+Messages for actors go through the event loop and a bounded queue (``Bus.subscribe``). A collective knows beforehand
+where every byte belongs, so its frames need neither: the receive thread puts them in their place at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.bus.sender import Job, Pause, Sender
+from gradbus.runtime.dds.participant import Node, Writer
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.wire.frames import Frame
+from gradbus.runtime.wire.messages import Message
+
+_REMOVAL_S = 5.0
+_LAST_WRITE_S = 0.1  # for a loop that has no time: a write gives up after 10 ms
+
+Parts = tuple[Any, ...]
+
+
+class FramePort:
+    """Readers and writers that belong together and are closed together. Made by ``Bus.frame_port``."""
+
+    def __init__(
+        self, node: Node, receiver: Receiver, sender: Sender, stall_timeout_s: float,
+        closed: Callable[[FramePort], None],
+    ) -> None:  # fmt: skip
+        """``closed``: called once, when nothing goes through it any more."""
+        self._node = node
+        self._receiver = receiver
+        self._sender = sender
+        self._stall_timeout_s = stall_timeout_s
+        self._closed: Callable[[FramePort], None] | None = closed
+        # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
+        # take a quarter of the time of a collective of some MB.
+        self.needs_crc = node.leaves_machine and node.needs_crc
+        self.shared_memory = node.shared_memory
+        self._channels: list[Channel] = []
+        self._writers: list[Writer] = []
+        self._counting = threading.RLock()
+        self._written = threading.Condition(self._counting)
+        self._writing = 0
+        self._is_refusing = False
+        self.inline_bytes: Counter[str] = Counter()  # written by :meth:`write`, by topic
+
+    def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+        """Read a topic. ``take`` gets every well-formed frame, on the receive thread or on one that does its work while
+        it waits (see :meth:`pump`); it must not wait. If it raises, that is counted, and the frame is lost."""
+        channel = Channel(self._node.topic_reader(topic), _nobody, take=take)
+        self._channels.append(channel)
+        self._receiver.add(channel)
+        return channel
+
+    def open_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
+        """Write a topic. ``retained_samples``: of a topic that is retained, the newest that DDS keeps."""
+        writer = self._node.topic_writer(topic, retained_samples=retained_samples)
+        self._writers.append(writer)
+        self._receiver.add(writer)
+        return writer
+
+    def write(self, writer: Writer, frame: Parts) -> bool:
+        """Write one frame on this thread. False: DDS did not take it within the topic's ``block_s``.
+
+        Raises:
+            BusError, BusClosed.
+        """
+        with self._counting:
+            if self._closed is None:
+                raise BusClosed("the group or its bus is closed")
+            self._writing += 1
+        written = False
+        try:
+            written = writer.write((), frame)
+        finally:
+            with self._counting:
+                self._writing -= 1
+                if written:
+                    self.inline_bytes[writer.topic.name] += sum(map(len, frame))
+                if self._is_refusing:  # somebody may be waiting for this
+                    self._written.notify_all()
+        return written
+
+    def stop_writing(self) -> None:
+        """Refuse further writes, and wait (not for long) for those under way, whose writer must not go. Blocks."""
+        self._refuse_writes()
+        with self._written:
+            self._written.wait_for(lambda: self._writing == 0, timeout=_REMOVAL_S)
+
+    def _refuse_writes(self) -> None:
+        with self._counting:
+            self._is_refusing = True
+            closed, self._closed = self._closed, None
+        if closed is not None:
+            closed(self)
+
+    def submit(
+        self, writer: Writer, frames: Iterator[Parts | Pause], finished: Callable[[int | Exception], None]
+    ) -> Job:
+        """Have frames written by the writer thread; ``finished`` is called there, with the bytes or the error.
+
+        Raises:
+            BusClosed.
+        """
+        samples = (frame if isinstance(frame, Pause) else ((), frame) for frame in frames)
+        job = Job(writer, samples, finished, self._stall_timeout_s)
+        self._sender.submit(job)
+        return job
+
+    def rouse(self) -> None:
+        """What frames that are submitted wait for may have come."""
+        self._sender.rouse()
+
+    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        """See :meth:`.receiver.Receiver.pump`."""
+        self._receiver.pump(done, until_s)
+
+    def nudge(self) -> None:
+        """See :meth:`.receiver.Receiver.nudge`."""
+        self._receiver.nudge()
+
+    def resume(self) -> None:
+        """See :meth:`.receiver.Receiver.resume`."""
+        self._receiver.resume()
+
+    def look_after(self, function: Callable[[], bool]) -> None:
+        """See :meth:`.receiver.Receiver.look_after`."""
+        self._receiver.look_after(function)
+
+    def after_drain(self, then: Callable[[], None]) -> None:
+        """Call ``then`` on the receive thread when all that has come so far has been taken."""
+        self._receiver.after_drain(then)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Whether all readers have taken over all that was written, within so long."""
+        try:
+            async with asyncio.timeout(timeout_s + 1.0):  # the pool of threads may be busy with others' work
+                return await asyncio.to_thread(_drained, list(self._writers), timeout_s)
+        except TimeoutError:
+            return False
+
+    def abandon(self) -> None:
+        """Have readers and writers taken out of DDS, and do not wait for that. On the loop; nobody writes any more."""
+        self._refuse_writes()
+        self._hand_over()
+
+    async def close(self) -> None:
+        """Take readers and writers out of DDS. Returns when it is done, or when the receive thread has ended. They go
+        also if whoever waits for that is cancelled."""
+        self._refuse_writes()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REMOVAL_S):
+                    while self._writing:  # noqa: ASYNC110 - some thread is in DDS, for some milliseconds
+                        await asyncio.sleep(0.001)
+        finally:
+            if self._writing:  # cancelled meanwhile; the writer must not go under a write
+                with self._written:
+                    self._written.wait_for(lambda: self._writing == 0, timeout=_LAST_WRITE_S)
+            removed = self._hand_over()
+        if removed is None:
+            return
+        try:
+            async with asyncio.timeout(_REMOVAL_S):
+                await removed.wait()
+        except TimeoutError:
+            return  # the receive thread has ended meanwhile: the bus takes everything with it
+
+    def _hand_over(self) -> asyncio.Event | None:
+        """Have the receive thread delete all. Returns what tells of it; None: it does not, or there is nothing."""
+        endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
+        self._channels, self._writers = [], []
+        if not endpoints or not self._receiver.is_alive() or self._receiver.fault is not None:
+            return None
+        loop, removed = asyncio.get_running_loop(), asyncio.Event()
+        left = len(endpoints)
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(removed.set)
+
+        for endpoint in endpoints:
+            self._receiver.remove(endpoint, one_less)
+        return removed
+
+
+def _drained(writers: list[Writer], timeout_s: float) -> bool:
+    until_s = time.monotonic() + timeout_s
+    return all(writer.wait_for_acks(max(0.0, until_s - time.monotonic())) for writer in writers)
+
+
+def _nobody(messages: list[Message]) -> None:
+    raise AssertionError("frames of a port do not go to the loop")

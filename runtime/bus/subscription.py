@@ -1,0 +1,143 @@
+"""What consumers get from the bus: each a bounded queue that never drops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.wire.messages import Message
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A message in the queues of ``left`` subscriptions. Its place in the channel is free when all have taken it."""
+
+    channel: Channel
+    message: Message
+    left: int
+
+
+class Subscription:
+    """Messages of some topics, in order of arrival, for one consumer.
+
+    The queue is bounded by the topics' ``inbox``: when it is full the DDS reader is left alone, fills up, and its
+    writers wait. Nothing is dropped.
+    """
+
+    def __init__(
+        self, consumed: Callable[[Item], None], closed: Callable[[Subscription], None],
+        only: Callable[[Message], bool] | None = None,
+    ) -> None:  # fmt: skip
+        """``consumed``: a message was taken. ``closed``: nothing more is wanted. Both are the bus's. ``only``: what is
+        put here; None: all."""
+        self.only = only
+        self._consumed = consumed
+        self._on_close = closed
+        self._queue: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+        self.fault = ""  # why nothing more comes, if something has gone wrong
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self, *, fault: str = "") -> None:
+        """Get nothing more. Whoever waits gets BusClosed. ``fault``: what has gone wrong, where that is the reason."""
+        if not self._closed:
+            self._closed = True
+            self.fault = fault
+            self._on_close(self)
+            while self._queue:
+                self._consumed(self._queue.popleft())
+            self._wake()
+
+    def put(self, item: Item) -> None:
+        """Queue a message. Called by the bus."""
+        self._queue.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    async def get(self) -> Message:
+        """The next message. Raises BusClosed when bus or subscription are closed."""
+        while not self._queue:
+            if self._closed:
+                raise BusClosed(self.fault or "this subscription is closed")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item = self._queue.popleft()
+        self._consumed(item)
+        return item.message
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        """All messages until bus or subscription are closed. Raises BusClosed: by a fault."""
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Message]:
+        while True:
+            try:
+                yield await self.get()
+            except BusClosed:
+                if self.fault:
+                    raise
+                return
+
+
+class Subscriptions:
+    """All of one bus."""
+
+    def __init__(self, consumed: Callable[[Channel, int], None]) -> None:
+        """``consumed``: so many messages of a channel have been taken by all who wanted them."""
+        self._consumed = consumed
+        self._of: dict[type[Any], list[Subscription]] = {}  # by kind of message
+
+    def open(self, kinds: Sequence[type[Any]], only: Callable[[Message], bool] | None) -> Subscription:
+        """One more, of these kinds. ``only``: see :class:`Subscription`."""
+        subscription = Subscription(self._taken, self._drop, only)
+        for kind in kinds:
+            self._of.setdefault(kind, []).append(subscription)
+        return subscription
+
+    def deliver(self, kind: type[Any], channel: Channel, messages: Sequence[Message]) -> None:
+        """Hand over what has come."""
+        subscriptions = self._of.get(kind, ())
+        for message in messages:
+            targets = [one for one in subscriptions if one.only is None or one.only(message)]
+            item = Item(channel, message, len(targets))
+            for target in targets:
+                target.put(item)
+            if not targets:
+                self._consumed(channel, 1)
+
+    def close(self, *, fault: str = "") -> None:
+        """Close all, see :meth:`Subscription.close`."""
+        for subscription in {one for several in self._of.values() for one in several}:
+            subscription.close(fault=fault)
+
+    def _taken(self, item: Item) -> None:
+        item.left -= 1
+        if item.left == 0:
+            self._consumed(item.channel, 1)
+
+    def _drop(self, subscription: Subscription) -> None:
+        for subscriptions in self._of.values():
+            with contextlib.suppress(ValueError):
+                subscriptions.remove(subscription)

@@ -1,0 +1,243 @@
+"""A payload on its way out, chunk by chunk: in shared memory where that is possible, else over DDS."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from gradbus.runtime.bus.raw_endpoints import Parts
+from gradbus.runtime.bus.sender import Job, Pause
+from gradbus.runtime.collectives.operation import Finished
+from gradbus.runtime.collectives.tensors import NOTHING, Bytes
+from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import CHUNK_BYTES, FrameKey
+
+SLOT_WAIT_S = 0.02  # how long the writer thread waits while no slot comes back, before it sends a chunk over DDS
+NEXT_WAIT_S = 0.002  # and before each one after that
+STARVED = 10  # times as long where slots come back, but only others get them
+TOLD_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
+LOOK_S = 50e-6  # when it looks first whether there is one
+LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
+# How often it looks whether somebody else gets on, who tells when he leaves. With 0.5 ms a call takes a tenth longer.
+VISITED_S = 2e-3
+_SHARED = int(frames.Flags.SHARED)
+
+
+class Outgoing:
+    """Some chunks of a payload. Several threads may send them, each chunk once.
+
+    Attributes:
+        bytes: of all its chunks. job: of the writer thread, if that has one for it.
+    """
+
+    def __init__(
+        self, key: FrameKey, payload: Bytes, numbers: Sequence[int], flags: int, world: int, *,
+        slots: Slots | None, readers: tuple[int, ...], written: Callable[[int], None] | None, finished: Finished,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            numbers: of the chunks. flags: of frames that carry their data themselves.
+            slots: where the data goes; None: it travels in the frames. readers: ranks that it is for.
+            written, finished: as :meth:`.operation.Link.send` has them.
+        """
+        self.bytes = sum(min(CHUNK_BYTES, len(payload) - number * CHUNK_BYTES) for number in numbers)
+        self._key = key
+        self._payload = payload
+        self._numbers = numbers
+        self._flags = flags
+        self._world = world
+        self._slots = slots
+        self._readers = readers
+        self._on_written = written
+        self._finished: Finished | None = finished
+        self._next = 0
+        self._written = 0
+        self._in_slots = 0  # chunks that got one
+        self._put_off: tuple[Sequence[int], Parts] | None = None
+        self._may_be_known = False  # to the readers, what is put off or was
+        self._lock = threading.RLock()
+        self.job: Job | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to do: all is written, or it has failed, or it was called off."""
+        return self._finished is None
+
+    def advance(self, write: Callable[[Parts], bool]) -> bool:
+        """Write the next chunk here. False: nothing is left, or it cannot be done now."""
+        with self._lock:
+            taken = self._take(waits=self._slots is not None)
+            if taken is None:
+                return False
+            numbers, frame = taken
+            try:
+                written = write(frame)
+            except BaseException:  # a signal, for one. To write it once more does no harm
+                self._put_off, self._may_be_known = taken, True
+                raise
+            if not written:
+                self._put_off = taken
+                return False
+        self._note(numbers)
+        return True
+
+    def samples(self, wait: Callable[[], bool]) -> Iterator[Parts | Pause]:
+        """What is left, for the writer thread, which asks for a frame when it has written the one before.
+
+        Args:
+            wait: whether somebody else is at it just now.
+        """
+        patience, look_s = None if self._slots is None else _Patience(self._slots), LOOK_S
+        while self._is_left():
+            waits = patience is not None and not patience.is_over(self._written, self._in_slots)
+            if wait() and waits:
+                yield VISITED_S
+                continue
+            with self._lock:
+                taken = self._take(waits=waits, most=TOLD_AT_ONCE if self._next else 1)  # the readers can begin soon
+            if taken is None:  # no slot is free
+                yield look_s
+                look_s = min(2 * look_s, LONG_LOOK_S)
+                continue
+            look_s = LOOK_S
+            numbers, frame = taken
+            yield frame
+            self._note(numbers)
+
+    def outcome(self, outcome: int | Exception) -> None:
+        """The writer thread has done what it could; or somebody else could not go on."""
+        if isinstance(outcome, Exception):
+            finished = self._call_off()
+            if finished is not None:
+                finished(outcome)
+        self.job = None  # it has this as well
+
+    def cancel(self) -> None:
+        """Write no more. When this returns, the payload is no longer read."""
+        self._call_off()
+
+    def _call_off(self) -> Finished | None:
+        with self._lock:
+            slots, put_off = None if self._may_be_known else self._slots, self._put_off
+            finished = self._let_go()
+        if put_off is not None:
+            _take_back(slots, put_off[1])
+        job = self.job
+        if job is not None:
+            job.cancel()  # waits for the write in progress
+            if job.pending is not None:  # DDS has not taken it
+                _take_back(slots, job.pending[1])
+        return finished
+
+    def _is_left(self) -> bool:
+        """Whether there is more to write. Waits for the write in progress, of which something may be left over."""
+        with self._lock:
+            return not self.done and (self._put_off is not None or self._next < len(self._numbers))
+
+    def _take(self, *, waits: bool, most: int = 1) -> tuple[Sequence[int], Parts] | None:
+        """The next chunk as a frame, or some that follow one another, as far as there are slots. With the lock held.
+
+        Args:
+            waits: it does not go over DDS if there is no slot.
+        """
+        if self._put_off is not None:
+            taken, self._put_off = self._put_off, None
+            return taken
+        if self._next >= len(self._numbers) or self.done:
+            return None
+        number, total = self._numbers[self._next], len(self._payload)
+        data = self._chunk(number)
+        descriptors = self._put(most)
+        if descriptors:
+            head = frames.head(
+                self._key, data.data, number, total, flags=_SHARED, world=self._world, descriptor=descriptors
+            )
+            frame: Parts = (head, descriptors)
+        elif waits:
+            return None
+        else:
+            head = frames.head(self._key, data.data, number, total, flags=self._flags, world=self._world)
+            frame = (head, data.data)
+        first, self._next = self._next, self._next + max(1, len(descriptors) // frames.DESCRIPTOR_BYTES)
+        return self._numbers[first : self._next], frame
+
+    def _put(self, most: int) -> bytes:
+        """Put the next chunks into slots. Returns where they are."""
+        descriptors: list[bytes] = []
+        if self._slots is not None:
+            first = self._numbers[self._next]
+            for number in self._numbers[self._next : self._next + most]:
+                if number != first + len(descriptors):
+                    break
+                try:
+                    descriptor = self._slots.put(self._readers, self._chunk(number))
+                except BaseException:
+                    self._slots.take_back(b"".join(descriptors))
+                    raise
+                if descriptor is None:
+                    break
+                descriptors.append(descriptor)
+            self._in_slots += len(descriptors)
+        return b"".join(descriptors)
+
+    def _chunk(self, number: int) -> Bytes:
+        return self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    def _note(self, numbers: Sequence[int]) -> None:
+        """DDS or shared memory has the chunks. Without the lock: whoever is told may call the rest off, and wait for
+        other threads to let go of it."""
+        on_written = self._on_written
+        if on_written is not None:
+            for number in numbers:
+                on_written(number)
+        with self._lock:
+            self._written += len(numbers)
+            finished = self._let_go() if self._written == len(self._numbers) else None
+        if finished is not None:
+            finished(self.bytes)
+
+    def _let_go(self) -> Finished | None:
+        """Nothing more is to be done: keep nothing of the caller's. With the lock held. Returns whom to tell."""
+        finished, self._finished = self._finished, None
+        self._payload, self._on_written, self._put_off, self._slots = NOTHING, None, None, None
+        return finished
+
+
+class _Patience:
+    """How long a payload waits for slots. Readers may hold all of them because they wait for something else, perhaps
+    for this very payload. So it goes on over DDS when no slot comes back, or when only others get those that do."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._wait_s = SLOT_WAIT_S
+        self._written = self._sent_bytes = self._in_slots = -1
+        self._until_s = self._at_last_s = 0.0
+
+    def is_over(self, written: int, in_slots: int) -> bool:
+        """``written``: chunks of the payload so far. ``in_slots``: those that got one."""
+        now_s = time.monotonic()
+        if in_slots != self._in_slots:
+            self._in_slots, self._wait_s = in_slots, SLOT_WAIT_S
+        sent_bytes = self._slots.sent_bytes
+        if written != self._written:
+            self._at_last_s = now_s + STARVED * self._wait_s
+        if (written, sent_bytes) != (self._written, self._sent_bytes):
+            self._written, self._sent_bytes = written, sent_bytes
+            self._until_s = now_s + self._wait_s
+        over = now_s > min(self._until_s, self._at_last_s)
+        if over:
+            self._wait_s = NEXT_WAIT_S
+        return over
+
+
+def _take_back(slots: Slots | None, frame: Parts) -> None:
+    """Nobody has got the frame: if it has descriptors, their slots are free."""
+    if slots is not None and _is_shared(frame):
+        slots.take_back(bytes(frame[1]))
+
+
+def _is_shared(frame: Parts) -> bool:
+    """Whether it has descriptors: data comes as a view on the payload."""
+    return isinstance(frame[1], bytes)

@@ -1,0 +1,218 @@
+"""The way out over DDS: one topic that all ranks of a group read, and one inbox for each rank.
+
+What is small leaves at once, on the thread that has it; everything else goes to the writer thread of the bus. A dead
+rank of another machine can hold up the common topic for as long as its lease; the group has failed by then anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.raw_endpoints import FramePort, Parts
+from gradbus.runtime.collectives.chunk_sender import Outgoing
+from gradbus.runtime.collectives.engine import wire_name
+from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
+from gradbus.runtime.collectives.shared_memory_transport import Shared
+from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.dds.topics import collective_topic
+from gradbus.runtime.shm.layout import SLOTS
+from gradbus.runtime.shm.mailbox import Letters
+from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
+from gradbus.runtime.wire.messages import Identity
+
+INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
+INLINE_SHARED_BYTES = 1 << 20
+SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
+# Frames of each topic that DDS keeps for a reader that it loses for a while; see :func:`collective_topic`.
+RETAINED = 16
+_IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
+PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
+BELL = 2  # part of the frame that says: there is a letter for you
+
+
+class DdsLink:
+    """Readers and writers of one rank of one group. Implements :class:`.operation.Link`.
+
+    Attributes:
+        inline_bytes, inline_shared_bytes: what is sent at once, on the thread that has it, over DDS and through shared
+            memory. More, where that thread is not the one of an event loop.
+    """
+
+    def __init__(
+        self, port: FramePort, group: str, identity: Identity, world: int, shared: Shared | None = None
+    ) -> None:
+        """Open the writers. What comes in is heard from :meth:`listen` on."""
+        self._port = port
+        self._group = group
+        self._shared = shared
+        self._others = tuple(other for other in range(world) if other != identity.sender)
+        self.inline_bytes = INLINE_BYTES
+        self.inline_shared_bytes = INLINE_SHARED_BYTES
+        self._pushing: deque[tuple[Outgoing, Callable[[Parts], bool]]] = deque()
+        self._identity = identity
+        self._world = world
+        self._group_id = 0
+        self._flags = int(frames.Flags.NONE if port.needs_crc else frames.Flags.HEAD_CRC)
+        rank = identity.sender
+        self._readers: list[Channel] = []
+        self._all = port.open_writer(collective_topic(group), retained_samples=RETAINED)
+        self._inboxes: dict[int, Writer] = {
+            other: port.open_writer(collective_topic(f"{group}/{other}"), retained_samples=RETAINED)
+            for other in range(world)
+            if other != rank
+        }
+
+    def listen(self, take: Callable[[Frame], None]) -> None:
+        """Open the readers. ``take`` gets frames from now on, on another thread."""
+        names = (self._group, f"{self._group}/{self._identity.sender}")
+        self._readers = [self._port.open_reader(collective_topic(name), take) for name in names]
+
+    def admit(self, group_id: int) -> None:
+        """The group that frames belong to from now on."""
+        self._group_id = group_id
+
+    @property
+    def matched(self) -> bool:
+        """Whether every topic has as many readers and writers as there are other ranks. DDS says so from its own view:
+        it may still count one that is dead, and the other side may not have noticed yet. Hence the probes."""
+        others = self._world - 1
+        return (
+            all(channel.reader.matched >= others for channel in self._readers)
+            and self._all.matched >= others
+            and all(writer.matched >= 1 for writer in self._inboxes.values())
+        )
+
+    def probe(self, ranks: Sequence[int], *, to_all: bool) -> None:
+        """Send empty frames over the topics of some ranks, and over that of all. What does not leave now is sent again
+        next time."""
+        key = OperationKey(0, 0, "")
+        inboxes = [self._inboxes[rank] for rank in ranks]
+        for part, writers in ((PROBE_ALL, [self._all] if to_all else []), (PROBE_INBOX, inboxes)):
+            for writer in writers:
+                (frame,) = frames.split(self._frame_key(key, part, ""), b"", flags=self._flags, world=self._world)
+                self._port.write(writer, frame)
+
+    def send(
+        self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
+        only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
+    ) -> Sending | None:  # fmt: skip
+        """See :class:`.operation.Link`."""
+        readers = self._others if to is None else (to,)
+        writer = self._all if to is None else self._inboxes[to]
+        size = len(payload)
+        slots = self._slots if size >= SHARED_BYTES else None
+        if slots is not None and not slots.reaches(readers):
+            slots = None
+        frame_key = self._frame_key(key, part, wire_name(key.name, signature, meta))
+        if slots is None and only is None and size <= min(self.inline_bytes, frames.CHUNK_BYTES):
+            data = payload.data
+            head = frames.head(frame_key, data, 0, size, flags=self._flags, world=self._world)
+            if self._write(writer, readers, (head, data)):
+                if written is not None:
+                    written(0)
+                finished(size)
+                return None
+        numbers = range(frames.chunk_count(size)) if only is None else only
+        outgoing = Outgoing(
+            frame_key, payload, numbers, self._flags, self._world, slots=slots, readers=readers, written=written,
+            finished=finished,
+        )  # fmt: skip
+
+        def write(frame: Parts) -> bool:
+            return self._write(writer, readers, frame)
+
+        if outgoing.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
+            # What has many readers, one by one, is sent to all of them alike, see :meth:`push`.
+            at_once = len(numbers) if slots is None else max(1, SLOTS // len(self._others))
+            while at_once and outgoing.advance(write):
+                at_once -= 1
+            if outgoing.done:
+                return None
+        if slots is not None and self._letters is not None:
+            self._forget_done()
+            self._pushing.append((outgoing, write))
+        outgoing.job = self._port.submit(writer, outgoing.samples(self._is_visited), outgoing.outcome)
+        return outgoing
+
+    def share_no_more(self) -> None:
+        """Let go of the shared memory."""
+        self._shared = None
+        self._pushing.clear()
+
+    @property
+    def _slots(self) -> Slots | None:
+        return None if self._shared is None else self._shared.slots
+
+    @property
+    def _letters(self) -> Letters | None:
+        return None if self._shared is None else self._shared.letters
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for a slot."""
+        return not self._pushing
+
+    def push(self) -> bool:
+        """By who waits for something: send what is to go through shared memory, as far as slots are free.
+
+        Payloads take turns, chunk by chunk: each has readers that wait for it.
+        """
+        progress, in_vain = False, 0  # so many payloads, one after the other
+        while in_vain < min(len(self._pushing), _IN_VAIN):
+            try:
+                outgoing, write = self._pushing.popleft()
+            except IndexError:
+                break
+            sent = False
+            try:
+                sent = outgoing.advance(write)
+            except Exception as error:  # of DDS
+                outgoing.outcome(error)
+            progress |= sent
+            in_vain = 0 if sent or outgoing.done else in_vain + 1
+            if not outgoing.done:
+                self._pushing.append((outgoing, write))
+        return progress
+
+    def _forget_done(self) -> None:
+        """Forget what was sent, or called off, by other threads; others may be at the same here."""
+        with contextlib.suppress(IndexError):
+            while self._pushing[0][0].done:
+                first = self._pushing.popleft()
+                if not first[0].done:  # somebody else has taken the one that was
+                    self._pushing.append(first)
+
+    def _is_visited(self) -> bool:
+        letters = self._letters
+        return letters is not None and letters.has_visitor
+
+    def _write(self, writer: Writer, readers: Sequence[int], frame: Parts) -> bool:
+        """A frame as a letter, if its readers are waiting for some, else over DDS. False: DDS does not take it now."""
+        letters = self._letters
+        if letters is None or not letters.put(readers, frame):
+            return self._port.write(writer, frame)
+        for reader in letters.call(readers):
+            self._ring(reader)
+        return True
+
+    def _ring(self, rank: int) -> None:
+        """Have a rank that does not look for letters any more look once."""
+        (frame,) = frames.split(self._frame_key(OperationKey(0, 0, ""), BELL, ""), b"", world=self._world)
+        if not self._port.write(self._inboxes[rank], frame):
+            self._port.submit(self._inboxes[rank], iter([frame]), _no_matter)
+
+    def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:
+        return FrameKey(
+            Kind.COLLECTIVE, self._group_id, key.round_id, self._identity.sender, self._identity.incarnation, key.call,
+            name, part,
+        )  # fmt: skip
+
+
+def _no_matter(outcome: int | Exception) -> None:
+    pass

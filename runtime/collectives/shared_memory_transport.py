@@ -1,0 +1,122 @@
+"""What a rank shares with the other ranks of its machine: a segment of memory, slots for payload and letters in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.shm import mailbox
+from gradbus.runtime.shm.layout import Layout
+from gradbus.runtime.shm.mailbox import Letters, Work
+from gradbus.runtime.shm.segment import Bytes, Segment, SharedMemoryFault, attach
+from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.wire.frames import Frame
+
+MAX_WORLD = 256  # each rank maps the segments of all others
+BACK_SOON_S = 0.003
+
+
+class Shared:
+    """The shared memory of one rank of a group.
+
+    Attributes:
+        slots: chunks of payload.
+        letters: frames for ranks that wait, or None: not all ranks of the group are on this machine, or it is not of a
+            kind that they work on. Known when the group has formed.
+    """
+
+    def __init__(self, rank: int, world: int, take: Callable[[Frame], None]) -> None:
+        """
+        Args:
+            take: gets the frames that come as letters, on whatever thread.
+
+        Raises:
+            SharedMemoryFault: there is none.
+        """
+        if world > MAX_WORLD:
+            raise SharedMemoryFault(f"a world of {world} ranks, at most {MAX_WORLD} share memory")
+        self._world = world
+        self._rank = rank
+        self._take = take
+        self._layout = Layout(world)
+        self._segment = Segment(self._layout.size)
+        self._others: dict[int, Bytes] = {}
+        self.slots = Slots(rank, self._segment.memory, self._layout)
+        self.letters: Letters | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the others find it."""
+        return self._segment.place
+
+    def attach(self, rank: int, place: str) -> None:
+        """Map another rank's. Raises SharedMemoryFault."""
+        self._others[rank] = memory = attach(place, self._layout.size)
+        self.slots.attach(rank, memory)
+
+    def admit(self, readers: Sequence[int]) -> None:
+        """The group has formed; these ranks have mapped this rank's memory, and this rank theirs."""
+        self._segment.hide()
+        self.slots.admit(readers)
+        if mailbox.AVAILABLE and len(readers) == self._world - 1:
+            self.letters = Letters(self._rank, self._segment.memory, self._layout, self._take)
+            self.letters.open({rank: self._others[rank] for rank in readers})
+
+    def read_letters(self, *, all_of_them: bool = False) -> None:
+        """Take the letters that are here.
+
+        Args:
+            all_of_them: also wait for those that another thread is taking just now.
+        """
+        if self.letters is not None:
+            (self.letters.finish if all_of_them else self.letters.poll)()
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone."""
+        self.slots.lose(rank)
+
+
+class LetterProgress:
+    """Whoever waits reads letters meanwhile. Implements :class:`.engine.Progress`."""
+
+    def __init__(self, box: Letters, port: FramePort, work: Work) -> None:
+        """``work``: sends what waits for slots."""
+        self._letters = box
+        self._work = work
+        self._port = port
+        self._visits = 0
+        self._looked_s = 0.0
+
+    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        """See :class:`.engine.Progress`."""
+        try:
+            self._letters.visit(done, until_s, self._work, self._on_return)
+        finally:
+            if not self._work.idle:  # the writer thread has left it to this one
+                self._port.rouse()
+
+    def nudge(self) -> None:
+        """See :class:`.engine.Progress`."""
+        self._letters.nudge()
+
+    def resume(self) -> None:
+        """What begins now goes on while nobody waits: over DDS, whose threads always listen."""
+        if not self._letters.is_away:
+            self._letters.away()
+
+    def _on_return(self) -> None:
+        self._port.look_after(self._look_after)
+
+    def _look_after(self) -> bool:
+        """On the receive thread, every now and then. False: it need not be called any more."""
+        if self._letters.is_away:
+            return False
+        now_s = time.monotonic()
+        if now_s < self._looked_s + BACK_SOON_S:
+            return True
+        self._looked_s = now_s
+        if self._letters.visits != self._visits:
+            self._visits = self._letters.visits
+            return True
+        return not self._letters.away()

@@ -1,0 +1,1 @@
+"""Settings of federated and of data-parallel training, checked once."""

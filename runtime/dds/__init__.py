@@ -1,0 +1,1 @@
+"""DDS behind one door: the native library, domains, participants, discovery."""

@@ -1,0 +1,77 @@
+"""What the security of a bus says to the actors on it: whether they may be there, and whose models count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradbus.runtime.errors import ConfigError, GradbusError, JobTaken, JoinRefused
+from gradbus.runtime.wire.frames import FrameKey
+
+NO_RANKS = (
+    "this bus was opened for a federated run, and cannot hold ranks of a group: with security 'identity' that takes "
+    "Security(..., role='worker'), as 'gradbus worker' and the torch.distributed backend give it"
+)
+
+
+def job_taken(why: str) -> JobTaken:
+    """The error of a controller that must not go on."""
+    return JobTaken(f"{why}. Stop that one first, or choose another job (bus.job)")
+
+
+class Standing:
+    """Of a process whose security knows no single members: everybody may be anything, and models are not signed.
+
+    Attributes:
+        role: what this process may be; empty: anything.
+        signs_models: whether it signs the models that it publishes.
+    """
+
+    role = ""
+    signs_models = False
+
+    @property
+    def refusal(self) -> str:
+        """Why this process must not go on; empty: it may."""
+        return ""
+
+    @property
+    def absence(self) -> str:
+        """Who has to let this process in, and has not done so; empty: nobody has to, or it is in."""
+        return ""
+
+    def when_refused(self, tell: Callable[[GradbusError], None]) -> Callable[[], None]:
+        """Have the error told, on the receive thread or here, when a rank must not go on. Returns what undoes this."""
+        return lambda: None
+
+    def check_controller(self) -> None:
+        """Raise ConfigError: this process cannot be the controller of its job. Raise JobTaken: another one is."""
+        if self.role not in ("", "controller"):
+            raise ConfigError(
+                f"this process joins as {self.role}, for its key is not bus.controller_key: the controller's key_file "
+                f"is the one of which 'gradbus keys show' prints that key"
+            )
+        if self.refusal:
+            raise job_taken(self.refusal)
+
+    def check_client(self) -> None:
+        """Raise ConfigError: this process cannot be a client. Raise JoinRefused: the controller does not let it in."""
+        if self.role not in ("", "client"):
+            raise ConfigError(f"this process joins as {self.role}: a client needs a key_file of its own")
+        if self.refusal:
+            raise JoinRefused(self.refusal)
+
+    def check_rank(self) -> None:
+        """Raise ConfigError: this process cannot be a rank of a group."""
+        if self.role:
+            raise ConfigError(NO_RANKS)
+
+    def check_ids(self, rank: int) -> None:
+        """Raise ConfigError: the allow list gives this node other ranks. For the group of all ranks of a job."""
+
+    def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
+        """What stands in the name of a model's frames. Takes its time with a large one."""
+        return ""
+
+    def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:
+        """Raise FrameError: ``signature``: the controller has not published a model of that size under this name."""

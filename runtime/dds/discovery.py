@@ -1,0 +1,245 @@
+"""Discovery of DDS: which processes its participants are in, and what it is told of those that have ended.
+
+Each participant says in its user data which process it is in (:mod:`.peer_processes`). When the kernel says that this
+one has ended, DDS is told by the message that the process itself sends when it leaves in order, which goes to this
+process's own sockets alone. Else DDS would keep the dead one until its lease ends, and a writer that waits for a reader
+of it would wait as long; so a lease can be long where processes share a machine, and a stopped process lose nothing.
+
+To set the user data anew has DDS announce the participant at once. So it can do so by itself but seldom: a newcomer is
+heard of because it says so, a few times at growing intervals, as a datagram may be lost in a crowd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
+from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondition, SampleState, ViewState
+from cyclonedds.domain import DomainParticipant
+
+from gradbus.runtime.dds import peer_processes
+
+MAX_CLAIM_BYTES = 64
+MAX_PARTICIPANTS = 4096  # of others
+ANNOUNCE_S = (0.8, 2.8, 6.8)  # when a participant is announced again, after it has been made
+# Of announcements at a time: a thousand take a tenth of a second, and there may be no end of them.
+_BATCH, _MOST_BATCHES = 64, 16
+_PROPERTIES = ("__Hostname", "__ProcessName", "__Pid", "__NetworkAddresses")
+_MAX_TEXT = 256
+_ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open
+
+# From the specification of RTPS 2.5: a message of one DATA submessage of the writer that announces participants, which
+# says of one participant that it is disposed of and unregistered.
+_RTPS = b"RTPS" + bytes((2, 5, 1, 16))
+_PARTICIPANT = bytes.fromhex("000001c1")
+_READER, _WRITER = bytes.fromhex("000100c7"), bytes.fromhex("000100c2")
+_DATA, _FLAGS = 0x15, 1 | 2 | 8  # little-endian, with a list of parameters, and then a key
+_STATUS_INFO, _PARTICIPANT_GUID, _END = 0x71, 0x50, struct.pack("<HH", 1, 0)
+_KEY_AS_PARAMETERS = bytes((0, 3, 0, 0))
+
+
+def goodbye(prefix: bytes) -> bytes:
+    """The message with which a participant leaves. ``prefix``: the first 12 bytes of its GUID."""
+    status = struct.pack("<HH4B", _STATUS_INFO, 4, 0, 0, 0, 3) + _END
+    key = _KEY_AS_PARAMETERS + struct.pack("<HH", _PARTICIPANT_GUID, 16) + prefix + _PARTICIPANT + _END
+    body = struct.pack("<HH", 0, 16) + _READER + _WRITER + struct.pack("<iI", 0, 1) + status + key
+    return _RTPS + prefix + struct.pack("<BBH", _DATA, _FLAGS, len(body)) + body
+
+
+def discovery_ports(domain_id: int) -> range:
+    """Ports at which participants of a domain hear of others, as RTPS has it."""
+    first = 7400 + 250 * domain_id + 10
+    return range(first, first + 2 * 121, 2)
+
+
+def own_addresses(domain_id: int) -> list[tuple[str, int]]:
+    """Where DDS in this process listens for news of other participants of a domain."""
+    found = []
+    for one in _own_sockets(discovery_ports(domain_id)):
+        address, port = one.getsockname()
+        found.append(("127.0.0.1" if address == "0.0.0.0" else address, port))
+    return found
+
+
+def keep_to_loopback(domain_id: int) -> bool:
+    """Have the sockets of a domain that is open in this process take what comes over interface ``lo`` alone. Cyclone
+    binds them to all addresses, whatever interface it is to use, so that others could send to them.
+
+    Returns:
+        Whether the kernel does so. False: one before Linux 5.7, or a sandbox that does not let it.
+    """
+    first = 7400 + 250 * domain_id
+    bound = []
+    for one in _own_sockets(range(first, first + 250)):
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            bound.append(True)
+        except OSError:
+            bound.append(False)
+    return bool(bound) and all(bound)
+
+
+def _own_sockets(ports: range) -> Iterator[socket.socket]:
+    """UDP sockets of this process that are bound to one of these ports. Each is closed again, as the copy that it is,
+    when the next one is asked for."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                is_udp = one.family == socket.AF_INET and one.type == socket.SOCK_DGRAM
+                if is_udp and one.getsockname()[1] in ports:
+                    yield one
+        except OSError:  # it has been closed meanwhile
+            continue
+
+
+class Discovery:
+    """What is known of the participants of one domain. Threads of several buses use it."""
+
+    def __init__(self, domain_id: int, participant: Any) -> None:
+        """``participant``: one of this process's. Raises DDSException."""
+        self._domain_id = domain_id
+        self._lock = threading.Lock()
+        self._claims: dict[bytes, str] = {}  # by GUID prefix: the first claim counts
+        self._of_process: dict[str, set[bytes]] = {}  # and the other way round
+        self._told: dict[bytes, dict[str, str]] = {}  # by GUID prefix
+        self._addresses: list[tuple[str, int]] = []
+        self._addresses_s = -_ADDRESSES_S
+        self._reader = BuiltinDataReader(participant, BuiltinTopicDcpsParticipant)
+        self._new = ReadCondition(self._reader, SampleState.NotRead | InstanceState.Any | ViewState.Any)
+        self._is_open = True
+
+    def look(self) -> None:
+        """Take note of participants that have come or gone. Does not wait."""
+        with self._lock:
+            if not self._is_open:
+                return
+            for _ in range(_MOST_BATCHES):  # the rest is for the next time
+                try:
+                    news = self._reader.take(_BATCH, self._new)
+                except DDSException:  # some user data that the binding cannot read
+                    return
+                for sample in news:
+                    self._note(sample)
+                if len(news) < _BATCH:
+                    return
+
+    @property
+    def others(self) -> dict[bytes, str]:
+        """Participants in other processes of this machine: the first 12 bytes of their GUID, and their claims."""
+        with self._lock:
+            return dict(self._claims)
+
+    @property
+    def told(self) -> dict[bytes, dict[str, str]]:
+        """What participants say of themselves, by the first 12 bytes of their GUID: the properties ``__Hostname``,
+        ``__ProcessName``, ``__Pid`` and ``__NetworkAddresses``."""
+        with self._lock:
+            return dict(self._told)
+
+    def _note(self, sample: Any) -> None:
+        prefix = sample.key.bytes[:12]
+        if sample.sample_info.instance_state != InstanceState.Alive:
+            self._told.pop(prefix, None)
+            self._forget(prefix)
+            return
+        if len(self._told) < MAX_PARTICIPANTS or prefix in self._told:
+            self._told[prefix] = _properties_in(sample.qos)
+        if prefix in self._claims or len(self._claims) >= MAX_PARTICIPANTS:
+            return
+        claim = _claim_in(sample.qos)
+        if not claim or claim == peer_processes.own_claim():
+            return
+        others = self._of_process.setdefault(claim, set())
+        others.add(prefix)
+        self._claims[prefix] = claim  # first: the end may be told at once
+        if len(others) > 1:  # one listener for all of a process, which may announce thousands
+            if peer_processes.has_ended(claim):
+                self._dismiss([prefix])
+        elif not peer_processes.watched.watch(claim, self._on_ended):
+            del self._claims[prefix], self._of_process[claim]
+
+    def _forget(self, prefix: bytes) -> None:
+        claim = self._claims.pop(prefix, None)
+        if claim is not None:
+            others = self._of_process[claim]
+            others.discard(prefix)
+            if not others:
+                del self._of_process[claim]
+                peer_processes.watched.unwatch(claim, self._on_ended)
+
+    def _on_ended(self, claim: str) -> None:
+        """On a thread of the kernel's news, or within :meth:`look`."""
+        self._dismiss(list(self._of_process.get(claim, ())))
+
+    def _dismiss(self, prefixes: list[bytes]) -> None:
+        if not prefixes or not self._is_open:
+            return
+        now_s = time.monotonic()
+        if now_s > self._addresses_s + _ADDRESSES_S:
+            self._addresses, self._addresses_s = own_addresses(self._domain_id), now_s
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+            for address in self._addresses:
+                for prefix in prefixes:
+                    speaker.sendto(goodbye(prefix), address)
+
+    def close(self) -> None:
+        """Before its participant goes."""
+        with self._lock:
+            self._is_open = False
+            claims, self._claims, self._of_process = list(self._of_process), {}, {}
+            self._reader._delete(self._reader._ref)
+        for claim in claims:
+            peer_processes.watched.unwatch(claim, self._on_ended)
+
+
+def _claim_in(qos: Any) -> str:
+    with contextlib.suppress(Exception):  # what others say there may be anything
+        data = bytes(qos[Policy.Userdata].data)
+        if len(data) <= MAX_CLAIM_BYTES:
+            return data.split(b"\n")[0].decode("ascii")
+    return ""
+
+
+def _properties_in(qos: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception):
+        for policy in qos:
+            if isinstance(policy, Policy.Property) and policy.key in _PROPERTIES:
+                found[policy.key] = str(policy.value)[:_MAX_TEXT]
+    return found
+
+
+def make_participant(domain_id: int) -> Any:
+    """A participant that says which process it is in. Raises DDSException."""
+    return DomainParticipant(domain_id, qos=_user_data(0))
+
+
+class Announcer:
+    """Has a new participant announced again, some times."""
+
+    def __init__(self, participant: Any) -> None:
+        self._participant = participant
+        self._made_s = time.monotonic()
+        self._count = 0
+
+    def announce(self) -> None:
+        """If it is time. Called now and then."""
+        if self._count < len(ANNOUNCE_S) and time.monotonic() >= self._made_s + ANNOUNCE_S[self._count]:
+            self._count += 1
+            with contextlib.suppress(DDSException):
+                self._participant.set_qos(_user_data(self._count))
+
+
+def _user_data(count: int) -> Qos:
+    # Cyclone would add both, in clear. What is set already it leaves as it is.
+    names = [Policy.Property(key=key, value="", propagate=True) for key in ("__Hostname", "__ProcessName")]
+    return Qos(Policy.Userdata(data=f"{peer_processes.own_claim()}\n{count}".encode()), *names)

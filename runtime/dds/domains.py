@@ -1,0 +1,268 @@
+"""DDS domains and participants of this process, which its buses share; and topics, which readers and writers share.
+
+A domain is one per process and id: that is DDS, not us. Participants are shared for a reason of ours. With two in one
+process of which one goes while a third comes elsewhere, Cyclone 11.0 may take what the newcomer says about its readers
+and writers for received, when the one that has asked for it is gone: the endpoints are never found, and those who wait
+for each other wait for ever. So no participant is taken down before the last bus of its domain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cyclonedds.core import DDSException, Entity
+from cyclonedds.domain import Domain
+
+from gradbus.runtime import forks
+from gradbus.runtime.dds import libddsc, peer_processes
+from gradbus.runtime.dds.discovery import Announcer, Discovery, keep_to_loopback, make_participant
+from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion
+from gradbus.runtime.dds.log_sink import dds_log
+from gradbus.runtime.dds.network import leaves_machine
+from gradbus.runtime.errors import BusError, ConfigError
+
+
+@dataclass(slots=True)
+class Participant:
+    """A DDS participant, and the partitions that buses use on it.
+
+    A partition is used by one bus at a time: another bus with the same one gets another participant, for DDS can tell
+    what a process itself has written from the rest by the participant alone.
+    """
+
+    domain_id: int
+    entity: Any
+    announcer: Announcer
+    discovery: Discovery  # of its domain
+    partitions: set[str] = field(default_factory=set)
+    prefix: bytes = b""  # what all GUIDs of it begin with, and no other's
+
+    def __post_init__(self) -> None:
+        self.prefix = bytes(self.entity.guid.bytes[:PREFIX_BYTES])
+
+
+@dataclass(slots=True)
+class _OpenDomain:
+    xml: str
+    entity: Any
+    users: int = 0
+    discovery: Discovery | None = None
+    participants: list[Participant] = field(default_factory=list)
+    exclusion: Exclusion | None = None
+
+
+_domains: dict[int, _OpenDomain] = {}
+_lock = threading.Lock()
+_is_broken = False  # this process was forked from one that had DDS open: its locks and threads are in pieces
+
+
+def _forget() -> None:
+    """In a child by fork: DDS is never called again. Else the destructors of entities would, as soon as the interpreter
+    drops them, and wait for threads that are not there."""
+    global _is_broken
+    _is_broken = _is_broken or bool(_domains) or _lock.locked()
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+    if _is_broken:
+        none: Any = weakref.WeakValueDictionary()
+        Entity._entities = none  # a destructor does nothing for what is not among these
+        _domains.clear()
+        libddsc.forget()
+
+
+forks.in_child(_forget)
+
+
+def acquire(domain_id: int, xml: str, partition: str) -> Participant:
+    """A participant for a bus; :func:`release` gives it back.
+
+    Args:
+        domain_id: 0 .. 232. xml: configuration of the domain. partition: that the bus will use.
+
+    Raises:
+        ConfigError: the domain is open with another configuration, or its configuration is refused.
+        BusError: no participant could be made.
+        ForkedProcess: this process was forked from one that had DDS open.
+    """
+    if _is_broken:
+        raise forks.refusal("DDS")
+    with _lock:
+        domain = _open(domain_id, xml)
+        try:
+            participant = _participant(domain_id, domain, partition)
+        except DDSException as error:
+            _close_unused(domain_id, domain)
+            raise BusError(
+                f"no DDS participant in domain {domain_id}: {error.msg or error.code}. Are there more than 120 on this "
+                f"machine, or is the interface down?"
+            ) from None
+        participant.partitions.add(partition)
+        domain.users += 1
+        return participant
+
+
+def release(participant: Participant, partition: str) -> None:
+    """The bus has deleted what it had on the participant."""
+    if _is_broken:
+        return
+    with _lock:
+        domain = _domains[participant.domain_id]
+        participant.partitions.discard(partition)
+        domain.users -= 1
+        _close_unused(participant.domain_id, domain)
+
+
+def exclusion(participant: Participant) -> Exclusion:
+    """What shuts participants of others out of the domain, in this process. Raises OSError: that cannot be done."""
+    with _lock:
+        domain = _domains[participant.domain_id]
+        if domain.exclusion is None:
+            domain.exclusion = Exclusion(domain.xml, participant.domain_id, participant.prefix)
+        return domain.exclusion
+
+
+def own_prefixes(domain_id: int) -> set[bytes]:
+    """Of the participants that this process has in a domain."""
+    with _lock:
+        domain = _domains.get(domain_id)
+        return set() if domain is None else {participant.prefix for participant in domain.participants}
+
+
+def claims(participant: Participant) -> dict[bytes, Claim]:
+    """What discovery says of each participant of the domain, by prefix."""
+    participant.discovery.look()
+    return {
+        prefix: Claim(*(told.get(f"__{key}", "") for key in ("Hostname", "ProcessName", "Pid", "NetworkAddresses")))
+        for prefix, told in participant.discovery.told.items()
+    }
+
+
+def _open(domain_id: int, xml: str) -> _OpenDomain:
+    known = _domains.get(domain_id)
+    if known is not None and known.xml != xml:
+        raise ConfigError(
+            f"DDS domain {domain_id} is already open in this process with other network settings. Use the same "
+            f"settings, or another domain"
+        )
+    if known is not None:
+        return known
+    try:
+        with dds_log.captured():
+            entity = Domain(domain_id, xml)
+    except DDSException as error:
+        if error.code == DDSException.DDS_RETCODE_PRECONDITION_NOT_MET:
+            raise ConfigError(
+                f"DDS domain {domain_id} is already open in this process, configured by somebody else. "
+                f"Choose another domain (domain={domain_id + 1}), or open the bus before the other user of DDS"
+            ) from None
+        why = "; ".join(line for line in dds_log.lines() if line.startswith("config:")) or "its reason stands on stderr"
+        raise ConfigError(
+            f"Cyclone DDS refused the configuration of domain {domain_id}: {why}. Check CYCLONEDDS_URI, or unset it"
+        ) from None
+    if not leaves_machine(xml):
+        keep_to_loopback(domain_id)
+    known = _domains[domain_id] = _OpenDomain(xml, entity)
+    return known
+
+
+def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> Participant:
+    for participant in domain.participants:
+        if partition not in participant.partitions:
+            return participant
+    entity = make_participant(domain_id)
+    if domain.discovery is None:
+        domain.discovery = Discovery(domain_id, entity)
+    participant = Participant(domain_id, entity, Announcer(entity), domain.discovery)
+    domain.participants.append(participant)
+    return participant
+
+
+def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
+    if domain.users > 0:
+        return
+    del _domains[domain_id]
+    if domain.discovery is not None:
+        domain.discovery.close()
+    peer_processes.watched.rest()
+    if domain.exclusion is not None:
+        domain.exclusion.close()
+    for participant in domain.participants:
+        delete(participant.entity)
+    domain.entity = None  # the binding deletes the domain with its object
+
+
+@dataclass(slots=True)
+class _UsedTopic:
+    entity: Any
+    count: int = 0
+
+
+class Topics:
+    """Those of one bus: each is there for as long as it has readers or writers, as groups have topics of their own, and
+    a bus may see any number of groups."""
+
+    def __init__(self, participant: Any, kind: Callable[[Any, str, Any], Any]) -> None:
+        """``kind``: makes a topic of a participant, a name and an IDL type."""
+        self._participant = participant
+        self._kind = kind
+        self._used: dict[str, _UsedTopic] = {}
+        self._lock = threading.Lock()  # the loop opens readers and writers, the receive thread deletes them
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that are in use."""
+        with self._lock:
+            return sorted(self._used)
+
+    def enter(self, name: str, idl_type: Any) -> Any:
+        """The topic, for one more reader or writer; :meth:`leave` gives it back."""
+        with self._lock:
+            used = self._used.get(name)
+            if used is None:
+                used = self._used[name] = _UsedTopic(self._kind(self._participant, name, idl_type))
+            used.count += 1
+            return used.entity
+
+    def leave(self, name: str) -> None:
+        """A reader or writer is gone."""
+        with self._lock:
+            used = self._used.get(name)
+            if used is not None:
+                used.count -= 1
+                if used.count == 0:
+                    del self._used[name]
+                    delete(used.entity)
+
+    def close(self) -> None:
+        """Delete all; what was on them has gone before."""
+        with self._lock:
+            for used in self._used.values():
+                delete(used.entity)
+            self._used.clear()
+
+
+@contextlib.contextmanager
+def made_by_dds(what: str) -> Iterator[None]:
+    """Around calls of DDS that make something. ``what`` it is, for the error.
+
+    Raises:
+        BusError: instead of what the binding or :mod:`.ddsc` raises.
+    """
+    try:
+        yield
+    except (DDSException, OSError) as error:
+        text = str(error).rstrip(". ")
+        raise BusError(
+            f"DDS did not make {what}: {text}. Has the process run out of memory, or was the bus closed meanwhile?"
+        ) from error
+
+
+def delete(entity: Any) -> None:
+    """Delete a DDS entity and all below it; the binding's object becomes an empty shell."""
+    if _is_broken:
+        return
+    entity._delete(entity._ref)

@@ -1,0 +1,210 @@
+"""Shuts participants out of this process's DDS, and tells whose they are.
+
+Cyclone DDS 11.0 has no ``ignore_participant``. What DDSI itself offers does the same: whoever gets an SPDP message that
+ends a participant forgets it with all its readers, and to whoever knows a participant already, a further announcement
+of it is only a sign of life. So this process sends two messages to itself: the end of that participant, and then an
+announcement in its name that offers no discovery endpoints. What Cyclone keeps then is a placeholder: nothing is sent
+to that participant, no reader or writer of it is found, and the placeholder goes when nothing has been heard of it for
+``PLACEHOLDER_LEASE_S``. The other one is told, with the same kind of message, that the participants of this process
+have ended: else it would go on to wait for readers here, and, as all that it says of its own ones has been
+acknowledged, it would not be found again later.
+
+Everybody who can send to the port can do the same to anybody, as discovery is not protected; this is the one good use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+from gradbus.runtime.dds.discovery import goodbye, own_addresses
+
+PREFIX_BYTES = 12  # of a GUID: what says which participant is meant
+PLACEHOLDER_LEASE_S = 60
+_PARTICIPANT = b"\x00\x00\x01\xc1"
+_SPDP_READER, _SPDP_WRITER = b"\x00\x01\x00\xc7", b"\x00\x01\x00\xc2"
+_VENDOR = b"\x01\x10"  # Eclipse Cyclone DDS
+_NUMBER = 1 << 60  # of the announcement: a later one of the participant itself does not count as news
+_SIOCGIFADDR = 0x8915
+_SEARCH_S = 0.05  # how long to look for a process behind a port
+_MAX_ADDRESSES = 4  # of one participant: it says itself where it is
+_ADDRESS = re.compile(r"udp/([0-9.]+):([0-9]+)")
+
+
+class _Socket(NamedTuple):
+    """A UDP socket of this machine, as /proc/net/udp has it."""
+
+    port: int
+    user: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What discovery says of a participant. All of it but the address is what its process says of itself.
+
+    Attributes:
+        host, process, pid: as announced; empty: not announced.
+        addresses: where Cyclone sends to, as ``udp/127.0.0.1:7412@1``.
+    """
+
+    host: str = ""
+    process: str = ""
+    pid: str = ""
+    addresses: str = ""
+
+
+def placeholder_of(prefix: bytes, own: bytes, now_s: float, address: str, port: int) -> bytes:
+    """The RTPS message that announces a participant without discovery endpoints.
+
+    Args:
+        prefix: of the participant's GUID. own: of a participant of this process, whom the message is for.
+        now_s: the time of day. address, port: where it can be reached, which is this process itself.
+    """
+    locator = struct.pack("<iI", 1, port) + bytes(12) + socket.inet_aton(address)
+    parameters = (
+        _parameter(0x15, b"\x02\x05\0\0") + _parameter(0x16, _VENDOR + b"\0\0")  # protocol version, vendor
+        + _parameter(0x50, prefix + _PARTICIPANT) + _parameter(0x58, bytes(4))  # GUID, built-in endpoints: none
+        + _parameter(0x31, locator) + _parameter(0x32, locator)  # default and metatraffic unicast locator
+        + _parameter(0x02, struct.pack("<iI", PLACEHOLDER_LEASE_S, 0))
+    )  # fmt: skip
+    head = struct.pack("<HH", 0, 16) + _SPDP_READER + _SPDP_WRITER
+    data = head + struct.pack("<iI", _NUMBER >> 32, _NUMBER & 0xFFFF_FFFF) + b"\0\3\0\0" + parameters + _SENTINEL
+    submessages = (
+        struct.pack("<BBH", 0x0E, 1, 12) + own,  # INFO_DST
+        struct.pack("<BBHII", 0x09, 1, 8, int(now_s), int(now_s % 1 * (1 << 32))),  # INFO_TS
+        struct.pack("<BBH", 0x15, 1 | 4, len(data)) + data,  # DATA, little-endian
+    )
+    return b"".join((b"RTPS\x02\x05", _VENDOR, prefix, *submessages))
+
+
+_SENTINEL = struct.pack("<HH", 1, 0)
+
+
+def _parameter(number: int, value: bytes) -> bytes:
+    return struct.pack("<HH", number, len(value)) + value
+
+
+class Exclusion:
+    """Of one DDS domain of this process."""
+
+    def __init__(self, document: str, domain_id: int, own: bytes) -> None:
+        """Find where this process listens.
+
+        Args:
+            document: the domain's configuration. own: prefix of the GUID of a participant of this process.
+
+        Raises:
+            OSError: that cannot be found: no IPv4 address, or ports of another kind.
+        """
+        self._own = own
+        self._address = _own_address(document)
+        ports = [port for _, port in own_addresses(domain_id)]
+        if not ports:
+            raise OSError(f"this process does not listen on a port of discovery of domain {domain_id}")
+        self._port = ports[0]
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def end(self, prefix: bytes) -> None:
+        """Have a participant forgotten. If it still announces itself, it is found again."""
+        self._send(goodbye(prefix))
+
+    def leave(self, prefix: bytes, addresses: str, own: Iterable[bytes]) -> None:
+        """Tell a participant that this process's have ended. It finds them again by their next announcements, and asks
+        for all that it has to know of them.
+
+        Args:
+            addresses: where it can be reached, see :class:`Claim`. own: prefixes of the participants of this process.
+        """
+        for address, port in _ADDRESS.findall(addresses)[:_MAX_ADDRESSES]:
+            for one in own:
+                self._send(goodbye(one), (address, int(port)))
+
+    def place(self, prefix: bytes) -> None:
+        """Put a placeholder where a participant was. DDS takes some milliseconds to forget one; until then this has no
+        effect, so it is to be repeated."""
+        self._send(placeholder_of(prefix, self._own, time.time(), self._address, self._port))
+
+    def _send(self, message: bytes, to: tuple[str, int] | None = None) -> None:
+        with contextlib.suppress(OSError, OverflowError):  # the queue is full, and it is repeated; or that is no port
+            self._socket.sendto(message, to or (self._address, self._port))
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()
+
+
+def _own_address(document: str) -> str:
+    interface = next(ET.fromstring(document).iter("NetworkInterface"), None)
+    given = {} if interface is None else interface.attrib
+    if given.get("address"):
+        return given["address"]
+    request = struct.pack("256s", given.get("name", "lo").encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def _udp_sockets() -> Iterator[_Socket]:
+    for line in Path("/proc/self/net/udp").read_text().splitlines()[1:]:
+        fields = line.split()
+        yield _Socket(int(fields[1].rpartition(":")[2], 16), int(fields[7]), int(fields[9]))
+
+
+def _inodes(process: str) -> Iterator[int]:
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as listed:
+        for entry in listed:
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry.path)
+                if target.startswith("socket:["):
+                    yield int(target[8:-1])
+
+
+def describe(claim: Claim) -> dict[str, object]:
+    """Who a participant is, for a line in the log: what it announces, and where the kernel knows it, whose it is.
+
+    Returns:
+        ``host``, ``process``, ``pid`` and ``address`` as announced; of a process on this machine ``user``, the number
+        of the user whose socket it is, and ``pid`` and ``process`` as the kernel has them, if this process may see it.
+    """
+    told: dict[str, object] = {
+        "host": claim.host[:64], "process": claim.process[:64], "pid": claim.pid[:16], "address": claim.addresses[:80],
+    }  # fmt: skip
+    for address, port in _ADDRESS.findall(claim.addresses):
+        if not _is_here(address):
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            listening = next((one for one in _udp_sockets() if one.port == int(port)), None)
+            if listening is not None:
+                told["user"] = listening.user
+                told.update(_process_of(listening.inode, claim.pid))
+        break
+    return told
+
+
+def _is_here(address: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _process_of(inode: int, likely: str) -> dict[str, object]:
+    until_s = time.monotonic() + _SEARCH_S
+    for process in ([likely] if likely.isdecimal() else []) + [one for one in os.listdir("/proc") if one.isdecimal()]:
+        if inode in _inodes(process):
+            return {"pid": process, "process": Path(f"/proc/{process}/comm").read_text().strip()}
+        if time.monotonic() > until_s:
+            break
+    return {}

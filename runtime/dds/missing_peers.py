@@ -1,0 +1,144 @@
+"""Who is missing, and what to do about it: the one place for that text, whoever waits for whom.
+
+Processes that wait for others (a rank for the others of its group, a controller for its clients, a client for its
+controller, a store for those who join) say so every ten seconds, and an error at the end of the wait says the same.
+Mostly the others were not started, or the bus cannot reach them: it is on ``lo`` unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.runtime.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+
+EVERY_S = 10.0
+MAX_PROCESSES = 120  # of a machine and domain
+_SIOCGIFADDR = 0x8915
+
+
+def port_range(domain: int) -> str:
+    """The ports that DDS processes of this domain listen on: two each, for up to 120 processes of a machine.
+
+    That is RTPS's formula for participant indices 0 to MaxAutoParticipantIndex - 1; docs/operations.md tells more.
+    """
+    first = 7400 + 250 * domain + 10
+    return f"{first}-{min(first + 2 * MAX_PROCESSES - 1, 65535)}"
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface of this machine; None if it has none, or the system does not tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def network_place() -> str:
+    """The network that this process lives in, the same for all that can meet on its ``lo``; empty: unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """How far a bus reaches.
+
+    Attributes:
+        domain: of DDS. interface, peers, multicast: as it is set.
+        leaves_machine: whether other machines can be reached at all.
+        by_document: whether ``CYCLONEDDS_URI`` has a say in that.
+    """
+
+    domain: int
+    interface: str
+    peers: tuple[str, ...]
+    multicast: bool
+    leaves_machine: bool
+    by_document: bool = False
+
+    @classmethod
+    def of(cls, domain: int, network: NetworkConfig) -> Reach:
+        """The reach of a bus with this network. Raises ConfigError: that is wrong."""
+        document = os.environ.get("CYCLONEDDS_URI")
+        return cls(
+            domain=domain, interface=network.interface, peers=network.peers, multicast=network.multicast,
+            leaves_machine=leaves_machine(build_xml(network, user_document=document)), by_document=bool(document),
+        )  # fmt: skip
+
+    def advice(self, *, elsewhere: bool | None = None) -> str:
+        """What to do about processes that do not come.
+
+        Args:
+            elsewhere: whether they are on other machines; None: nobody knows.
+        """
+        document = ", and CYCLONEDDS_URI" if self.by_document else ""
+        if elsewhere is False:
+            return f"Start them, with the same job and domain {self.domain}{document}; they are on this machine"
+        if not self.leaves_machine:
+            others = [name for name in interfaces() if name != "lo" and address_of(name)]
+            here = f"here: {', '.join(others[:6])}" if others else "as ip -brief address shows it"
+            when = "They are on other machines" if elsewhere else "Start them. If they are on other machines"
+            return (
+                f"{when}: this bus is on lo, which reaches this machine alone. Set on all of them "
+                f"GRADBUS_BUS__INTERFACE=NAME ({here}), GRADBUS_BUS__NETWORK=network, "
+                f"GRADBUS_BUS__PEERS='[\"ADDRESS\", ...]' with the addresses of all, and a key: "
+                f"GRADBUS_BUS__SECURITY=psk and GRADBUS_BUS__KEY_FILE=FILE ('gradbus keys new FILE' makes one)"
+            )
+        own = address_of(self.interface)
+        at = f"{own} on {self.interface}" if own else self.interface
+        if not self.peers and not self.multicast:
+            return (
+                f"This bus ({at}) has no peers: set GRADBUS_BUS__PEERS='[\"ADDRESS\", ...]' with the addresses of all "
+                f"machines, on all of them"
+            )
+        return (
+            f"Start them, with the same job, domain {self.domain}{document} and key. Check that bus.peers there has "
+            f"this machine ({at}), that bus.peers here has theirs ({', '.join(self.peers) or 'multicast'}), and that "
+            f"UDP ports {port_range(self.domain)} pass the firewalls: 'gradbus doctor' on both sides finds it out"
+        )
+
+
+class WaitLog:
+    """Writes a line for each ten seconds that somebody waits for others."""
+
+    def __init__(self, log: Any, reach: Reach, **facts: Any) -> None:
+        """``facts``: who waits, for the line."""
+        self._log = log
+        self._reach = reach
+        self._facts = facts
+        self._began_s = time.monotonic()
+        self._next_s = self._began_s + EVERY_S
+
+    def look(
+        self, missing: Any, *, began_s: float | None = None, elsewhere: bool | None = None, reason: str = "",
+        doubt: str = "",
+    ) -> None:  # fmt: skip
+        """Write the line if it is time.
+
+        Args:
+            missing: who. began_s: when the wait began, by ``time.monotonic``, where that changes.
+            elsewhere: as for :meth:`Reach.advice`. reason: what is known of why.
+            doubt: what was heard of others that are set up in another way, see ``Bus.doubt``.
+        """
+        if began_s is not None and began_s != self._began_s:
+            self._began_s, self._next_s = began_s, began_s + EVERY_S
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + EVERY_S
+        known = [text for text in (reason, f"It was heard that {doubt}" if doubt else "") if text]
+        self._log.warning(
+            "still waiting", **self._facts, missing=missing, waited_s=round(now_s - self._began_s),
+            hint=". ".join([*known, self._reach.advice(elsewhere=elsewhere)]),
+        )  # fmt: skip

@@ -1,0 +1,445 @@
+"""DDS entities: topics, readers and writers with the quality of service that each topic asks for.
+
+Only this module, ``domains``, ``discovery``, ``c_topics``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from cyclonedds.core import (
+    DDSException,
+    DDSStatus,
+    GuardCondition,
+    InstanceState,
+    Policy,
+    Qos,
+    ReadCondition,
+    SampleState,
+    ViewState,
+    WaitSet,
+)
+from cyclonedds.pub import DataWriter, Publisher
+from cyclonedds.sub import DataReader, Subscriber
+from cyclonedds.topic import Topic as DdsTopic
+from cyclonedds.util import duration
+
+from gradbus.runtime import forks
+from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
+from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.dds.encryption_protocol import Seals
+from gradbus.runtime.dds.exclusion import Claim, Exclusion
+from gradbus.runtime.dds.libddsc import MatchedReader
+from gradbus.runtime.dds.log_sink import dds_log
+from gradbus.runtime.dds.missing_peers import Reach
+from gradbus.runtime.dds.network import NetworkConfig, build_xml, leaves_machine
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.errors import BusError
+
+_TYPES: dict[str, Any] = {
+    "TrainCmd": idl_types.TrainCmdType,
+    "ClientUpdate": idl_types.ClientUpdateType,
+    "ModelBlob": idl_types.ModelBlobType,
+    "Frame": idl_types.FrameType,
+}
+_ANY = InstanceState.Any | SampleState.Any | ViewState.Any
+
+
+class Writer:
+    """A DDS writer of one topic and what the fast path needs to know of it."""
+
+    def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
+        self.topic = topic
+        self.entity = entity
+        self.idl_type = _TYPES[topic.idl_type]
+        self._sertype = libddsc.sertype_of(entity) if fast else None
+        self.matched = 0  # readers that are matched, as of the last refresh
+        self.has_new_readers = False  # or has lost some, since somebody looked at who they are
+        self.awaited_since_s = 0.0  # when somebody began to wait until all readers have taken over all; 0: nobody does
+        self.deleted: Callable[[], None] = _nothing
+
+    def refresh(self) -> bool:
+        """Look whether the matched readers changed. Only the receive thread calls this: looking resets the trigger."""
+        if not self.entity.take_status():
+            return False
+        self.matched = int(self.entity.get_publication_matched_status().current_count)
+        self.has_new_readers = True
+        return True
+
+    def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        """Write one sample whose last field is the concatenation of ``parts``, or that has no parts at all.
+
+        Returns:
+            False if it could not be done within the topic's ``block_s``: a reader's queue is full.
+        """
+        if self._sertype is not None and parts:
+            prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
+            code = libddsc.write(self.entity._ref, self._sertype, (prefix, *parts))
+        elif self._sertype is not None:
+            code = libddsc.write(self.entity._ref, self._sertype, (self.idl_type(*fields).serialize(),))
+        else:
+            # The binding wants one contiguous sample: one copy more, and the GIL is held. That is the fallback.
+            sample = self.idl_type(*fields, b"".join(parts)) if parts else self.idl_type(*fields)
+            try:
+                self.entity.write(sample)
+                code = libddsc.RETCODE_OK
+            except DDSException as error:
+                code = error.code
+        return self._is_taken(code)
+
+    def write_sealed(
+        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
+    ) -> bool:
+        """Write one sample in an envelope.
+
+        Args:
+            clear: the fields beside the envelope. fields, parts: of the sample, as for :meth:`write`.
+            seals: makes the envelope of a sample; a sample that is written again gets another one.
+
+        Returns:
+            As :meth:`write`.
+        """
+        envelope = seals(fields, parts)
+        if self._sertype is None or envelope.size <= libddsc.JOINED_BYTES:
+            taken = self.write(clear, (envelope.octets(),))
+        else:
+            head = self.idl_type.prefix(*clear, envelope.size) + envelope.header
+            room = envelope.size - len(envelope.header)
+            taken = self._is_taken(libddsc.write_made(self.entity._ref, self._sertype, head, room, envelope.seal_into))
+        if taken:
+            envelope.written()
+        return taken
+
+    def _is_taken(self, code: int) -> bool:
+        if code == libddsc.RETCODE_TIMEOUT:
+            return False
+        if code < 0:
+            raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
+        return True
+
+    def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
+        """See :func:`.ddsc.matched_readers`."""
+        return libddsc.matched_readers(self.entity, known)
+
+    @property
+    def throttled_s(self) -> float:
+        """How long writes have waited for readers, all together."""
+        return libddsc.throttled_s(self.entity)
+
+    def wait_for_acks(self, timeout_s: float) -> bool:
+        """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""
+        self.awaited_since_s = time.monotonic()
+        try:
+            return libddsc.wait_for_acks(self.entity, timeout_s)
+        finally:
+            self.awaited_since_s = 0.0
+
+    def delete(self) -> None:
+        """Take it out of DDS; it must not be used any more."""
+        domains.delete(self.entity)
+        self.deleted()
+
+
+class Reader:
+    """A DDS reader of one topic."""
+
+    def __init__(self, topic: Topic, entity: Any, fast: bool) -> None:
+        self.topic = topic
+        self.entity = entity
+        self.idl_type = _TYPES[topic.idl_type]
+        self.condition = ReadCondition(entity, _ANY)
+        self._taker = libddsc.Taker(entity, 16) if fast else None
+        self.matched = 0  # writers that are matched, as of the last refresh
+        self.deleted: Callable[[], None] = _nothing
+
+    def refresh(self) -> bool:
+        """Look whether the matched writers changed. Only the receive thread calls this: looking resets the trigger."""
+        if not self.entity.take_status():
+            return False
+        self.matched = int(self.entity.get_subscription_matched_status().current_count)
+        return True
+
+    def sources(self) -> set[int]:
+        """Handles of the matched writers."""
+        return libddsc.matched_publications(self.entity)
+
+    def take(self, limit: int) -> list[tuple[Any, int]]:
+        """Up to ``limit`` samples, not yet looked at, and the handles of their writers.
+
+        A sample is raw bytes on the fast path and, on the other, a typed one or what is wrong with it; :meth:`typed`
+        makes them one.
+        """
+        if self._taker is not None:
+            return self._taker.take(limit)
+        taken: list[tuple[Any, int]] = []
+        for _ in range(limit):  # one by one: the binding parses here, and a bad sample takes its whole batch with it
+            try:
+                got = self.entity.take(1)
+            except idl_types.SampleError as error:
+                taken.append((error, 0))
+                continue
+            if not got:
+                break
+            taken += [(one, one.sample_info.publication_handle) for one in got if isinstance(one, self.idl_type)]
+        return taken
+
+    def octets(self, raw: Any) -> Any:
+        """The octets of a sample, without looking at its other fields. Raises SampleError."""
+        return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.typed(raw).data
+
+    def owns(self, data: memoryview) -> bool:
+        """Whether the octets of a sample of this reader's may be written over: nobody else has them."""
+        return len(data) > libddsc.JOINED_BYTES and self._taker is not None and libddsc.is_ours_alone(data)
+
+    def delete(self) -> None:
+        """Take it out of DDS; it must not be used any more."""
+        domains.delete(self.entity)
+        self.deleted()
+
+    def typed(self, raw: Any) -> Any:
+        """The sample as an object of its IDL type; None: it is not for now. Raises SampleError."""
+        if isinstance(raw, idl_types.SampleError):
+            raise raw
+        return self.idl_type.deserialize(raw) if isinstance(raw, memoryview) else raw
+
+
+def _nothing() -> None:
+    pass
+
+
+class Node:
+    """Entities of a job, on a participant that it may share. Not thread-safe: one thread makes and closes it."""
+
+    def __init__(self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None) -> None:
+        """Get a participant.
+
+        Args:
+            domain_id: 0 .. 232. partition: the job; participants of different partitions do not see each other's data.
+            network: checked and turned into the configuration of the domain.
+            fast: use the ctypes path; None: if its self-test passes.
+
+        Raises:
+            ConfigError: wrong interface or configuration. BusError: no participant could be made.
+        """
+        self.needs_crc = True  # over the payload of frames
+        self.lease_s = network.effective_lease_s
+        self.standing = Standing()
+        self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
+        malloc.keep_memory()
+        xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
+        self._lease = domains.acquire(domain_id, xml, partition)
+        self._partition = partition
+        self.participant = self._lease.entity
+        self.prefix = self._lease.prefix
+        self.fast = False
+        self.topics = domains.Topics(self.participant, self._new_topic)
+        self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
+        self._is_open = True
+        self._made_in = forks.generation
+        self.leaves_machine = leaves_machine(xml)
+        self.shared_memory = network.shared_memory
+        self.reach = Reach.of(domain_id, network)
+        try:
+            qos = Qos(Policy.Partition(partitions=[partition]))
+            self._publisher = self.keep(Publisher(self.participant, qos=qos))
+            self._subscriber = self.keep(Subscriber(self.participant, qos=qos))
+            self.fast_path_fault = None if fast is False else _self_test(self.participant)
+            self.fast = self.fast_path_fault is None if fast is None else fast
+        except DDSException as error:
+            self.close()
+            raise BusError(f"DDS in domain {domain_id} does not start: {error.msg or error.code}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def look_around(self) -> None:
+        """Take note of what discovery has found, and have others find this process. Called now and then, and when
+        matched endpoints change."""
+        self._lease.discovery.look()
+        self._lease.announcer.announce()
+        dds_log.tell()
+
+    def exclusion(self) -> Exclusion:
+        """See :func:`.domains.exclusion`."""
+        return domains.exclusion(self._lease)
+
+    def own_prefixes(self) -> set[bytes]:
+        """Of the participants of this process, which other buses may use."""
+        return domains.own_prefixes(self._lease.domain_id)
+
+    def claims(self) -> dict[bytes, Claim]:
+        """See :func:`.domains.claims`."""
+        return domains.claims(self._lease)
+
+    @property
+    def others(self) -> dict[bytes, str]:
+        """See :attr:`.discovery.Discovery.others`."""
+        return self._lease.discovery.others
+
+    def start(self, receiver: Any) -> None:
+        """What it has to say by itself, it says from now on, on the receive thread of its bus."""
+
+    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
+        """A writer. ``retained_samples``: how many of the newest a retained topic keeps for late readers.
+
+        Raises:
+            BusError: there is none, and nothing is left of what was made for it.
+        """
+        policies = [
+            Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
+            Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
+            Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
+        ]
+        if topic.retained:
+            policies.append(
+                Policy.DurabilityService(
+                    cleanup_delay=0,
+                    history=Policy.History.KeepLast(retained_samples),
+                    max_samples=-1,
+                    max_instances=-1,
+                    max_samples_per_instance=-1,
+                )
+            )
+        if topic.ignore_local:
+            policies.append(Policy.IgnoreLocal.Participant)
+        with domains.made_by_dds(f"a writer of topic {topic.name!r}"), contextlib.ExitStack() as undo:
+            dds_topic = self._enter(topic, undo)
+            entity = DataWriter(self._publisher, dds_topic, qos=Qos(*policies))
+            undo.callback(domains.delete, entity)
+            entity.set_status_mask(DDSStatus.PublicationMatched)
+            writer = self.make_writer(topic, entity, self.fast)
+            undo.pop_all()
+        writer.deleted = partial(self.topics.leave, topic.name)
+        return writer
+
+    def topic_reader(self, topic: Topic) -> Reader:
+        """A reader; DDS starts to fill it at once. Raises as :meth:`topic_writer`."""
+        reliable = Policy.Reliability.Reliable(duration(seconds=topic.block_s))
+        policies = [
+            reliable if topic.reliable else Policy.Reliability.BestEffort,
+            _reader_history(topic),
+            Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
+        ]
+        if topic.reader_samples:
+            policies.append(
+                Policy.ResourceLimits(max_samples=topic.reader_samples, max_instances=-1, max_samples_per_instance=-1)
+            )
+        if topic.ignore_local:
+            policies.append(Policy.IgnoreLocal.Participant)
+        with domains.made_by_dds(f"a reader of topic {topic.name!r}"), contextlib.ExitStack() as undo:
+            dds_topic = self._enter(topic, undo)
+            entity = DataReader(self._subscriber, dds_topic, qos=Qos(*policies))
+            undo.callback(domains.delete, entity)
+            entity.set_status_mask(DDSStatus.SubscriptionMatched)
+            reader = Reader(topic, entity, self.fast)
+            undo.pop_all()
+        reader.deleted = partial(self.topics.leave, topic.name)
+        return reader
+
+    def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
+        return (native_topics.CTopic if self.fast else DdsTopic)(participant, name, idl_type)
+
+    def _enter(self, topic: Topic, undo: contextlib.ExitStack) -> Any:
+        entity = self.topics.enter(topic.name, _TYPES[topic.idl_type])
+        undo.callback(self.topics.leave, topic.name)
+        return entity
+
+    def keep(self, entity: Any) -> Any:
+        """Have an entity deleted when this is closed, and before what was there already."""
+        self._made.append(entity)
+        return entity
+
+    def close(self) -> None:
+        """Delete everything. May take a moment; not for the event loop."""
+        if not self._is_open or self._made_in != forks.generation:
+            return
+        self._is_open = False
+        for entity in reversed(self._made):
+            domains.delete(entity)
+        self._made.clear()
+        self.topics.close()  # after their readers and writers
+        domains.release(self._lease, self._partition)
+
+
+class Waiter:
+    """Sleeps until an entity has something to say. ``wake`` may be called from any thread."""
+
+    WOKEN = 0  # the number that stands for a call of ``wake``
+
+    def __init__(self, node: Node) -> None:
+        """Raises BusError: DDS does not give what it takes."""
+        self._made_in = forks.generation
+        with domains.made_by_dds("a wait set"):
+            self._guard = node.keep(GuardCondition(node.participant))
+            self._entity = node.keep(WaitSet(node.participant))
+            self._waitset = libddsc.WaitSet(self._entity)
+            self._waitset.attach(self._guard, self.WOKEN)
+
+    def attach(self, entity: Any, number: int) -> None:
+        """Wait for an entity, too; ``number`` (1 or more) stands for it."""
+        self._waitset.attach(entity, number)
+
+    def detach(self, entity: Any) -> None:
+        """Wait for it no more."""
+        self._waitset.detach(entity)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Numbers of those that have something to say. The GIL is free while it waits."""
+        numbers = self._waitset.wait(timeout_s)
+        if self.WOKEN in numbers:
+            self._guard.take()
+        return numbers
+
+    def wake(self) -> None:
+        """Make the wait return. In a child by fork nobody waits."""
+        if self._made_in == forks.generation:
+            self._guard.set(True)
+
+
+_fast_path: list[str | None] = []  # the verdict of the self-test, once per process
+_self_test_lock = forks.new_lock()
+
+
+def _reader_history(topic: Topic) -> Any:
+    if topic.keep_last or topic.overwrites:
+        return Policy.History.KeepLast(1 if topic.keep_last else topic.reader_samples)
+    return Policy.History.KeepAll
+
+
+def _self_test(participant: Any) -> str | None:
+    with _self_test_lock:
+        if not _fast_path:
+            _fast_path.append(_run_self_test(participant))
+        return _fast_path[0]
+
+
+def _run_self_test(participant: Any) -> str | None:
+    """Through two endpoints of the participant itself, in a partition of their own. A participant made for the test and
+    taken down again would do what :mod:`.domains` tells of."""
+    partition = f"gradbus-self-test-{os.urandom(8).hex()}"  # processes in containers may all have the number 1
+    made: list[Any] = []
+    try:
+        for idl_type in _TYPES.values():
+            native_topics.describe(participant, idl_type)
+        qos = Qos(Policy.Partition(partitions=[partition]))
+        reliable = Qos(Policy.Reliability.Reliable(duration(seconds=0.1)), Policy.History.KeepAll)
+        dds_topic = native_topics.CTopic(participant, "train/self_test", _TYPES["Frame"])
+        made.append(dds_topic)
+        subscriber, publisher = Subscriber(participant, qos=qos), Publisher(participant, qos=qos)
+        made += [subscriber, publisher]
+        reader = DataReader(subscriber, dds_topic, qos=reliable)
+        writer = DataWriter(publisher, dds_topic, qos=reliable)
+        waitset = WaitSet(participant)
+        made.append(waitset)
+        waitset.attach(ReadCondition(reader, _ANY))
+        return libddsc.self_test(reader, writer, lambda: bool(waitset.wait(duration(seconds=1))))
+    except (OSError, DDSException) as error:
+        return str(error)
+    finally:
+        for entity in reversed(made):  # a subscriber or publisher takes what is below it along
+            domains.delete(entity)

@@ -1,0 +1,133 @@
+"""Topics of a job: DDS type, quality of service, and how samples become messages and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, ModelBlob, TrainCmd
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One DDS topic.
+
+    Attributes:
+        name: its DDS name, inside the partition of the job.
+        idl_type: name of the type in gradbus.idl.
+        retained: DDS keeps the newest for readers that come later (transient-local).
+        keep_last: only the newest sample counts; otherwise all are kept until taken.
+        reader_samples: samples that wait in the reader at most; then its writers wait. 0: no bound.
+        inbox: messages that wait in the process at most; then the reader fills up.
+        may_drop: with a full inbox, drop messages and count them instead. For data that is broadcast and can be asked
+            for again: one process that does not keep up must not hold up the others.
+        block_s: how long one DDS write may wait. Short where the event loop writes, longer where the thread does.
+        to_message: from the fields of a sample to a message.
+        overwrites: a full reader drops its oldest sample in place of making its writers wait. For what is said again
+            anyhow: a process whose interpreter is held for long takes nothing, and must not stop the others.
+        ignore_local: what a process writes does not come back to its own reader.
+        reliable: its readers ask for what they miss, and its writers wait for them.
+
+    Raises (to_message):
+        FrameError: the bytes are not a message of this topic.
+    """
+
+    name: str
+    idl_type: str
+    retained: bool
+    keep_last: bool
+    reader_samples: int
+    inbox: int
+    block_s: float
+    may_drop: bool
+    to_message: Callable[[Any], Message | frames.Frame]
+    ignore_local: bool = False
+    reliable: bool = True
+    overwrites: bool = False
+
+
+def _train_cmd(sample: Any) -> TrainCmd:
+    if sample.round_id < 1 or sample.epochs < 0 or sample.subset_size < 0 or not math.isfinite(sample.lr):
+        raise FrameError("command", f"TrainCmd out of range: {sample}")
+    return TrainCmd(sample.round_id, sample.subset_size, sample.epochs, sample.lr, sample.seed)
+
+
+def _client_update(sample: Any) -> ClientUpdate:
+    frame = frames.parse(sample.data)
+    key = frame.key
+    if key.kind is not frames.Kind.UPDATE or key.sender != sample.client_id or key.round_id != sample.round_id:
+        raise FrameError("mismatch", f"ClientUpdate of client {sample.client_id} holds a frame of {key}")
+    return ClientUpdate(sample.client_id, sample.round_id, sample.num_samples, frame)
+
+
+def _model_blob(sample: Any) -> ModelBlob:
+    frame = frames.parse(sample.data)
+    key = frame.key
+    if key.kind is not frames.Kind.MODEL or key.sender != frames.CONTROLLER or key.round_id != sample.round_id:
+        raise FrameError("mismatch", f"ModelBlob of round {sample.round_id} holds a frame of {key}")
+    return ModelBlob(sample.round_id, frame)
+
+
+def _control(sample: Any) -> Control:
+    frame = frames.parse(sample.data)
+    if frame.key.kind is not frames.Kind.CONTROL or frame.seq_cnt != 1:
+        raise FrameError("mismatch", f"control topic: frame of {frame.key} in {frame.seq_cnt} parts")
+    key = frame.key
+    return Control(key.sender, key.incarnation, control.decode(frame.data), key.transfer, key.name)
+
+
+class Overheard:
+    """What a bus subscribes to that only looks on: gives Control messages, some of which may be missing. Nobody waits
+    for such a reader, whatever becomes of its process."""
+
+
+TOPICS: dict[type[Any], Topic] = {
+    # A late or restarted client still reads the command of the open round: state, not event.
+    TrainCmd: Topic("train/train_cmd", "TrainCmd", True, True, 0, 64, 0.01, False, _train_cmd),
+    ClientUpdate: Topic("train/client_update", "ClientUpdate", False, False, 16, 16, 0.1, False, _client_update),
+    ModelBlob: Topic("train/model_blob", "ModelBlob", True, False, 16, 64, 0.1, True, _model_blob),
+    # Everybody hears everything, and everything is repeated: one that hangs must not stop the others' mouths.
+    Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, overwrites=True),
+}
+READABLE: dict[type[Any], Topic] = TOPICS | {
+    Overheard: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, reliable=False),
+}
+"""What a bus may subscribe to: each topic, and a second way to read one of them."""
+
+
+def _collective(sample: Any) -> frames.Frame:
+    frame = frames.parse(sample.data)
+    if frame.key.kind is not frames.Kind.COLLECTIVE:
+        raise FrameError("mismatch", f"collective topic: frame of {frame.key}")
+    return frame
+
+
+def collective_topic(name: str) -> Topic:
+    """Topic of the frames of one group of ranks: ``train/frame/<group>`` for what goes to all of them, and
+    ``train/frame/<group>/<rank>`` for what goes to one. Its reader is emptied at once, on the receive thread, so the
+    bound on its samples holds up writers only while that thread has no turn.
+
+    The newest frames are retained, not for newcomers, who know that these are not for them, but for readers that DDS
+    loses and finds again: after a stop that was longer than a lease, or after a goodbye that somebody else has sent in
+    their name. What was written meanwhile would be lost, and a collective would wait for it until its deadline.
+    """
+    return Topic(f"train/frame/{name}", "Frame", True, False, 512, 0, 0.01, False, _collective, ignore_local=True)
+
+
+def _store(sample: Any) -> frames.Frame:
+    frame = frames.parse(sample.data)
+    if frame.key.kind is not frames.Kind.CONTROL or frame.seq_cnt != 1:
+        raise FrameError("mismatch", f"store topic: frame of {frame.key} in {frame.seq_cnt} parts")
+    return frame
+
+
+def store_topic(inbox: int = 0) -> Topic:
+    """Topic of a store of keys and values: ``train/store`` for what goes to the rank that holds the table, and
+    ``train/store/<incarnation>``, in 16 hexadecimal digits, for its answers to one process. Whoever waits for an answer
+    asks again, so a writer that is held up for ``block_s`` gives up."""
+    name = f"train/store/{inbox:016x}" if inbox else "train/store"
+    return Topic(name, "Frame", False, False, 512, 0, 0.01, False, _store)

@@ -1,0 +1,1 @@
+"""Keys of nodes: the allow list, admission, key epochs."""

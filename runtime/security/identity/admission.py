@@ -1,0 +1,449 @@
+"""The controller's side of joining: who is let in, and which keys it has with whom.
+
+Pure: bytes come in and go out, and the time is told. What costs little is checked first, and whoever cannot sign with a
+key that is on the list leaves nothing behind here but a count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.encryption import Envelope
+from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.identity import handshake, key_epoch
+from gradbus.runtime.security.identity.admitted_nodes import MAX_OWN_RANKS, Joined, member_id, most_processes
+from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
+from gradbus.runtime.security.identity.audit import Events
+from gradbus.runtime.security.identity.broadcast_signature import Speaker
+from gradbus.runtime.security.identity.duplicate_controllers import RivalControllers
+from gradbus.runtime.security.identity.join_messages import (
+    JOIN_TOPIC,
+    MAGIC,
+    Beacon,
+    Confirm,
+    Hello,
+    Refusal,
+    Signed,
+    parse,
+)
+from gradbus.runtime.security.identity.key import NodeKey, public_text
+from gradbus.runtime.security.identity.pending_handshakes import (
+    MAX_PENDING_EACH,
+    PENDING_S,
+    Pending,
+    WaitingRoom,
+    with_tag,
+)
+from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.identity.rotation import Rotation
+from gradbus.runtime.security.identity.shared_keys import IncomingStreams, OutgoingStreams, SharedKey, opened_header
+from gradbus.runtime.security.identity.stamp import Stamps
+from gradbus.runtime.security.token_bucket import Budget
+from gradbus.runtime.wire.messages import new_incarnation
+
+SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
+LEADS_S = 10.0  # after so long with members the job is this controller's, whoever began before it
+CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures of nodes on the list: 0.15 ms each
+# Of these each key has a share of its own, for each process that may have it: a node that has turned, or recordings of
+# its messages, cannot take what is for the others.
+SHARE_PER_S, SHARE_AT_ONCE = 4, 16
+OTHERS_PER_S, OTHERS_AT_ONCE = 50, 100  # signatures of all who are not on the list
+RIVALS_PER_S, RIVALS_AT_ONCE = 20, 50  # signatures of other controllers with this key
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
+
+
+class Door:
+    """Of one start of a controller. Only the receive thread uses it, but for :meth:`seal`.
+
+    Attributes:
+        session: this start, random. refusal: why this controller must not go on; empty: it may.
+        dropped: what was not taken, by reason.
+        ranks: of a job of ranks, the keys that this process itself seals with; None: a federated run.
+        on_removed: gets the sessions of processes that must not take part any more.
+        participant: what the GUIDs of this process's DDS participant begin with.
+    """
+
+    def __init__(
+        self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0,
+        ranks: RankKeys | None = None,
+    ) -> None:  # fmt: skip
+        """``label``: host and process, for a second controller of the job."""
+        self.job = job
+        self.key = key
+        self.session = secrets.token_bytes(envelope.SESSION_BYTES)
+        self.start = new_incarnation()
+        self.participant = bytes(key_epoch.PARTICIPANT_BYTES)
+        self.refusal = ""
+        self.dropped: Counter[str] = Counter()
+        self.events = Events()
+        self.speaker = Speaker(job, key, self.session)
+        self.allowed = allowed
+        self.retained: Callable[[str], int] = lambda topic: 0  # how many of its newest envelopes DDS keeps
+        self._label = label
+        self._members: dict[str, Joined] = {}
+        self._by_key: dict[bytes, tuple[Joined, IncomingStreams]] = {}
+        self._waiting = WaitingRoom()
+        self._stamps = Stamps(job, key)
+        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._shares: dict[bytes, Budget] = {}  # by public key
+        self._others = Budget(OTHERS_PER_S, OTHERS_AT_ONCE)
+        self._from_rivals = Budget(RIVALS_PER_S, RIVALS_AT_ONCE)
+        self._refusals = {known: Budget(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
+        self._leads_since_s = now_s
+        self._rivals = RivalControllers(job, key, self.session, self.start, self._stamps)
+        self.rotation = Rotation(job, self.session, now_s)
+        self.ranks = ranks
+        self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
+        self.on_refused: Callable[[], None] = lambda: None
+        self._removed: deque[bytes] = deque(maxlen=key_epoch.MAX_REMOVED)
+        # Processes on the controller's own machine may share its key; all but one of them join it like any others.
+        self._own = Entry(key.name, "worker", key.public, ((0, MAX_OWN_RANKS - 1),))
+        if ranks is not None:
+            ranks.take(self.group.key, self.session, now_s)
+
+    @property
+    def members(self) -> dict[str, Joined]:
+        """Who has been let in, by name."""
+        return self._members
+
+    @property
+    def participants(self) -> set[bytes]:
+        """Of the members, as they say themselves. Any thread may ask."""
+        return {member.participant for member in list(self._members.values()) if member.participant}
+
+    @property
+    def group(self) -> OutgoingStreams:
+        """What is said to all is sealed with this."""
+        return self.rotation.current
+
+    @cached_property
+    def beacon(self) -> bytes:
+        """What this controller says for all to hear."""
+        return handshake.signed(self.job, self.key, Beacon(self.session, self.start, self.key.public))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is waiting for an answer."""
+        return bool(self._waiting) or self.rotation.is_running or self._rivals.is_busy
+
+    # What is sealed
+
+    def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> Envelope | None:
+        """An envelope for all members, or for the one that client ``to`` belongs to; None: there is no such one. Not
+        for ranks: what they seal with counts for itself, and no two may count under one key."""
+        if self.ranks is not None:
+            raise RuntimeError("a job of ranks seals with Seal alone: a nonce would be used twice")
+        if to is None:
+            if topic != key_epoch.MODELS:
+                parts = self.speaker.signed(topic, parts)
+            return self.group.envelope(topic, parts)
+        member = self._members.get(self.allowed.owner_of(to) or "")
+        return None if member is None else member.outgoing.envelope(topic, parts)
+
+    def open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Entry] | None:
+        """What a member has sealed, and who it is. None: it is of this controller itself.
+
+        Raises:
+            FrameError: see :meth:`.IncomingStreams.open`, and ``other level``, ``no key``.
+        """
+        opened = self._open(topic, data, now_s)
+        return None if opened is None else (opened[0], opened[1].entry)
+
+    def _open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Joined] | None:
+        header, view = opened_header(data)
+        if header.session == self.session:
+            return None
+        member, streams = self._streams(header, now_s)
+        plain = streams.open(topic, header, view)
+        member.heard_s = now_s
+        return plain, member
+
+    def _streams(self, header: Header, now_s: float) -> tuple[Joined, IncomingStreams]:
+        if header.level == envelope.PSK:
+            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
+        known = self._by_key.get(header.key_id)
+        if known is None or (known[1] is known[0].former and now_s > known[0].former_until_s):
+            raise FrameError(
+                "no key", "an envelope of a process that has not joined, or was made before it had to anew"
+            )
+        return known
+
+    # Who comes
+
+    def hear(self, data: memoryview, now_s: float) -> list[bytes]:
+        """A message of the topic of joining. What to answer.
+
+        Raises:
+            FrameError: it was not taken, with a ``reason`` to count it by.
+        """
+        if data[:4] != MAGIC:
+            opened = self._open(JOIN_TOPIC, data, now_s)
+            word = None if opened is None else key_epoch.parse(opened[0])
+            if opened is not None and isinstance(word, key_epoch.Have):
+                self.rotation.has(opened[1].id, word.epoch)
+                opened[1].participant = word.participant
+            return self.tick(now_s)
+        if self.refusal:
+            return []
+        signed = parse(data)
+        match signed.message:
+            case Hello(controller=self.session) as hello if self._may_answer(hello, now_s):
+                return self._hear_hello(signed, hello, now_s)
+            case Confirm(controller=self.session) as confirm if not self._rivals.holds_up(now_s):
+                return self._hear_confirm(signed, confirm, now_s)
+            case Refusal(to=self.session) as refusal if self._may_go(now_s) and self._rivals.is_answer(refusal):
+                self._stamps.check(signed, self.key.public)
+                self._check(signed, self.key.public, self._from_rivals, now_s)
+                self.refusal = refusal.why
+                self._rivals.stop()
+                self.on_refused()
+            case Beacon(public=self.key.public) as beacon if self._may_go(now_s) and self._rivals.is_news(
+                beacon, now_s
+            ):
+                self._check(signed, self.key.public, self._from_rivals, now_s)
+                return [self._rivals.ask(beacon, now_s)]
+            case _:
+                pass  # for others
+        return []
+
+    def _check(self, signed: Signed, public: bytes, budget: Budget, now_s: float) -> None:
+        self._take(budget, now_s)
+        handshake.check(self.job, signed, public)
+
+    def _take(self, budget: Budget, now_s: float) -> None:
+        if not budget.take(now_s):
+            raise FrameError("busy", "more signatures came than are checked in a second")
+
+    def _share_of(self, public: bytes) -> Budget:
+        """Of a key that is on the list, or this controller's own."""
+        share = self._shares.get(public)
+        if share is None:
+            entry = self._own if public == self.key.public else self.allowed.of_key(public)
+            count = 1 if entry is None else most_processes(entry)
+            share = self._shares[public] = Budget(SHARE_PER_S * count, SHARE_AT_ONCE * count)
+        return share
+
+    def _check_hello(self, signed: Signed, hello: Hello, now_s: float) -> None:
+        """Whether it is from the holder of the key in it. Who is on the list shows that first with a stamp, which costs
+        little: so only its own Hellos, and recordings of them, take something of its share.
+
+        Raises:
+            FrameError: ``stamp``, ``signature``: it is not. ``busy``: that was not checked.
+        """
+        is_known = hello.public == self.key.public or self.allowed.has_key(hello.public)
+        if (
+            not is_known or hello.pinned != self.key.public
+        ):  # who expects another controller makes no stamp for this one
+            self._check(signed, hello.public, self._others, now_s)
+            return
+        self._stamps.check(signed, hello.public)
+        self._take(self._share_of(hello.public), now_s)
+        self._check(signed, hello.public, self._checks, now_s)
+
+    def _may_go(self, now_s: float) -> bool:
+        """Whether an earlier start that lives has the job. Not when this one has led it for a while: an earlier one
+        that wakes up then has stood still, and its members are here."""
+        return not self._members or now_s - self._leads_since_s < LEADS_S
+
+    def _may_answer(self, hello: Hello, now_s: float) -> bool:
+        """Other controllers get their answer. Nobody else may be led away from one that lives: he says it again."""
+        return ROLES[hello.role] == "controller" or not self._rivals.holds_up(now_s)
+
+    def _hear_hello(self, signed: Signed, hello: Hello, now_s: float) -> list[bytes]:
+        known = self._members.get(member_id(ROLES[hello.role], hello.name, hello.session))
+        newest = max(
+            known.attempt if known is not None and known.session == hello.session else 0,
+            self._waiting.attempt(hello.name, hello.session),
+        )
+        if hello.attempt <= newest:
+            raise FrameError("replay", f"a hello of {hello.name} that was heard before")
+        self._check_hello(signed, hello, now_s)
+        entry = self._entry_of(hello)
+        why = self._why_not(hello, entry, known, now_s)
+        if entry is None or why:
+            return self._refuse(signed, hello, why, now_s)
+        nonce = secrets.token_bytes(handshake.NONCE_BYTES)
+        welcome, shared = handshake.answer(
+            self.job, self.key, signed, session=self.session, start=self.start, epoch=self.group.key.epoch, nonce=nonce
+        )
+        pending = Pending(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S)
+        self._waiting.add(pending, max(MAX_PENDING_EACH, most_processes(entry)))
+        return [self._stamps.stamped(welcome, hello.public, signed)]
+
+    def _entry_of(self, hello: Hello) -> Entry | None:
+        is_own = self.ranks is not None and ROLES[hello.role] == "worker" and hello.public == self.key.public
+        return self._own if is_own else self.allowed.get(hello.name)
+
+    def _why_not(self, hello: Hello, entry: Entry | None, known: Joined | None, now_s: float) -> str:
+        """Why this node is not let in; empty: it is."""
+        role = ROLES[hello.role]
+        if role == "controller" and hello.public == self.key.public:
+            return f"the job is held by the controller {self._label}"
+        if entry is None:
+            return f"{hello.name} is not on the allow list of the controller"
+        if entry.public != hello.public:
+            return f"the allow list of the controller has another key of {hello.name}, id {entry.public[:4].hex()}"
+        if entry.role != role or role == "controller":
+            return f"{hello.name} is on the allow list as {entry.role}, and wants to join as {role}"
+        if role == ("worker" if self.ranks is None else "client"):
+            jobs = ("a federated run, which has no ranks", "a job of ranks, which has no clients")
+            return f"{hello.name} wants to join as {role}, and this is {jobs[self.ranks is not None]}"
+        if hello.pinned != self.key.public:
+            return f"{hello.name} expects another key of the controller, here it is {public_text(self.key.public)}"
+        if (
+            known is not None and known.session != hello.session and hello.start <= known.start
+            and now_s - known.heard_s < SILENT_S
+        ):  # fmt: skip
+            return f"{hello.name} has joined with a process that was started later: one process, one key"
+        return ""
+
+    def _refuse(self, signed: Signed, hello: Hello, why: str, now_s: float) -> list[bytes]:
+        self.dropped["refused"] += 1
+        known = hello.public == self.key.public or self.allowed.has_key(hello.public)
+        self.events.refused_again(hello.name, why, known=known, now_s=now_s)
+        if not self._refusals[known].take(now_s):
+            return []
+        return [self._refusal_to(signed, why)]
+
+    def _refusal_to(self, asked: Signed, why: str) -> bytes:
+        hello = asked.message
+        assert isinstance(hello, Hello)
+        refusal = Refusal(hello.session, self.session, hashlib.sha256(asked.whole).digest(), why)
+        return self._stamps.stamped(handshake.signed(self.job, self.key, refusal), hello.public)
+
+    def _hear_confirm(self, signed: Signed, confirm: Confirm, now_s: float) -> list[bytes]:
+        waiting = self._waiting.of(confirm.session)
+        if not waiting:
+            raise FrameError("replay", "a confirm that nobody waits for")
+        pending = with_tag(waiting, confirm.tag)  # before anything that costs: forgeries have no tag
+        if pending is None:
+            raise FrameError("signature", "a confirm that was made without the keys of its exchange")
+        # Those that others make with the tag, as it can be read, take of the share of this node alone.
+        if pending.was_checked:
+            self._take(self._share_of(pending.hello.public), now_s)
+        pending.was_checked = True
+        handshake.check_confirm(self.job, signed, pending.signed, pending.secrets, pending.welcome_signature)
+        self._waiting.take(pending)
+        return self._admit(pending, now_s)
+
+    def _admit(self, pending: Pending, now_s: float) -> list[bytes]:
+        hello = pending.hello
+        name, role = pending.entry.name, pending.entry.role
+        up = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.up)
+        down = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.down)
+        member = Joined(
+            pending.entry, pending.signed, hello.session, hello.start, hello.attempt,
+            IncomingStreams(up, hello.session), OutgoingStreams(down, self.session), now_s,
+        )  # fmt: skip
+        known = self._members.get(member.id)
+        if not self._members:
+            self._leads_since_s = now_s
+        said = []
+        if known is not None:
+            self._forget_keys(known)
+            if known.session == hello.session:  # the same process, with new keys
+                member.former, member.former_until_s = known.incoming, now_s + key_epoch.GRACE_S
+                self._by_key[known.incoming.key.key_id] = member, known.incoming
+            else:  # if that one still runs, it would go on in vain: it can hear what is for all
+                said.append(self._refusal_of(known, f"{name} has joined with another process: one process, one key"))
+        self._by_key[up.key_id] = member, member.incoming
+        self._members[member.id] = member
+        if known is None or known.session != hello.session:
+            self.events.joined(name, role)
+        if role == "worker" and known is None:
+            said += self._make_room(pending.entry)
+        return said + [self._hand(member, streams) for streams in self.rotation.keys_for(member.id)]
+
+    def _make_room(self, entry: Entry) -> list[bytes]:
+        """Forget the earliest process of a node that has more than it needs: as a rule that is dead."""
+        same = [member for member in self._members.values() if member.entry.name == entry.name]
+        if len(same) <= most_processes(entry):
+            return []
+        oldest = min(same, key=lambda member: member.start)
+        del self._members[oldest.id]
+        self._forget_keys(oldest)
+        return [self._refusal_of(oldest, f"{entry.name} has joined with more processes than it has ranks")]
+
+    def _refusal_of(self, member: Joined, why: str) -> bytes:
+        """To one that had been let in, and is a member no more."""
+        return self._refusal_to(member.hello, why)
+
+    def _forget_keys(self, member: Joined) -> None:
+        for streams in (member.incoming, member.former):
+            if streams is not None:
+                self._by_key.pop(streams.key.key_id, None)
+
+    def _hand(self, member: Joined, group: OutgoingStreams) -> bytes:
+        """The key of an epoch, for one member."""
+        if self.ranks is not None:
+            ids = member.entry.ids
+            to_ranks = key_epoch.HandedToRanks(group.key.epoch, group.key.secret, ids, tuple(self._removed))
+            return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(to_ranks),))
+        floors = [max(0, group.last(topic) - self.retained(topic)) for topic in key_epoch.TOPICS]
+        said = (max(0, self.speaker.last_of.get(key_epoch.COMMANDS, 0) - 1), self.speaker.last)
+        word = key_epoch.Handed(
+            group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said, self.participant
+        )  # fmt: skip
+        return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(word),))
+
+    # What changes
+
+    def allow(self, allowed: AllowList, now_s: float) -> list[bytes]:
+        """There is another list. Who is not on it any more, as what it was, is told so, and a new epoch begins."""
+        self.allowed = allowed
+        self._shares.clear()
+        gone = [member for member in self._members.values() if not self._is_allowed(member.entry)]
+        self._waiting.keep(lambda one: self._is_allowed(one.entry))
+        said = []
+        for member in gone:
+            del self._members[member.id]
+            self._forget_keys(member)
+            why = f"{member.entry.name} has been taken off the allow list of the controller, or is another there"
+            self.events.refused(member.entry.name, why)
+            said.append(self._refusal_of(member, why))
+        if gone:
+            # A node chooses its session itself, and could choose that of another, so as to have it removed.
+            removed = (
+                {member.session for member in gone}
+                - {member.session for member in self._members.values()}
+                - {self.session}
+            )
+            self._removed += removed
+            self.on_removed(removed)
+            names = dict.fromkeys(member.entry.name for member in gone)
+            self.rotation.begin(set(self._members), now_s, f"{', '.join(names)} removed")
+        return said + self.tick(now_s)
+
+    def _is_allowed(self, entry: Entry) -> bool:
+        return entry is self._own or self.allowed.get(entry.name) == entry
+
+    def tick(self, now_s: float) -> list[bytes]:
+        """Do what it is time for. What to say."""
+        said = self._rivals.tick(now_s)
+        self._waiting.keep(lambda one: now_s <= one.until_s)
+        for member in self._members.values():
+            if member.former is not None and now_s > member.former_until_s:
+                self._by_key.pop(member.former.key.key_id, None)
+                member.former = None
+        due = self.rotation.tick(set(self._members), now_s)
+        if self.ranks is not None:
+            self._keep_up(self.ranks, now_s)
+        if self.rotation.switched:
+            self.events.rotated(*self.rotation.switched)
+            self.rotation.switched = None
+        return said + [self._hand(self._members[name], streams) for name, streams in due if name in self._members]
+
+    def _keep_up(self, ranks: RankKeys, now_s: float) -> None:
+        """What the others are handed, and when it is used, counts here as well."""
+        for streams in (self.group, self.rotation.next):
+            if streams is not None:
+                ranks.take(streams.key, self.session, now_s)
+        ranks.use(self.group.key)
+        ranks.tick(now_s)

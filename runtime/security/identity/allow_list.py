@@ -1,0 +1,280 @@
+"""Who may take part: the controller's list of names, what each may be, and their public keys.
+
+A text file, one node a line: ``NAME ROLE ed25519:KEY``, and the ids that a client, or the ranks that a worker may use,
+``0`` or ``0-3,7``.
+What stands behind ``#`` is for people. The list is no secret, but who can write it decides who is let in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import itertools
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_args
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.security.identity.key import check_name, parse_public, public_text
+from gradbus.runtime.security.job_key import read_beginning
+
+Role = Literal["client", "controller", "worker", "observer"]
+ROLES: tuple[Role, ...] = get_args(Role)
+WITH_IDS: tuple[Role, ...] = ("client", "worker")
+MAX_LIST_BYTES = 1 << 20
+MAX_ENTRIES = 4096
+MAX_RANGES = 64
+LOCK_S = 10.0  # the longest wait for another process that changes the list
+LOOK_S = 0.02
+MAX_CLIENT_ID = 0x7FFF_FFFE
+_RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
+
+Ids = tuple[tuple[int, int], ...]  # from .. to, both included
+
+
+def parse_role(text: str, where: str) -> Role:
+    """A role. Raises ConfigError."""
+    for role in ROLES:
+        if role == text:
+            return role
+    raise ConfigError(f"{where}: role {text[:20]!r}: expected one of {', '.join(ROLES)}")
+
+
+def parse_ids(text: str, where: str) -> Ids:
+    """Client ids, or ranks, such as ``0-3,7``. Raises ConfigError."""
+    found: list[tuple[int, int]] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last <= MAX_CLIENT_ID:
+            raise ConfigError(f"{where}: ids {text[:40]!r}: expected numbers and ranges like 0-3,7, up to 2^31 - 2")
+        found.append((first, last))
+    if len(found) > MAX_RANGES:
+        raise ConfigError(f"{where}: {len(found)} ranges of ids, at most {MAX_RANGES}")
+    return tuple(sorted(found))
+
+
+def ids_text(ids: Ids) -> str:
+    """As the list has them."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ids)
+
+
+def is_within(number: int, ids: Ids) -> bool:
+    """Whether it is one of these."""
+    return any(first <= number <= last for first, last in ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One node.
+
+    Attributes:
+        public: its key, 32 bytes.
+        ids: of clients that it may speak for, or ranks that it may be; empty for other roles.
+    """
+
+    name: str
+    role: Role
+    public: bytes
+    ids: Ids = ()
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.role not in ROLES:
+            raise ConfigError(f"role {self.role!r} of {self.name}: expected one of {', '.join(ROLES)}")
+        if (self.role in WITH_IDS) != bool(self.ids):
+            what = "ranks" if self.role == "worker" else "ids"
+            expected = (
+                f"the {what} that it may use, for example 0 or 0-3" if not self.ids
+                else "no ids: clients and workers have some"
+            )  # fmt: skip
+            raise ConfigError(f"{self.role} {self.name}: expected {expected}")
+
+    @property
+    def text(self) -> str:
+        """Its line."""
+        return " ".join((self.name, self.role, public_text(self.public), ids_text(self.ids))).rstrip()
+
+    def may_be(self, client_id: int) -> bool:
+        """Whether it may speak for this client, or be this rank."""
+        return is_within(client_id, self.ids)
+
+
+class AllowList:
+    """The nodes that may take part. Names and keys are there once, and a client id or a rank belongs to one node."""
+
+    def __init__(self, entries: tuple[Entry, ...] = (), where: str = "allow list") -> None:
+        """Raises ConfigError: they contradict each other."""
+        self.entries = entries
+        if len(entries) > MAX_ENTRIES:
+            raise ConfigError(f"{where}: {len(entries)} nodes, at most {MAX_ENTRIES}")
+        self._by_name = {entry.name: entry for entry in entries}
+        self._keys = {entry.public: entry for entry in entries}
+        if len(self._by_name) < len(entries) or len(self._keys) < len(entries):
+            seen: set[str | bytes] = set()
+            for entry in entries:
+                if entry.name in seen or entry.public in seen:
+                    raise ConfigError(
+                        f"{where}: the name or the key of {entry.name} is there twice: one node, one line"
+                    )
+                seen |= {entry.name, entry.public}
+        for role, what in (("client", "use client id"), ("worker", "be rank")):
+            ranges = self._ranges_of(role)
+            for (_, last, one), (first, _, other) in itertools.pairwise(ranges):
+                if first <= last:
+                    raise ConfigError(f"{where}: {one} and {other} may both {what} {first}: give each its own")
+
+    def _ranges_of(self, role: str) -> list[tuple[int, int, str]]:
+        return sorted(
+            (first, last, entry.name) for entry in self.entries if entry.role == role for first, last in entry.ids
+        )
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int, str]]:
+        return self._ranges_of("client")
+
+    def get(self, name: str) -> Entry | None:
+        """The node of this name."""
+        return self._by_name.get(name)
+
+    def has_key(self, public: bytes) -> bool:
+        """Whether some node has this key."""
+        return public in self._keys
+
+    def of_key(self, public: bytes) -> Entry | None:
+        """The node that has this key."""
+        return self._keys.get(public)
+
+    def owner_of(self, client_id: int) -> str | None:
+        """The name of the node that may speak for a client."""
+        at = bisect.bisect_right(self._ranges, (client_id, MAX_CLIENT_ID + 1, "")) - 1
+        if at < 0 or not self._ranges[at][0] <= client_id <= self._ranges[at][1]:
+            return None
+        return self._ranges[at][2]
+
+    @property
+    def text(self) -> str:
+        """The whole file."""
+        return "# NAME ROLE KEY IDS, see 'gradbus keys allow --help'\n" + "".join(f"{e.text}\n" for e in self.entries)
+
+
+def parse_allow_list(text: str, where: str) -> AllowList:
+    """The list in a text. Raises ConfigError, with the number of the line."""
+    entries: list[Entry] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        here = f"{where}, line {number}"
+        if not 3 <= len(words) <= 4:
+            raise ConfigError(
+                f"{here}: expected NAME ROLE KEY and, for clients and workers, IDS; got {len(words)} words"
+            )
+        if len(entries) >= MAX_ENTRIES:
+            raise ConfigError(f"{here}: more than {MAX_ENTRIES} nodes")
+        role = parse_role(words[1], here)
+        ids = parse_ids(words[3], here) if len(words) == 4 else ()
+        try:
+            entries.append(Entry(words[0], role, parse_public(words[2], here), ids))
+        except ConfigError as error:
+            raise ConfigError(f"{here}: {str(error).removeprefix(here + ': ')}") from None
+    return AllowList(tuple(entries), where)
+
+
+def load_allow_list(path: Path) -> AllowList:
+    """The list in a file that nobody but its owner, who is this user or root, can write.
+
+    Raises:
+        ConfigError: it cannot be read, others can write it, or it is no list.
+    """
+    try:
+        mode, data = read_beginning(path, MAX_LIST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"allow list {path} cannot be read: {error.strerror}. 'gradbus keys allow' makes one"
+        ) from None
+    if not stat.S_ISREG(mode.st_mode) or len(data) > MAX_LIST_BYTES:
+        raise ConfigError(f"allow list {path}: expected a regular file of at most {MAX_LIST_BYTES} bytes")
+    if mode.st_mode & 0o022 or mode.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"allow list {path} can be changed by others: mode {stat.S_IMODE(mode.st_mode):04o}, user {mode.st_uid}. "
+            f"Who can write it decides who is let in: chmod go-w {path}, and look at what it says"
+        )
+    try:
+        text = data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"allow list {path} is no text file of ASCII characters") from None
+    return parse_allow_list(text, f"allow list {path}")
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Reading, changing and writing a list are one step: of two who do so at once, one waits for the other.
+
+    Raises:
+        ConfigError: another one takes longer than :data:`LOCK_S`, or there cannot be a file for it beside the list.
+    """
+    lock = path.with_name(f".{path.name}.lock")  # stays there: the list itself is replaced
+    try:
+        handle = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise ConfigError(f"allow list {path} cannot be changed: {lock}: {error.strerror}") from None
+    try:
+        until_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise ConfigError(
+                        f"allow list {path} is being changed by another process, for more than {LOCK_S:g} s"
+                    ) from None
+                time.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(handle)  # and so the lock is given back
+
+
+def write_allow_list(path: Path, allowed: AllowList) -> None:
+    """Replace the file: whoever reads it finds the old list or the new one. Raises ConfigError: that failed."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(handle, "w", encoding="ascii") as file:
+                file.write(allowed.text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise ConfigError(f"allow list {path} cannot be written: {error.strerror}") from None
+
+
+def with_entry(allowed: AllowList, entry: Entry) -> AllowList:
+    """The list with one node more. Raises ConfigError: its name, key or ids are taken."""
+    known = allowed.get(entry.name)
+    if known is not None:
+        raise ConfigError(
+            f"{entry.name} is on the list already, with key {public_text(known.public)}. For another one: gradbus keys "
+            f"remove {entry.name}, then allow it again"
+        )
+    return AllowList((*allowed.entries, entry))
+
+
+def without(allowed: AllowList, name: str) -> AllowList:
+    """The list without a node. Raises ConfigError: it is not on it."""
+    if allowed.get(name) is None:
+        known = ", ".join(entry.name for entry in allowed.entries[:20]) or "nobody"
+        raise ConfigError(f"{name!r} is not on the list, which has: {known}")
+    return AllowList(tuple(entry for entry in allowed.entries if entry.name != name))

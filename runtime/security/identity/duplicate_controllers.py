@@ -1,0 +1,103 @@
+"""Other controllers of the job, with the same key: one that began earlier is asked whether it lives.
+
+It may be a recording, which does not answer. Pure; the time is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+from gradbus.runtime.security.identity import handshake
+from gradbus.runtime.security.identity.allow_list import ROLES
+from gradbus.runtime.security.identity.join_messages import Beacon, Hello, Refusal
+from gradbus.runtime.security.identity.key import NodeKey
+from gradbus.runtime.security.identity.stamp import Stamps
+
+PROBES, PROBE_S = 20, 0.1  # so often, and so fast, one is asked
+AGAIN_S = 30.0  # one that did not answer, and still says that it is there, is asked again: it may have been busy
+MAX_RIVALS = 16
+HOLD_S = 3.0  # so long nobody is let in because of them: who has many recordings could keep this one asking
+
+
+@dataclass(slots=True, eq=False)
+class _Probe:
+    """What another controller was asked."""
+
+    start: int
+    data: bytes
+    digest: bytes
+    said_s: float
+    left: int = PROBES
+
+
+class RivalControllers:
+    """Of one start of a controller."""
+
+    def __init__(self, job: str, key: NodeKey, session: bytes, start: int, stamps: Stamps) -> None:
+        """``stamps``: of this controller."""
+        self._job = job
+        self._stamps = stamps
+        self._key = key
+        self._session = session
+        self._start = start
+        self._probes: dict[bytes, _Probe] = {}  # by session of the other one
+        self._asked_s: float | None = None  # for the first time
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is being asked."""
+        return any(probe.left for probe in self._probes.values())
+
+    def holds_up(self, now_s: float) -> bool:
+        """Whether nobody is to be let in before one of them has had time to answer."""
+        return self._asked_s is not None and now_s - self._asked_s < HOLD_S and self.is_busy
+
+    def is_news(self, beacon: Beacon, now_s: float) -> bool:
+        """Whether this one is to be asked, if its signature is right."""
+        if beacon.start >= self._start:
+            return False
+        known = self._probes.get(beacon.session)
+        if known is not None:
+            return not known.left and now_s - known.said_s > AGAIN_S
+        return len(self._probes) < MAX_RIVALS or self._least[0] < (True, beacon.start)
+
+    @property
+    def _least(self) -> tuple[tuple[bool, int], bytes]:
+        """Who makes room first: one that has not answered, then the earliest start, which is the oldest recording."""
+        return min(((bool(probe.left), probe.start), session) for session, probe in self._probes.items())
+
+    def ask(self, beacon: Beacon, now_s: float) -> bytes:
+        """What to say to it."""
+        if beacon.session not in self._probes and len(self._probes) >= MAX_RIVALS:
+            del self._probes[self._least[1]]
+        if self._asked_s is None:
+            self._asked_s = now_s
+        public = self._key.public
+        hello = Hello(
+            self._session, beacon.session, self._start, 1, secrets.token_bytes(32), bytes(32), public,
+            public, ROLES.index("controller"), self._key.name,
+        )  # fmt: skip
+        whole = handshake.signed(self._job, self._key, hello)
+        data = self._stamps.stamped(whole, public)
+        self._probes[beacon.session] = _Probe(beacon.start, data, hashlib.sha256(whole).digest(), now_s)
+        return data
+
+    def is_answer(self, refusal: Refusal) -> bool:
+        """Whether it answers what was asked here."""
+        probe = self._probes.get(refusal.session)
+        return probe is not None and probe.digest == refusal.hello
+
+    def stop(self) -> None:
+        """One has answered: there is nothing to ask any more."""
+        self._probes.clear()
+
+    def tick(self, now_s: float) -> list[bytes]:
+        """What to say again."""
+        said = []
+        for probe in self._probes.values():
+            if probe.left and now_s - probe.said_s >= PROBE_S:
+                probe.said_s, probe.left = now_s, probe.left - 1
+                said.append(probe.data)
+        return said

@@ -1,0 +1,330 @@
+"""A node's side of joining: it looks for the controller whose key it knows, and holds what it was given.
+
+Pure: bytes come in and go out, and the time is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.encryption import Envelope
+from gradbus.runtime.security.identity import handshake, key_epoch
+from gradbus.runtime.security.identity.allow_list import ROLES, Ids, Role
+from gradbus.runtime.security.identity.beacons import Beacons, Heard
+from gradbus.runtime.security.identity.handshake import Secrets
+from gradbus.runtime.security.identity.join_messages import (
+    JOIN_TOPIC,
+    MAGIC,
+    Beacon,
+    Hello,
+    Refusal,
+    Signed,
+    Welcome,
+    parse,
+)
+from gradbus.runtime.security.identity.key import NodeKey, public_text
+from gradbus.runtime.security.identity.membership_keys import MembershipKeys
+from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.identity.shared_keys import IncomingStreams, SharedKey
+from gradbus.runtime.security.identity.stamp import Stamps
+from gradbus.runtime.security.token_bucket import Budget
+from gradbus.runtime.wire.messages import new_incarnation
+
+# A Hello that has led to nothing is followed by another one, later each time: the answer to the one before is worth
+# nothing then, so the time must come to be longer than a controller takes whom a thousand nodes ask at once.
+FIRST_S, LONGEST_S = 0.125, 5.0
+# A member that finds that it lacks a key joins again, so often at most. Anybody can make it think so, for the id of a
+# key is in clear: each time that brings no other key it waits twice as long, but not so long that it would miss much.
+ASK_S, LONGEST_ASK_S = 2.0, 16.0
+OTHERS_S = 10.0  # how often at most to say Hello to a controller with another key, for its log
+SILENT_S = 3.0  # a controller that was not heard for so long may have been followed by another one
+# While the one before is there, as DDS sees it, that other one has so much time to hear of it and to go away: who
+# joined it at once would have keys that nobody else has.
+LATER_S = 1.0
+CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have checks of their own
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A Hello on its way, or the one with which this node has joined.
+
+    Attributes:
+        private: the key of this exchange, until it was used: who gets hold of it later could open what was recorded.
+        controller, start: session of the controller, and number of this start of it.
+        secrets: what came of the exchange, until the keys made of it have taken their place.
+    """
+
+    hello: Signed
+    private: X25519PrivateKey | None
+    controller: bytes
+    start: int
+    at_s: float
+    secrets: Secrets | None = None
+    down: IncomingStreams | None = None
+
+
+class Applicant:
+    """Of one start of a node. Only the receive thread uses it, but for :meth:`seal`.
+
+    Attributes:
+        session: this start, random. refusal: why the controller does not let it in; empty: it has not said so.
+        doubt: what was heard of controllers that are not the one whose key is known.
+        keys: what it has been given; None before it was let in for the first time.
+        ranks: the keys of a job of ranks, if this is one. ids: ranks that this node may be there.
+        on_removed: gets the sessions of processes that must not take part any more.
+        participant: what the GUIDs of this process's DDS participant begin with. controller_participant: of that of the
+            controller, as it says itself; empty before it let this node in.
+        on_joined: called when it was let in by this start of the controller, or refused.
+    """
+
+    def __init__(self, job: str, key: NodeKey, pinned: bytes, role: Role) -> None:
+        """``pinned``: the key that the controller must have."""
+        self.job = job
+        self.key = key
+        self.pinned = pinned
+        self.role: Role = role
+        self.session = secrets.token_bytes(envelope.SESSION_BYTES)
+        self.start = new_incarnation()
+        self.participant = bytes(key_epoch.PARTICIPANT_BYTES)
+        self.controller_participant = b""
+        self.refusal = ""
+        self.doubt = ""
+        self.keys: MembershipKeys | None = None
+        self.ranks = RankKeys()
+        self.ranks.on_lack = self._note_lack
+        self.ids: Ids = ()
+        self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
+        self.on_joined: Callable[[], None] = lambda: None
+        self._beacons = Beacons(job, pinned)
+        self._stamps = Stamps(job, key)
+        self._asked: _Asked | None = None
+        self._joined: _Asked | None = None
+        self._attempts = self._in_vain = 0
+        self._jitter = 1.0  # so that nodes that began together do not ask together for ever
+        self._lacks = False
+        self._ask_s = ASK_S
+        self._newest = (b"", -1)  # controller and epoch of the newest key
+        self._heard_s = self._joined_s = 0.0
+        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is waiting for an answer that should come at once."""
+        return self._asked is not None
+
+    @property
+    def epoch(self) -> int:
+        """Number of the newest key that it was given; -1: it was given none."""
+        return self._newest[1]
+
+    @property
+    def _again_s(self) -> float:
+        return self._jitter * min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_vain, 8))
+
+    # What is sealed
+
+    def seal(self, topic: str, parts: Sequence[Any]) -> Envelope | None:
+        """An envelope for the controller; None: this node has not joined yet, or may not speak."""
+        keys = self.keys
+        if keys is None or self.role == "observer":
+            return None
+        return keys.outgoing.envelope(topic, parts)
+
+    def open(self, topic: str, data: Any, now_s: float) -> memoryview | None:
+        """What the controller has said to all, or to this node. None: it is not for this node.
+
+        Raises:
+            FrameError: with ``reason`` one of those of an envelope, ``no key``, ``signature``, ``level``.
+        """
+        view = memoryview(data).cast("B")
+        header = envelope.parse(view)
+        if header.level == envelope.MEMBER:
+            if self.keys is None or topic != key_epoch.CONTROL:
+                return None
+            plain = self.keys.open_own(topic, header, view)
+        elif header.level == envelope.PSK:
+            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
+        elif self.keys is None:
+            raise FrameError("no key", "said to members, and this node is none yet")
+        elif not self.keys.has(header):
+            self._note_lack()
+            raise FrameError("no key", "said to members with a key that this node has not, or not any more")
+        else:
+            plain = self.keys.open_group(topic, header, view)
+        if plain is not None:
+            self._heard_s = now_s
+        return plain
+
+    def _note_lack(self) -> None:
+        self._lacks = True
+
+    # Joining
+
+    def hear_beacon(self, data: memoryview, source: int, now_s: float) -> list[bytes]:
+        """A controller says that it is there. ``source``: handle of its DDS writer. What to say.
+
+        Raises:
+            FrameError: it was not taken, with a ``reason`` to count it by.
+        """
+        joined = None if self._joined is None else self._joined.controller
+        heard = self._beacons.hear(data, source, joined, now_s)
+        if heard is None:
+            return []
+        if heard.beacon.public != self.pinned:
+            self.doubt = (
+                f"a controller of this job has the key {public_text(heard.beacon.public)}, and this node expects "
+                f"{public_text(self.pinned)}: compare bus.controller_key with 'gradbus keys show' there"
+            )
+        elif self._asked is not None and self._is_followed(self._asked, by=heard.beacon):
+            self._asked = None
+        return self._ask(now_s)
+
+    def _is_followed(self, asked: _Asked, *, by: Beacon) -> bool:
+        """Whether a node that looks for a controller asks this one at once: that before it may be a recording."""
+        return self._joined is None and asked.secrets is None and by.start > asked.start
+
+    def _check_budget(self, now_s: float) -> None:
+        if not self._checks.take(now_s):
+            raise FrameError("busy", "more signatures came than are checked in a second")
+
+    def _ask(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
+        """Say Hello to a controller, if there is one to say it to, and reason."""
+        if self.refusal or (self._asked is not None and now_s - self._asked.at_s < self._again_s):
+            return []
+        joined = None if self._joined is None else self._beacons.get(self._joined.controller)
+        candidates = [
+            heard
+            for heard in self._beacons
+            if now_s - heard.asked_s > (self._again_s if heard.beacon.public == self.pinned else OTHERS_S)
+            and (self._joined is None or self._may_be_next(heard, joined, now_s, alive))
+            and heard.is_there(alive)
+        ]
+        if not candidates:
+            return []
+        # Every other question goes to the newest: all the others may be recordings, and one question can be lost.
+        to_newest = self._in_vain % 2 == 0
+        target = min(
+            candidates,
+            key=lambda heard: (
+                heard.beacon.public != self.pinned, 0.0 if to_newest else heard.asked_s, -heard.beacon.start,
+            ),
+        )  # fmt: skip
+        target.asked_s = now_s
+        self._attempts += 1
+        private = X25519PrivateKey.generate()
+        hello = Hello(
+            self.session, target.beacon.session, self.start, self._attempts, secrets.token_bytes(handshake.NONCE_BYTES),
+            private.public_key().public_bytes_raw(), self.key.public, self.pinned, ROLES.index(self.role),
+            self.key.name,
+        )  # fmt: skip
+        packed = self._stamps.stamped(handshake.signed(self.job, self.key, hello), self.pinned)
+        if target.beacon.public == self.pinned:  # of others no answer is waited for
+            self._lacks = False
+            self._in_vain += 1
+            self._jitter = 1.0 + secrets.randbelow(256) / 512
+            beacon = target.beacon
+            self._asked = _Asked(parse(memoryview(packed)), private, beacon.session, beacon.start, now_s)
+        return [packed]
+
+    def _may_be_next(self, heard: Heard, joined: Heard | None, now_s: float, alive: Callable[[int], bool]) -> bool:
+        """Whether one may be asked by a node that has joined a controller."""
+        if heard is joined:
+            return self._lacks and now_s - self._joined_s > self._ask_s
+        is_silent = now_s - self._heard_s > SILENT_S
+        if joined is not None and joined.is_there(alive):
+            is_later = heard.beacon.start > joined.beacon.start  # others are those before it, or recordings of them
+            return is_silent and is_later and now_s - heard.since_s > LATER_S
+        return is_silent or joined is not None
+
+    def hear(self, data: memoryview, now_s: float) -> list[bytes]:
+        """A message of the topic of joining. What to answer.
+
+        Raises:
+            FrameError: it was not taken, with a ``reason`` to count it by.
+        """
+        if data[:4] != MAGIC:
+            return self._hear_keys(data, now_s)
+        signed = parse(data)
+        match signed.message:
+            case Welcome(to=self.session, session=session) if self._asked and self._asked.controller == session:
+                return self._hear_welcome(signed, self._asked, now_s)
+            case Refusal(to=self.session) as refusal:
+                digests = {hashlib.sha256(one.hello.whole).digest() for one in (self._asked, self._joined) if one}
+                if refusal.hello in digests:
+                    self._stamps.check(signed, self.pinned)
+                    self._check_budget(now_s)
+                    handshake.check(self.job, signed, self.pinned)
+                    self.refusal, self._asked = refusal.why, None
+                    self.on_joined()
+            case _:
+                pass  # for others
+        return []
+
+    def _hear_welcome(self, signed: Signed, asked: _Asked, now_s: float) -> list[bytes]:
+        if asked.private is None:
+            raise FrameError("replay", "a second welcome to one hello")
+        self._stamps.check(signed, self.pinned, asked.hello)  # forgeries take nothing of what is checked in a second
+        self._check_budget(now_s)
+        confirm, asked.secrets = handshake.accept(self.job, self.key, asked.hello, asked.private, signed)
+        asked.private = None
+        asked.down = IncomingStreams(SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.down), asked.controller)
+        asked.at_s = now_s
+        return [confirm]
+
+    def _hear_keys(self, data: memoryview, now_s: float) -> list[bytes]:
+        """Keys from the controller, under those that this node has with it."""
+        view = memoryview(data).cast("B")
+        header = envelope.parse(view)
+        asked, keys = self._asked, self.keys
+        is_other = False
+        if asked is not None and asked.down is not None and header.key_id == asked.down.key.key_id:
+            word = key_epoch.parse(asked.down.open(JOIN_TOPIC, header, view))
+            assert asked.secrets is not None
+            up = SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.up)
+            keys = MembershipKeys(
+                self.job, self.session, asked.controller, self.pinned, up, asked.down, self.keys, now_s
+            )
+            is_other = self._joined is None or self._joined.controller != asked.controller
+            asked.secrets = asked.down = None
+            self._joined, self._asked, self._in_vain, self._joined_s = asked, None, 0, now_s
+        elif keys is not None and keys.is_own(header):
+            word = key_epoch.parse(keys.open_keys(JOIN_TOPIC, header, view))
+        else:
+            return []  # for others
+        self._heard_s = now_s
+        newest, self._newest = self._newest, (keys.controller, word.epoch)
+        if newest != self._newest:
+            self._ask_s = ASK_S
+        elif keys is not self.keys:
+            self._ask_s = min(LONGEST_ASK_S, 2 * self._ask_s)
+        if isinstance(word, key_epoch.Handed):
+            keys.take(word, now_s)
+            self.controller_participant = word.participant
+        elif isinstance(word, key_epoch.HandedToRanks):
+            self.ids = word.ids
+            self.on_removed(set(word.removed) - {self.session})
+            group = SharedKey(self.job, envelope.GROUP, word.epoch, word.secret)
+            self.ranks.take(group, keys.controller, now_s)
+        else:
+            raise FrameError("join", "the controller says that it has its own key")
+        self.keys = keys
+        if is_other:
+            self.on_joined()
+        return [keys.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(key_epoch.Have(word.epoch, self.participant)),))]
+
+    def tick(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
+        """Do what it is time for. ``alive``: whether DDS still sees the writer of a beacon. What to say."""
+        if self._asked is not None and now_s - self._asked.at_s >= self._again_s:
+            self._asked = None
+        if self.keys is not None:
+            self.keys.tick(now_s)
+            self.ranks.tick(now_s)
+        return self._ask(now_s, alive)

@@ -1,0 +1,192 @@
+"""Joining over DDS: the controller's beacon, what nodes and controller say to each other, and the clock.
+
+All on the receive thread of the bus. What a :class:`.Door` or an :class:`.Applicant` has to say goes out here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.dds.idl_types import SampleError
+from gradbus.runtime.dds.participant import Reader
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.errors import ConfigError, FrameError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.allow_list_watcher import ListFile
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC
+from gradbus.runtime.wire.frames import Frame
+from gradbus.runtime.wire.messages import Message
+
+BEACON_TOPIC = "train/beacon"
+TICK_S = 0.05
+BEACON_S = 2.0  # who was too busy to take it, or was led astray, hears it again
+LIST_S = 0.4  # how often to look whether the allow list has changed: it counts a second later, after two looks
+
+log = get_logger("bus")
+
+
+def _none(sample: Any) -> Message | Frame:
+    raise FrameError("join", "what is said about joining is no message")
+
+
+JOIN = Topic(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
+BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ignore_local=True)
+
+
+class _JoinReader(Reader):
+    """Gives what comes to the porter, and to the receiver only what is wrong with it."""
+
+    def __init__(self, wire: Reader, porter: Porter) -> None:
+        super().__init__(wire.topic, wire.entity, fast=False)
+        self._wire = wire
+        self._porter = porter
+
+    def take(self, limit: int) -> list[tuple[Any, int]]:
+        taken: list[tuple[Any, int]] = []
+        for raw, source in self._wire.take(limit):
+            try:
+                self._porter.hear(self.topic.name, memoryview(self._wire.typed(raw).data).cast("B"), source)
+            except (FrameError, SampleError, ValueError, TypeError, OverflowError) as error:
+                taken.append((error, source))
+        return taken
+
+    def typed(self, raw: Any) -> Any:
+        raise raw
+
+
+class House(Protocol):
+    """The participant that a porter works for."""
+
+    party: Door | Applicant
+
+    def plain_writer(self, topic: Topic) -> Any:
+        """A writer whose samples are not sealed here."""
+
+    def plain_reader(self, topic: Topic) -> Any:
+        """A reader of such samples."""
+
+    def refused(self) -> None:
+        """The controller does not let this process in, or it is a controller that must not go on."""
+
+
+class Porter:
+    """Of one bus."""
+
+    def __init__(self, node: House, receiver: Receiver, list_file: ListFile | None = None) -> None:
+        """Open the topics, and say what there is to say. ``list_file``: the controller's, looked at now and then."""
+        self._node = node
+        self._party = node.party
+        self._receiver = receiver
+        self._list_file = list_file
+        self._looked_s = self._ticked_s = time.monotonic()
+        self._is_pressing = False
+        self._writer = node.plain_writer(JOIN)
+        reader = _JoinReader(node.plain_reader(JOIN), self)
+        self._beacons: _JoinReader | None = None
+        if isinstance(self._party, Door):
+            events = self._party.events
+            events.joined = lambda name, role: _tell(log.info, "joined", node=name, role=role)
+            events.refused = lambda name, why: _tell(log.warning, "not let in", node=name, why=why)
+            self._party.on_refused = node.refused
+            events.rotated = lambda epoch, why: _tell(log.info, "new epoch", epoch=epoch, why=why)
+            # What is kept is the newest, and no reader that takes nothing can hold it up.
+            self._beacon = node.plain_writer(replace(BEACON, keep_last=True))
+            self._say_beacon(self._party, self._ticked_s)
+        else:
+            self._party.on_joined = self._on_joined
+        self._beacons = _JoinReader(node.plain_reader(BEACON), self)
+        for one in (reader, self._beacons):
+            receiver.add(Channel(one, _nobody, take=_no_frame))
+        receiver.add(self._writer)
+        receiver.each_turn = self._turn
+
+    def hear(self, topic: str, data: memoryview, source: int) -> None:
+        """A sample of one of the topics. Raises FrameError."""
+        now_s, party = time.monotonic(), self._party
+        if topic == JOIN_TOPIC or isinstance(party, Door):
+            self._say(party.hear(data, now_s))
+            return
+        doubt = party.doubt
+        self._say(party.hear_beacon(data, source, now_s))
+        if party.doubt != doubt:
+            raise FrameError("other key", party.doubt)
+
+    def _say(self, said: Iterable[bytes]) -> None:
+        for data in said:
+            self._writer.write((), (data,))
+        if self._is_busy and not self._is_pressing:
+            self._is_pressing = True
+            self._receiver.look_after(self._press)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._party.is_busy or (self._list_file is not None and self._list_file.is_changing)
+
+    def _press(self) -> bool:
+        """While an answer is waited for, or the list for its second look, look at the clock more often."""
+        self._turn()
+        self._is_pressing = self._is_busy
+        return self._is_pressing
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._ticked_s < TICK_S:
+            return
+        self._ticked_s = now_s
+        if isinstance(self._party, Applicant):
+            if self._beacons is not None and self._writer.matched:
+                self._say(self._party.tick(now_s, self._beacons.sources().__contains__))
+            return
+        if now_s - self._looked_s > LIST_S:
+            self._looked_s = now_s
+            self._look_at_list(self._party, now_s)
+        if now_s - self._beacon_s > BEACON_S and not self._party.refusal:
+            self._say_beacon(self._party, now_s)
+        self._say(self._party.tick(now_s))
+
+    def _say_beacon(self, door: Door, now_s: float) -> None:
+        self._beacon_s = now_s
+        self._beacon.write((), (door.beacon,))
+
+    def _look_at_list(self, door: Door, now_s: float) -> None:
+        try:
+            allowed = None if self._list_file is None else self._list_file.news()
+        except ConfigError as error:
+            _tell(log.error, "allow list not read", reason=str(error), effect="the one before stays in force")
+            return
+        if allowed is None:
+            return
+        _tell(log.info, "allow list read", nodes=len(allowed.entries))
+        self._say(door.allow(allowed, now_s))
+
+    def _on_joined(self) -> None:
+        party = self._party
+        assert isinstance(party, Applicant)
+        if party.refusal:
+            _tell(log.error, "not let in", node=party.key.name, why=party.refusal)
+            self._node.refused()
+        elif party.keys is not None:
+            _tell(log.info, "joined", node=party.key.name, role=party.role, epoch=party.epoch)
+        self._receiver.rematched()
+
+
+def _tell(log_it: Callable[..., Any], event: str, **facts: object) -> None:
+    """A line for the log of the host, which may not be able to take it: that must not end the receive thread."""
+    with contextlib.suppress(Exception):
+        log_it(event, **facts)
+
+
+def _nobody(messages: list[Message]) -> None:
+    raise AssertionError("what is said about joining does not go to the loop")
+
+
+def _no_frame(frame: Frame) -> None:
+    raise AssertionError("what is said about joining are no frames")

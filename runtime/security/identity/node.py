@@ -1,0 +1,127 @@
+"""A participant whose members have keys of their own: the controller lets them in, and talks with each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradbus.runtime.dds.access_policy import NO_RANKS, Standing
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.topics import TOPICS, Topic
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.security.endpoints import wire_topic
+from gradbus.runtime.security.foreign_readers import ForeignReaders
+from gradbus.runtime.security.identity import model_signature
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.endpoints import (
+    ControllerSide,
+    IdentityReader,
+    IdentityWriter,
+    MemberSide,
+    Side,
+)
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.wire.frames import FrameKey
+
+_NAMES = frozenset(topic.name for topic in TOPICS.values())
+
+
+class ControllerStanding(Standing):
+    """Of the controller: its signature is under every model."""
+
+    role = "controller"
+    signs_models = True
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    @property
+    def refusal(self) -> str:
+        return self._door.refusal
+
+    def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
+        door = self._door
+        epoch = door.group.key.epoch
+        return model_signature.sign_model(door.job, door.key, door.session, epoch, key, flags, payload)
+
+
+class MemberStanding(Standing):
+    """Of everybody else."""
+
+    def __init__(self, applicant: Applicant) -> None:
+        self.role = applicant.role
+        self._applicant = applicant
+
+    @property
+    def refusal(self) -> str:
+        return self._applicant.refusal
+
+    def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:
+        keys, applicant = self._applicant.keys, self._applicant
+        controller, newest = (b"", 0) if keys is None else (keys.controller, keys.epoch)
+        model_signature.check_model(applicant.job, applicant.pinned, controller, newest, key, flags, total_bytes)
+
+
+class IdentityNode(Node):
+    """A participant of the level ``identity``."""
+
+    def __init__(
+        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
+        party: Door | Applicant, start: Callable[[IdentityNode, Any], None],
+    ) -> None:  # fmt: skip
+        """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
+        super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
+        self.needs_crc = False  # the tag of the envelope tells as well
+        self.party = party
+        party.participant = self.prefix
+        self._start = start
+        self._retained: dict[str, int] = {}
+        self._side: Side
+        if isinstance(party, Door):
+            self.standing, self._side = ControllerStanding(party), ControllerSide(party)
+            party.retained = lambda topic: self._retained.get(topic, 0)
+        else:
+            self.standing, self._side = MemberStanding(party), MemberSide(party)
+
+    def start(self, receiver: Any) -> None:
+        """Let others in, or ask to be."""
+        self._start(self, receiver)
+        ForeignReaders(self, receiver, self.members, knows_all=isinstance(self.party, Door))
+
+    def members(self) -> set[bytes] | None:
+        """See :class:`.foreign_readers.Members`. A client knows the controller alone, and has nothing to say to others:
+        what other clients do not take in time, is not sent to them for a while."""
+        if isinstance(self.party, Door):
+            return self.party.participants
+        known = self.party.controller_participant
+        return {known} if known else None
+
+    def refused(self) -> None:
+        """Actors are told by what they want to say next."""
+
+    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> IdentityWriter:
+        """See :meth:`.dds.Node.topic_writer`."""
+        _check_topic(topic)
+        wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
+        if topic.retained:
+            self._retained[topic.name] = 1 if topic.keep_last else retained_samples
+        return IdentityWriter(topic, wire, self.fast, self._side)
+
+    def topic_reader(self, topic: Topic) -> IdentityReader:
+        """See :meth:`.dds.Node.topic_reader`."""
+        _check_topic(topic)
+        return IdentityReader(topic, super().topic_reader(wire_topic(topic)), self._side)
+
+    def plain_writer(self, topic: Topic) -> Any:
+        """A writer whose samples are not sealed here."""
+        return super().topic_writer(topic)
+
+    def plain_reader(self, topic: Topic) -> Any:
+        """A reader of such samples."""
+        return super().topic_reader(topic)
+
+
+def _check_topic(topic: Topic) -> None:
+    if topic.name not in _NAMES:
+        raise ConfigError(NO_RANKS)

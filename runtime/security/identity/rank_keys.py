@@ -1,0 +1,160 @@
+"""The keys that the processes of a job of ranks seal with: that of the epoch, and for a while those next to it.
+
+Everybody seals with the key of the epoch, and frames of a collective are not said twice. So nobody may seal with a key
+that others do not have yet: a new one is taken in by all first, and used when the giver of the keys is heard to use it,
+or after a time in which everybody has had it. What was sealed before is opened for a short while more. Pure; the time
+is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security import envelope
+from gradbus.runtime.security.encryption import Key
+from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.identity.rotation import SWITCH_S
+from gradbus.runtime.security.identity.shared_keys import SharedKey
+
+FORMER_S = 5.0  # so long what was sealed with the key of the epoch before may still be on its way
+LOOKS = 4  # in that time this process has looked so often at least: what came while it stood still is opened after that
+SETTLE_S = 1.0  # the giver of the keys was started anew: all others join it within that time, as they miss it together
+
+
+@dataclass(slots=True)
+class _Next:
+    key: SharedKey
+    giver: bytes
+    by_word: bool  # used as soon as its giver is heard to use it
+    at_s: float
+
+
+class RankKeys:
+    """Of one bus. Read by any thread, changed by the receive thread.
+
+    Attributes:
+        on_change: called when another key is used from now on, the first one included.
+        on_lack: called when somebody seals with a key that is not known here.
+    """
+
+    def __init__(self) -> None:
+        self._current: SharedKey | None = None
+        self._giver = b""
+        self._next: _Next | None = None
+        self._former: dict[bytes, tuple[SharedKey, float]] = {}  # by id, for how long still
+        self._ticked_s = 0.0
+        self._heard_next = self._is_shut = False
+        self.on_change: Callable[[], None] = _nothing
+        self.on_lack: Callable[[], None] = _nothing
+
+    @property
+    def is_in(self) -> bool:
+        """See :class:`.seal.Keys`."""
+        return self._current is not None and not self._is_shut
+
+    def shut(self) -> None:
+        """This process must not take part any more."""
+        self._is_shut = True
+
+    @property
+    def current(self) -> SharedKey:
+        """See :class:`.seal.SealingKeys`. There is one when :attr:`is_in`."""
+        key = self._current
+        if key is None:
+            raise RuntimeError("sealed before this process was let in: a writer has been used that is not matched yet")
+        return key
+
+    def of(self, header: Header) -> SharedKey:
+        """See :class:`.seal.Keys`. Raises FrameError: ``other level``, ``no key``, ``other key``."""
+        key, following = self._current, self._next
+        if key is None or key.key_id != header.key_id:
+            if header.level != envelope.GROUP:
+                raise FrameError(
+                    "other level", "an envelope of another level of security: all members must use the same"
+                )
+            if following is not None and following.key.key_id == header.key_id:
+                key = following.key
+            elif header.key_id in self._former:
+                key = self._former[header.key_id][0]
+            else:
+                if key is not None:
+                    self.on_lack()
+                raise FrameError("no key", "sealed with a key that this process has not, or not any more")
+        key.check(header)
+        return key
+
+    def has(self, key_id: bytes) -> bool:
+        """See :class:`.seal.Keys`."""
+        known = (self._current, None if self._next is None else self._next.key)
+        return key_id in self._former or any(key is not None and key.key_id == key_id for key in known)
+
+    def admits(self, key: Key) -> bool:
+        """See :class:`.seal.Keys`. With the newest key alone, as soon as it is here: who was removed has the one
+        before, and could come as somebody new."""
+        following = self._next
+        return key is (self._current if following is None else following.key)
+
+    def heard(self, key: Key, session: bytes) -> None:
+        """See :class:`.seal.Keys`: if it is the giver with the next one, its time has come."""
+        following = self._next
+        if following is not None and following.by_word and key is following.key and session == following.giver:
+            self._heard_next = True
+
+    def take(self, key: SharedKey, giver: bytes, now_s: float) -> None:
+        """A key has come, from the giver with this session. The first one counts at once."""
+        following = self._next
+        if self._current is not None and key.key_id == self._current.key_id:
+            if following is not None and giver != following.giver:
+                self._set_aside(following)  # back to the giver that this key is of: the others have it, too
+            return
+        if giver == self._giver and key.key_id in self._former:
+            return
+        if following is not None:
+            if key.key_id == following.key.key_id:
+                return
+            if giver == following.giver and key.epoch < following.key.epoch:
+                return
+            if following.by_word or giver == following.giver:
+                self._switch(following)  # two in a row: the one between has been told to all
+            else:
+                self._set_aside(following)
+        again = self._current is not None and giver != self._giver
+        following = _Next(key, giver, not again, now_s + (SETTLE_S if again else SWITCH_S))
+        if self._current is None:
+            self._switch(following)
+        else:
+            self._next, self._heard_next = following, False
+
+    def use(self, key: SharedKey) -> None:
+        """The giver's own: this one from now on."""
+        if self._next is not None and self._next.key is key:
+            self._switch(self._next)
+
+    def tick(self, now_s: float) -> None:
+        """Do what it is time for."""
+        passed_s, self._ticked_s = min(now_s - self._ticked_s, FORMER_S / LOOKS), now_s
+        if self._former:
+            left = {key_id: (key, left_s - passed_s) for key_id, (key, left_s) in self._former.items()}
+            self._former = {key_id: one for key_id, one in left.items() if one[1] > 0}
+        following = self._next
+        if following is not None and (self._heard_next or now_s >= following.at_s):
+            self._switch(following)
+
+    def _set_aside(self, following: _Next) -> None:
+        """It is not gone over to. Some may have done so: what they have sealed is opened for a while."""
+        self._former = {**self._former, following.key.key_id: (following.key, FORMER_S)}
+        self._next, self._heard_next = None, False
+
+    def _switch(self, following: _Next) -> None:
+        former = {key_id: one for key_id, one in self._former.items() if key_id != following.key.key_id}
+        if self._current is not None:
+            former[self._current.key_id] = (self._current, FORMER_S)
+        self._former = former
+        self._current, self._giver, self._next, self._heard_next = following.key, following.giver, None, False
+        self.on_change()
+
+
+def _nothing() -> None:
+    pass

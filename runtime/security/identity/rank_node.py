@@ -1,0 +1,150 @@
+"""A participant of a job of ranks that have keys of their own: joining gives the key of the epoch, and all that follows
+is as with a job key.
+
+So the way of a frame costs what it costs there, and shared memory and the proofs that a process is alive are the same.
+Who has joined can play any other that has: the key of the epoch is one for all. Who has not, and who was removed, is
+kept out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from gradbus.runtime.dds.access_policy import Standing, job_taken
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.errors import ConfigError, GradbusError, JoinRefused
+from gradbus.runtime.security.encryption import Seal
+from gradbus.runtime.security.endpoints import SealedNode
+from gradbus.runtime.security.foreign_readers import ForeignReaders
+from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.allow_list import Ids, ids_text, is_within
+from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.key import public_text
+from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.liveness_challenge import Greeter
+
+REMOVED = "its node was taken off the allow list"
+
+
+class RankStanding(Standing):
+    """Of a rank."""
+
+    role = "worker"
+
+    def __init__(self, party: Door | Applicant, keys: RankKeys) -> None:
+        self._party = party
+        self._keys = keys
+        self._listeners: list[Callable[[GradbusError], None]] = []
+
+    @property
+    def refusal(self) -> str:
+        return self._party.refusal
+
+    @property
+    def absence(self) -> str:
+        if self._keys.is_in or isinstance(self._party, Door):
+            return ""
+        return (
+            f"the process that gives the keys of the job, as a rule rank 0, with the key "
+            f"{public_text(self._party.pinned)}, has not let this one in: start it, and compare bus.controller_key "
+            f"with what 'gradbus keys show' prints there"
+        )
+
+    def check_rank(self) -> None:
+        """Any rank, until it is known which."""
+
+    def check_ids(self, rank: int) -> None:
+        party = self._party
+        if isinstance(party, Applicant) and self._keys.is_in and not is_within(rank, party.ids):
+            raise ConfigError(
+                f"rank {rank} is not one of the ranks that the allow list gives {party.key.name}: "
+                f"{_some(party.ids)}. Give this process another rank, or change the list"
+            )
+
+    def check_controller(self) -> None:
+        raise ConfigError(_OTHER_BUS)
+
+    check_client = check_controller
+
+    def when_refused(self, tell: Callable[[GradbusError], None]) -> Callable[[], None]:
+        self._listeners.append(tell)
+        if self.refusal:
+            tell(self.error)
+        return lambda: self._listeners.remove(tell)
+
+    @property
+    def error(self) -> GradbusError:
+        """What it means that this process is refused."""
+        return job_taken(self.refusal) if isinstance(self._party, Door) else JoinRefused(self.refusal, "process")
+
+    def refused(self) -> None:
+        """Tell everybody. On the receive thread."""
+        for tell in list(self._listeners):
+            tell(self.error)
+
+
+_OTHER_BUS = (
+    "this bus is for ranks of a group (Security(role='worker')): a controller or client of a federated run opens "
+    "another one"
+)
+
+
+def _some(ids: Ids) -> str:
+    text = ids_text(ids)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+class RankNode(SealedNode):
+    """A participant whose key comes from the one that gives it."""
+
+    def __init__(
+        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
+        party: Door | Applicant, keys: RankKeys, start: Callable[[RankNode, Any], None],
+    ) -> None:  # fmt: skip
+        """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
+        seal = Seal(partition, keys, party.session)
+        super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast, seal=seal)
+        self.party = party
+        party.participant = self.prefix
+        self.keys = keys
+        self.standing = self._standing = RankStanding(party, keys)
+        self._start = start
+        self._receiver: Any = None
+        self._greeter: Greeter | None = None
+
+    def start(self, receiver: Any) -> None:
+        """Join, or let others join; and greet, with every new key once more."""
+        self._receiver = receiver
+
+        def changed() -> None:
+            if self._greeter is not None:
+                self._greeter.greet_again()
+            receiver.rematched()
+
+        def removed(sessions: Collection[bytes]) -> None:
+            for session in sessions:
+                if session not in self.seal.peers.removed:
+                    receiver.shut_out(self.seal.peers.remove(session), REMOVED)
+
+        self.keys.on_change = changed
+        self.party.on_removed = removed
+        self._start(self, receiver)  # first: keys come before what is sealed with them
+        self._greeter = Greeter(self, receiver)
+        ForeignReaders(self, receiver, self.members)
+
+    def refused(self) -> None:
+        """This process must not go on."""
+        self.keys.shut()
+        self._standing.refused()
+        self._receiver.rematched()
+
+    def plain_writer(self, topic: Topic) -> Any:
+        """A writer whose samples are not sealed here."""
+        return Node.topic_writer(self, topic)
+
+    def plain_reader(self, topic: Topic) -> Any:
+        """A reader of such samples."""
+        return Node.topic_reader(self, topic)

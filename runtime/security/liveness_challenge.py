@@ -1,0 +1,171 @@
+"""How processes prove to each other that they are alive.
+
+Each one greets on a topic that all hear: with its own challenge, and with the challenges of the others that it has
+heard, and when. A greeting is sealed like everything else, so only a process with the key can have made it, and one
+that has this process's challenge in it was made in this process's time. Greetings are state: DDS keeps the newest one
+for who comes later, and each says again all that still counts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from typing import Any, NamedTuple
+
+from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.dds.topics import TOPICS, Topic
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.security.encryption import Opened
+from gradbus.runtime.security.endpoints import SealedNode, SealedReader, SealedWriter
+from gradbus.runtime.security.peers import GREETING_TOPIC, LEEWAY_S, Peer
+from gradbus.runtime.wire.frames import Frame
+from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
+
+MAX_ANSWERS = 4096  # as many as sessions are known: who is left out would greet again, and push out another
+MAX_LABEL_BYTES = 128
+REPEAT_S = 0.5  # how often at most to greet because of data from a session that is not proven
+_PACE_S = 0.004  # greetings of one process are so far apart, and further with more peers: many may start together
+_PACE_PEERS = 16
+# version, reserved, answers, bytes of the label, challenge, prefix of the participant's GUID, oldest retained command,
+# oldest retained frame of a model
+_HEAD = struct.Struct("<BBHH16s12sQQ")
+_ANSWER = struct.Struct("<16sI")
+_VERSION = 2
+_RETAINED = (TOPICS[TrainCmd].name, TOPICS[ModelBlob].name)
+
+
+class Greeting(NamedTuple):
+    """What a process says.
+
+    Attributes:
+        challenge: its own.
+        answers: challenges that it has heard, and in which second of its session.
+        retained: of the topics that DDS retains, command and model: the oldest counter that it may still have.
+        label: host and process, for people.
+        participant: what the GUIDs of its DDS participant begin with: whose readers are a member's.
+    """
+
+    challenge: bytes
+    answers: dict[bytes, int]
+    retained: tuple[int, int]
+    label: str
+    participant: bytes
+
+
+def pack_greeting(said: Greeting) -> bytes:
+    """Bytes of a greeting, of which the newest ``MAX_ANSWERS`` answers are told."""
+    told = list(said.answers.items())[-MAX_ANSWERS:]
+    name = said.label.encode()[:MAX_LABEL_BYTES]
+    head = _HEAD.pack(_VERSION, 0, len(told), len(name), said.challenge, said.participant, *said.retained)
+    return b"".join((head, *(_ANSWER.pack(*answer) for answer in told), name))
+
+
+def parse_greeting(data: memoryview) -> Greeting:
+    """What a greeting says. Raises FrameError: ``greeting``."""
+    if len(data) < _HEAD.size:
+        raise FrameError("greeting", f"greeting of {len(data)} bytes, at least {_HEAD.size}")
+    version, reserved, count, label_bytes, challenge, participant, command, model = _HEAD.unpack_from(data)
+    answers_end = _HEAD.size + count * _ANSWER.size
+    if (
+        version != _VERSION or reserved or count > MAX_ANSWERS or label_bytes > MAX_LABEL_BYTES
+        or len(data) != answers_end + label_bytes
+    ):  # fmt: skip
+        raise FrameError("greeting", f"greeting of {len(data)} bytes, version {version}, says {count} answers")
+    answers = dict(_ANSWER.iter_unpack(data[_HEAD.size : answers_end]))
+    return Greeting(challenge, answers, (command, model), str(data[answers_end:], "utf-8", "replace"), participant)
+
+
+def _none(sample: Any) -> Message | Frame:
+    raise FrameError("greeting", "greetings are not messages")
+
+
+SESSION_TOPIC = Topic(GREETING_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
+
+
+class _GreetingReader(SealedReader):
+    """Gives what it opens to the greeter, and nothing to anybody else."""
+
+    greeter: Greeter
+
+    def _accept(self, opened: Opened, sample: Any, source: int) -> bool:
+        self.greeter.hear(opened.peer, sample.data)
+        return False
+
+
+class Greeter:
+    """Greets for one bus, on its receive thread."""
+
+    def __init__(self, node: SealedNode, receiver: Receiver) -> None:
+        """Open the topic, and greet soon for the first time."""
+        self._seal = node.seal
+        self._receiver = receiver
+        self._answers: dict[bytes, int] = {}
+        self._label = f"{socket.gethostname()} (process {os.getpid()})"
+        self._participant = node.prefix
+        self._is_due = True
+        self._greeted_s = -REPEAT_S
+        reader = node.topic_reader(SESSION_TOPIC, _GreetingReader)
+        assert isinstance(reader, _GreetingReader)
+        reader.greeter = self
+        self._writer: SealedWriter = node.topic_writer(SESSION_TOPIC)
+        self._seal.peers.on_unproven = self._ask
+        self._seal.peers.dropped = self._count
+        receiver.add(Channel(reader, _nobody, take=_no_frame))
+        receiver.look_after(self._greet)
+
+    def hear(self, peer: Peer, data: memoryview) -> None:
+        """A greeting of a session. Raises FrameError."""
+        if peer is self._seal.peers.own:
+            return
+        said = parse_greeting(data)
+        peer.label, peer.participant = said.label, said.participant
+        heard_at = said.answers.get(self._seal.peers.challenge)
+        if heard_at is not None and not peer.proven:
+            peer.floor = max(0, heard_at - LEEWAY_S)
+            peer.retained = dict(zip(_RETAINED, said.retained, strict=True))
+            self._seal.peers.prove(peer)
+            self._receiver.look()
+        if said.challenge not in self._answers:
+            self._answers[said.challenge] = self._seal.moment
+            while len(self._answers) > MAX_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+            self._is_due = True
+            self._receiver.look_after(self._greet)
+
+    def greet_again(self) -> None:
+        """There is another key, or the first one: who comes later can read only what is sealed with it."""
+        self._is_due = True
+        self._receiver.look_after(self._greet)
+
+    def _ask(self) -> None:
+        """There is data of a session that is not proven: perhaps it has not heard this process."""
+        if time.monotonic() > self._greeted_s + REPEAT_S:
+            self._is_due = True
+            self._receiver.look_after(self._greet)
+
+    def _count(self, why: str, samples: int) -> None:
+        self._receiver.rejected[why] += samples
+
+    def _greet(self) -> bool:
+        """Greet, if it is due and time. Whether to try again soon."""
+        now_s = time.monotonic()
+        if self._is_due and now_s > self._greeted_s + _PACE_S * (len(self._seal.peers) // _PACE_PEERS):
+            kept = self._seal.retained
+            retained = (kept.get(_RETAINED[0], 1), kept.get(_RETAINED[1], 1))
+            said = Greeting(self._seal.peers.challenge, self._answers, retained, self._label, self._participant)
+            body = pack_greeting(said)
+            self._is_due = not self._writer.write((), (body,))
+            # A write that DDS does not take has held up this thread for 10 ms: others need it more.
+            self._greeted_s = now_s + REPEAT_S * self._is_due
+        return self._is_due
+
+
+def _nobody(messages: list[Message]) -> None:
+    raise AssertionError("greetings do not go to the loop")
+
+
+def _no_frame(frame: Frame) -> None:
+    raise AssertionError("greetings are not frames")

@@ -1,0 +1,1 @@
+"""Faults on purpose, points where a process fails, and the journal of what happened."""

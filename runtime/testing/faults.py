@@ -1,0 +1,132 @@
+"""Faults to order: which sample is lost, late, doubled, out of turn or damaged, and at which a process dies.
+
+    faults = Faults("drop update p=0.1; delay receipt seconds=0.3; corrupt model nth=2; seed=7")
+
+A rule is ``ACTION [WHAT] [key=value ...]``; rules are separated by semicolons or lines.
+
+    ACTION  drop, delay, duplicate, reorder, corrupt, crash
+    WHAT    command, update, model, control, collective, store, or one kind of control message, such as hello, offer or
+            receipt. Without it: any.
+    round=N     only in this round or step
+    p=X         the share of those that match; by default all of them
+    nth=N       only the N-th that matches, from 1
+    times=N     so often at most
+    seconds=X   delay: how late (0.1). reorder: how long it is held back at most for one that overtakes it (0.1)
+
+Which samples a rule strikes depends on the seed and on their number among those that match, and on nothing else: not
+on the time, nor on other rules. What strikes them is :class:`gradbus.runtime.testing.faulty_bus.FaultyBus`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.wire.control import Body
+
+ACTIONS = ("drop", "delay", "duplicate", "reorder", "corrupt", "crash")
+TOPIC_NAMES = ("command", "update", "model", "control", "collective", "store")
+CONTROL_NAMES = tuple(sorted(kind.__name__.lower() for kind in get_args(Body)))
+_MAX_SECONDS = 3600.0
+_NUMBERS = {"round": True, "p": False, "nth": True, "times": True, "seconds": False}  # whether they are whole ones
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One kind of fault; see the head of this file. ``what``: empty for any."""
+
+    action: str
+    what: str = ""
+    round: int | None = None
+    p: float = 1.0
+    nth: int | None = None
+    times: int | None = None
+    seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"fault {self.action!r}: expected one of {', '.join(ACTIONS)}")
+        if self.what and self.what not in TOPIC_NAMES + CONTROL_NAMES:
+            known = ", ".join(TOPIC_NAMES + CONTROL_NAMES)
+            raise ConfigError(f"fault {self.action!r} of {self.what!r}: expected one of {known}, or nothing for any")
+        if not 0 <= self.p <= 1 or not 0 <= self.seconds <= _MAX_SECONDS:
+            raise ConfigError(f"fault {self}: p must be within 0 .. 1, seconds within 0 .. {_MAX_SECONDS:g}")
+        if any(number is not None and number < 1 for number in (self.nth, self.times)):
+            raise ConfigError(f"fault {self}: nth and times count from 1, got nth={self.nth}, times={self.times}")
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.what or 'any'}"
+
+
+def parse_rules(text: str) -> tuple[list[Rule], int]:
+    """The rules of a text, and its seed. Raises ConfigError: it says what is wrong with which rule."""
+    rules, seed = [], 0
+    for part in text.replace("\n", ";").split(";"):
+        words = part.split()
+        if not words:
+            continue
+        if len(words) == 1 and words[0].startswith("seed="):
+            seed = int(_number(part, words[0].removeprefix("seed="), whole=True))
+            continue
+        what = words[1] if len(words) > 1 and "=" not in words[1] else ""
+        given: dict[str, Any] = {}
+        for word in words[2 if what else 1 :]:
+            key, sign, value = word.partition("=")
+            if not sign or key not in _NUMBERS:
+                raise ConfigError(f"fault {part.strip()!r}: {word!r} is not one of {', '.join(_NUMBERS)} with a number")
+            given[key] = _number(part, value, whole=_NUMBERS[key])
+        rules.append(Rule(words[0], what, **given))
+    return rules, seed
+
+
+def _number(part: str, text: str, *, whole: bool) -> float:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"fault {part.strip()!r}: expected {kind}, got {text!r}") from None
+
+
+class Faults:
+    """Rules, and how often each has struck. May be asked from several threads.
+
+    Attributes:
+        rules: in order. fired: how often each action struck what, as in ``fired["drop update"]``.
+    """
+
+    def __init__(self, rules: str | list[Rule] = "", *, seed: int | None = None) -> None:
+        """``seed``: in place of the one in the text. Raises ConfigError."""
+        self.rules, said = parse_rules(rules) if isinstance(rules, str) else (list(rules), 0)
+        self._seed = said if seed is None else seed
+        self._lock = threading.Lock()
+        self._seen = [0] * len(self.rules)
+        self._struck = [0] * len(self.rules)
+        self.fired: Counter[str] = Counter()
+
+    def strike(self, names: tuple[str, ...], round_id: int | None) -> list[tuple[Rule, random.Random]]:
+        """The faults of the next sample, each with random numbers of its own.
+
+        Args:
+            names: what it is: its topic, and the kind of a control message.
+            round_id: of which round or step; None: of none.
+        """
+        found = []
+        with self._lock:
+            for index, rule in enumerate(self.rules):
+                if (rule.what and rule.what not in names) or (rule.round is not None and rule.round != round_id):
+                    continue
+                self._seen[index] += 1
+                number = self._seen[index]
+                dice = random.Random(f"{self._seed}/{index}/{number}")
+                if (rule.nth is not None and rule.nth != number) or dice.random() >= rule.p:
+                    continue
+                if rule.times is not None and self._struck[index] >= rule.times:
+                    continue
+                self._struck[index] += 1
+                self.fired[str(rule)] += 1
+                found.append((rule, dice))
+        return found

@@ -1,0 +1,246 @@
+"""A bus on which things go wrong: a real one, with faults between its writers and DDS.
+
+    async with gradbus.connect(job="mnist") as bus:
+        faulty = FaultyBus(bus, "drop update p=0.1; duplicate control; seed=3")
+        await gradbus.Client(faulty, task, client_id=0).run()
+        print(faulty.faults.fired)
+
+or for whole processes ``--set bus.faults="..."``, or ``GRADBUS_BUS__FAULTS`` in the environment. Faults strike what is
+sent: samples of all topics, those of collectives too. What passes through shared memory does not pass here; switch that
+off (``shared_memory=False``) to have everything on the bus.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.dds.encryption_protocol import Seals
+from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.errors import BusError, FrameError
+from gradbus.runtime.logs import get_logger
+from gradbus.runtime.testing.failpoints import kill_self
+from gradbus.runtime.testing.faults import Faults, Rule
+from gradbus.runtime.wire import control, frames
+
+_NAMES = {"train_cmd": "command", "client_update": "update", "model_blob": "model", "frame": "collective"}
+_ROUND_AT = {"command": 0, "update": 1, "model": 0}  # which field of the sample
+_MAX_TRIED = 16
+_TRIES = 100  # to write what is late, to a reader that is full
+
+log = get_logger("faults")
+
+
+class _Sample(NamedTuple):
+    """One on its way into DDS. ``taken`` is called when that has it."""
+
+    fields: tuple[Any, ...]
+    parts: tuple[Any, ...]
+    taken: Callable[[], None] | None = None
+
+
+class FaultyBus(Bus):
+    """An open bus under another name: both share everything, and what is opened for writing from now on is struck.
+
+    Attributes:
+        faults: the rules, and the counts of those that fired.
+    """
+
+    def __init__(self, bus: Bus, rules: str | list[Rule] | Faults) -> None:
+        """``rules``: see :mod:`.faults`. Make it before any actor is. Raises ConfigError: they are wrong."""
+        self.__dict__ = bus.__dict__  # not a second bus
+        self.faults = rules if isinstance(rules, Faults) else Faults(rules)
+        self._late = _LateWrites()
+        self._node.make_writer = partial(_FaultyWriter, faults=self.faults, late=self._late)
+        log.warning("faults are switched on", rules=[str(rule) for rule in self.faults.rules])
+
+    async def close(self, *, drain_s: float = 1.0) -> None:
+        if not self._closed and self.faults.fired:
+            log.warning("faults that fired", **{key.replace(" ", "_"): n for key, n in self.faults.fired.items()})
+        self._late.stop()
+        await super().close(drain_s=drain_s)
+
+
+class _FaultyWriter(Writer):
+    """Strikes samples on their way into DDS. To its caller every write succeeds that a fault has swallowed."""
+
+    def __init__(self, topic: Topic, entity: Any, fast: bool, *, faults: Faults, late: _LateWrites) -> None:
+        super().__init__(topic, entity, fast)
+        self._faults = faults
+        self._late = late
+        self._writing = threading.Lock()
+        self._deleted = False
+        self._held: _Sample | None = None  # until another one has overtaken it
+        # Those that DDS did not take, by their identity; what they are made of is kept, so that it is not used again.
+        self._tried: dict[tuple[int, int], tuple[Any, _Sample, int]] = {}
+        name = topic.name.split("/")[1].removesuffix("_sealed")
+        self._name = _NAMES.get(name, name)
+
+    def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        return self._write(fields, parts, lambda: _Sample(fields, parts))
+
+    def write_sealed(
+        self, clear: tuple[Any, ...], fields: tuple[Any, ...], parts: tuple[Any, ...], seals: Seals
+    ) -> bool:
+        def sealed() -> _Sample:
+            envelope = seals(fields, parts)
+            return _Sample(clear, (envelope.octets(),), envelope.written)
+
+        return self._write(fields, parts, sealed)
+
+    def _write(self, fields: tuple[Any, ...], parts: tuple[Any, ...], make: Callable[[], _Sample]) -> bool:
+        """``make`` gives what DDS is to get for the sample."""
+        tried = self._tried.pop((id(fields), id(parts)), None)
+        if tried is not None:  # DDS was full: the same sample once more, which has been struck already, or spared
+            return self._write_copies(fields, parts, *tried[1:])
+        struck = self._faults.strike(*self._describe(fields, parts))
+        sample = make()
+        if not struck:
+            return self._write_copies(fields, parts, sample, 1)
+        if sample.parts:
+            sample = sample._replace(parts=(b"".join(sample.parts),))  # the caller may use its memory again
+        copies = 1
+        for rule, dice in struck:
+            match rule.action:
+                case "crash":
+                    kill_self()
+                case "drop":
+                    return True
+                case "corrupt" if sample.parts:
+                    sample = sample._replace(parts=(_damaged(sample.parts[0], dice),))
+                case "duplicate":
+                    copies += 1
+                case "delay":
+                    self._late.add(rule.seconds, self, sample, copies)
+                    return True
+                case "reorder" if self._held is None:
+                    self._held = sample
+                    self._late.add(rule.seconds, self, sample, copies, held=True)
+                    return True
+        return self._write_copies(fields, parts, sample, copies)
+
+    def _write_copies(self, fields: tuple[Any, ...], parts: tuple[Any, ...], sample: _Sample, copies: int) -> bool:
+        for left in range(copies, 0, -1):
+            if not self.write_now(sample):
+                while len(self._tried) >= _MAX_TRIED:  # of those that nobody has tried again
+                    self._tried.pop(next(iter(self._tried)), None)
+                self._tried[id(fields), id(parts)] = ((fields, parts), sample, left)
+                return False
+        return self._let_go()
+
+    def write_now(self, sample: _Sample) -> bool:
+        """Without faults. True as well when the writer has gone."""
+        with self._writing:
+            if self._deleted:
+                return True
+            taken = super().write(sample.fields, sample.parts)
+        if taken and sample.taken is not None:
+            sample.taken()
+        return taken
+
+    def _let_go(self) -> bool:
+        held = self.take_held()
+        if held is not None and not self.write_now(held):
+            self._late.add(0.0, self, held, 1)
+        return True
+
+    def take_held(self, sample: _Sample | None = None) -> _Sample | None:
+        """What is held back, if it is this sample, or any; then it is not held back any more."""
+        with self._writing:
+            held = self._held
+            if held is None or (sample is not None and held is not sample):
+                return None
+            self._held = None
+            return held
+
+    def delete(self) -> None:
+        with self._writing:
+            self._deleted = True
+            super().delete()
+
+    def _describe(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> tuple[tuple[str, ...], int | None]:
+        """What a sample is, and of which round."""
+        if self._name in _ROUND_AT and any(fields):
+            return (self._name,), int(fields[_ROUND_AT[self._name]])
+        try:
+            frame = frames.parse(b"".join(parts))
+            if self._name != "control":
+                return (self._name,), frame.key.round_id
+            body = control.decode(frame.data)
+        except FrameError:
+            return (self._name,), None
+        return ("control", type(body).__name__.lower()), getattr(body, "round_id", None)
+
+
+def _damaged(data: bytes, dice: random.Random) -> bytes:
+    """With one bit flipped, where the frame's checksum covers it: what does not leave the machine has one over its
+    head alone."""
+    flags = int.from_bytes(data[6:8], "little")
+    covered = len(data)
+    if flags & frames.Flags.HEAD_CRC and not flags & frames.Flags.SHARED:
+        covered = frames.HEADER_BYTES
+    damaged = bytearray(data)
+    damaged[dice.randrange(covered)] ^= 1 << dice.randrange(8)
+    return bytes(damaged)
+
+
+class _LateWrites:
+    """A thread that writes what is late; there is none until something is."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, _FaultyWriter, _Sample, int, bool]] = []
+        self._numbers = itertools.count()
+        self._wakeup = threading.Condition()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, seconds: float, writer: _FaultyWriter, sample: _Sample, copies: int, *, held: bool = False) -> None:
+        """Write the sample so much later. ``held``: unless another one has overtaken it, and it is written already."""
+        with self._wakeup:
+            if self._stopped:
+                return
+            heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), writer, sample, copies, held))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gradbus-late", daemon=True)
+                self._thread.start()
+            self._wakeup.notify()
+
+    def stop(self) -> None:
+        """Lose what is left."""
+        with self._wakeup:
+            self._stopped = True
+            self._due.clear()
+            self._wakeup.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(2.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._wakeup:
+                while not self._stopped and (not self._due or self._due[0][0] > time.monotonic()):
+                    self._wakeup.wait(max(0.0, self._due[0][0] - time.monotonic()) if self._due else None)
+                if self._stopped:
+                    return
+                _, _, writer, sample, copies, held = heapq.heappop(self._due)
+            if held and writer.take_held(sample) is None:
+                continue
+            for _ in range(copies):
+                self._write(writer, sample)
+
+    def _write(self, writer: _FaultyWriter, sample: _Sample) -> None:
+        for _ in range(_TRIES):
+            try:
+                if writer.write_now(sample) or self._stopped:
+                    return
+            except BusError as error:
+                log.warning("late sample lost", topic=writer.topic.name, reason=str(error))
+                return

@@ -1,0 +1,369 @@
+"""Control messages: their schema and limits. :mod:`gradbus.runtime.wire.control_codec` says how they become bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from gradbus.runtime.wire.bounded_msgpack import Limits, unpack
+from gradbus.runtime.wire.control_codec import pack_body, read_body
+from gradbus.runtime.wire.control_groups import GroupHello as GroupHello
+from gradbus.runtime.wire.control_groups import GroupLeave as GroupLeave
+from gradbus.runtime.wire.control_groups import Pulse as Pulse
+from gradbus.runtime.wire.control_types import MAX_SEQS as MAX_SEQS
+from gradbus.runtime.wire.control_types import (
+    STRICT,
+    U32,
+    U64,
+    Counts,
+    Ids,
+    Label,
+    Lines,
+    Name,
+    Round,
+    Seconds,
+    Seqs,
+    Text,
+    Waits,
+)
+
+PROTOCOL = 2
+FROZEN_ROUND = 0x7FFF_FFFF  # a round that never comes: what goes by it is what does not change in any round
+MAX_BODY_BYTES = 64 * 1024
+MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
+_LIMITS = Limits(MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=0, items=MAX_SEQS, fields=64, containers=16)
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Hello:
+    """Client to controller: I am here. Sent at the start, on every change and as the heartbeat.
+
+    Attributes:
+        dim: number of parameters of the client's model.
+        layout: hash over names, shapes and dtypes of its parameters.
+        ready: its DDS writers and readers are matched with the controller's.
+        session: incarnation of the controller that has welcomed it, 0 for none.
+        phase: idle, fetching, training, encoding or uploading.
+        round_id: the round it works on, -1 for none.
+        model_round: the round of the model that it holds, -1 for none.
+        host: host name and process id, for people.
+        next_round: the first round it was told that it takes part in, -1 for none: if that is not so, it is told again.
+        memory: the machine whose shared memory it reads, empty: none. The controller's own: models may lie there.
+        phase_s: seconds since the phase began.
+        trained_dim, trained_layout: the same two numbers of what is trained alone; 0: nothing of its model is frozen.
+    """
+
+    protocol: U32
+    dim: U64
+    layout: U64
+    ready: bool
+    session: U64
+    phase: Label
+    round_id: Round
+    model_round: Round
+    host: Label
+    next_round: Round
+    memory: Name = ""
+    phase_s: Seconds = 0.0
+    trained_dim: U64 = 0
+    trained_layout: U64 = 0
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Welcome:
+    """Controller to one client: take part from round ``next_round`` on, with these settings.
+
+    Attributes:
+        to: client id; ``incarnation``: which start of it.
+        run_id: id of the run, new for each fresh start of training, kept over a resume.
+        codec: name of the uplink codec, with its options.
+        num_clients: clients the run expects, 0 if it does not know.
+        heartbeat_s: how often to say Hello.
+        memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
+        frozen: hash over the values of the model that do not travel; whose own are others asks for them, as the model
+            of round FROZEN_ROUND. 0: everything travels.
+    """
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    next_round: Round
+    codec: Name
+    density: Annotated[float, Field(gt=0, le=1)]
+    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)]
+    codec_version: Literal[1, 2]
+    num_clients: U32
+    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
+    memory: Name = ""
+    frozen: U64 = 0
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Refused:
+    """Controller to one client: you cannot take part, and why."""
+
+    to: U32
+    incarnation: U64
+    why: Text
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Status:
+    """Controller to all: its heartbeat.
+
+    Attributes:
+        run_id: the run.
+        round_id: the round that is open, or the last one committed.
+        phase: waiting, training, aggregating or done.
+        ready: updates that are in; ``expected``: of so many.
+        host: host name and process id, for people.
+        minimum: that suffice at the deadline. rounds: how many there will be. clients: how many are there.
+        round_s: since the command of the open round; 0: none is open. left_s: until its deadline.
+        waited_for: ids of clients whose update is missing, the first ones; silent_s: for how long each was not heard.
+        out: ids of clients that are kept out, the first ones.
+        dropped: what was not counted in this run, by reason; the most frequent ones.
+        last_s, bytes_up, bytes_down: of the last round. accuracy: of the last evaluation, -1 if there was none.
+    """
+
+    run_id: U64
+    round_id: Round
+    phase: Label
+    ready: U32
+    expected: U32
+    host: Label = ""
+    minimum: U32 = 0
+    rounds: U32 = 0
+    clients: U32 = 0
+    round_s: Seconds = 0.0
+    left_s: Seconds = 0.0
+    waited_for: Ids = dataclasses.field(default_factory=list)
+    silent_s: Waits = dataclasses.field(default_factory=list)
+    out: Ids = dataclasses.field(default_factory=list)
+    dropped: Counts = dataclasses.field(default_factory=dict)
+    last_s: Seconds = 0.0
+    bytes_up: U64 = 0
+    bytes_down: U64 = 0
+    accuracy: float = -1.0
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Offer:
+    """Client to controller: my update is ready; may I send it? Repeated until granted or refused.
+
+    Attributes:
+        run_id: the run it was trained for.
+        round_id: the round.
+        transfer: number of the transfer its frames will carry.
+        total_bytes: size of the encoded update.
+        num_samples: samples it was trained on.
+        loss: mean training loss.
+        train_s: seconds of local training; ``encode_s``: of encoding.
+        memory: where on its machine the update lies, for who can read it there; empty: it has to be sent.
+        wait_s: from hearing the command to the start of training.
+        update_norm: L2 norm of the difference that training made; ``residual_norm``: of what the codec owes after this
+            update; -1 if not said.
+    """
+
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    total_bytes: U64
+    num_samples: Annotated[int, Field(ge=0, le=1 << 40)]
+    loss: float
+    train_s: Seconds
+    encode_s: Seconds
+    memory: Name = ""
+    wait_s: Seconds = 0.0
+    update_norm: float = -1.0
+    residual_norm: float = -1.0
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Grant:
+    """Controller to one client: send that update now."""
+
+    to: U32
+    incarnation: U64
+    round_id: Round
+    transfer: U32
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Receipt:
+    """Controller to one client: what became of that update. Without one, nothing has been counted."""
+
+    to: U32
+    incarnation: U64
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    accepted: bool
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class NeedUpdate:
+    """Controller to one client: these frames of your granted update have not come."""
+
+    to: U32
+    incarnation: U64
+    round_id: Round
+    transfer: U32
+    seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class ModelHere:
+    """Controller to all: the model of that round lies in my memory, for who can read it there.
+
+    Attributes:
+        transfer: number that its frames carry where they are sent as well.
+        delta: it is the difference to the model of the round before.
+        total_bytes: size of the payload.
+        memory: where on its machine it lies.
+        signature: what its frames have in their name.
+    """
+
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    delta: bool
+    total_bytes: U64
+    memory: Name
+    signature: Name = ""
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class NeedModel:
+    """Client to controller: I miss the model of that round, or these frames of one transfer of it.
+
+    Attributes:
+        transfer: the transfer of which frames are missing; with no ``seqs``, send the whole model, in full.
+    """
+
+    run_id: U64
+    round_id: Round
+    transfer: U32
+    seqs: Seqs
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Failed:
+    """Client to controller: nothing came of training; ``text`` tells why, as a traceback.
+
+    Attributes:
+        reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
+            returned, with a loss, or a model, of NaN or infinity. Anything else is taken for the first.
+    """
+
+    run_id: U64
+    round_id: Round
+    text: Lines
+    reason: Name = "training failed"
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Leave:
+    """Client to controller: I go, in order."""
+
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Bye:
+    """Controller to all: this run has ended.
+
+    Attributes:
+        ok: all its rounds were done.
+        final: clients end. Else those that are told of an end that is not ``ok`` wait for the controller to come back.
+    """
+
+    run_id: U64
+    ok: bool
+    reason: Text
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Closing:
+    """Whoever says this goes: the bus that it speaks through is being closed. Said for each sender of the bus.
+
+    Attributes:
+        reason: for people.
+    """
+
+    reason: Text
+
+
+Body = (
+    Hello
+    | Welcome
+    | Refused
+    | Status
+    | Offer
+    | Grant
+    | Receipt
+    | NeedUpdate
+    | ModelHere
+    | NeedModel
+    | Failed
+    | Leave
+    | Bye
+    | Closing
+    | GroupHello
+    | GroupLeave
+    | Pulse
+)
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Hello,
+        Welcome,
+        Refused,
+        Status,
+        Offer,
+        Grant,
+        Receipt,
+        NeedUpdate,
+        ModelHere,
+        NeedModel,
+        Failed,
+        Leave,
+        Bye,
+        Closing,
+        GroupHello,
+        GroupLeave,
+        Pulse,
+    )
+}
+
+
+def encode(body: Body) -> bytes:
+    """Bytes of a control message.
+
+    Raises:
+        ValueError: longer than a receiver accepts.
+    """
+    return pack_body(body, MAX_BODY_BYTES)
+
+
+def addressee(packed: bytes | memoryview) -> int | None:
+    """Whom a body that :func:`encode` has made here is for, None: all. For those of others, which may say anything, use
+    :func:`decode`, which takes longer."""
+    _, fields = unpack(packed, _LIMITS)
+    to: int | None = fields.get("to")
+    return to
+
+
+def decode(data: bytes | memoryview) -> Body:
+    """The control message in ``data``.
+
+    Raises:
+        FrameError: ``control``: too long, not msgpack, of an unknown kind, or against the schema.
+    """
+    body: Body = read_body(data, _LIMITS, _KINDS, "control")
+    return body

@@ -1,0 +1,165 @@
+"""The controller's heartbeat: who says nothing is not waited for, and who could not be heard is."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradbus.actors.federated import dispatch as reception_module
+from gradbus.actors.federated import liveness
+from gradbus.actors.federated.clients import Members
+from gradbus.actors.federated.controller_status import status_of
+from gradbus.actors.federated.dispatch import Reception
+from gradbus.actors.federated.liveness import Presence
+from gradbus.actors.federated.report import Progress, RoundReport
+from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
+from gradbus.runtime.wire.frames import CONTROLLER
+from gradbus.runtime.wire.messages import Identity, PeerGone
+
+HEARTBEAT_S, DEAD_AFTER_S = 0.5, 2.5
+_numbers = itertools.count(1)
+
+
+def nothing() -> None:
+    """Nobody says anything."""
+
+
+class Scene:
+    """A presence whose beats take as long as a test says; clients talk in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.beats = 0
+        self.found_dead = 0
+        self.members = Members(dim=1, layout=0, session=1, dead_after_s=DEAD_AFTER_S, rival_after_s=1.2)
+        self.presence: Presence
+        self.heard_next: Callable[[], None] = nothing
+        self.script: Iterator[tuple[float | None, Callable[[], None]]] = iter(())
+        monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(liveness, "asyncio", SimpleNamespace(sleep=self.sleep, Event=asyncio.Event))
+
+    async def sleep(self, seconds: float) -> None:
+        """A heartbeat later, or when the script says. What comes then is handled after the timer."""
+        self.beats += 1
+        self.heard_next()
+        takes_s, self.heard_next = next(self.script, (None, nothing))
+        if takes_s is None:
+            raise asyncio.CancelledError
+        self.now_s += takes_s
+
+    def hello(self, client_id: int) -> None:
+        hello = Hello(PROTOCOL, 1, 0, True, 1, "idle", -1, -1, "", 1, "")
+        self.members.hello(client_id, 1, hello, now_s=self.now_s, next_round=1, number=next(_numbers))
+
+    async def publish(self, sender: Identity, body: Any) -> None:
+        assert isinstance(body, Status)
+
+    def left(self) -> None:
+        self.found_dead += 1
+
+    def run(self, *script: tuple[float, Callable[[], None]]) -> list[int]:
+        """Beats that take so long, with what is heard after each. Returns the clients that are still there."""
+        self.script = iter(script)
+        intake = SimpleNamespace(dropped=Counter(), forget=lambda client_id, incarnation: None)
+        self.presence = Presence(
+            self, Identity(CONTROLLER, 1), self.members, intake, Progress(), run_id=1,  # type: ignore[arg-type]
+            heartbeat_s=HEARTBEAT_S, changed=self.left, open_round=lambda: None,
+        )  # fmt: skip
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(self.presence.beat())
+        return sorted(member.client_id for member in self.members if not member.silent)
+
+
+def test_who_is_silent_for_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    for client_id in (0, 1):
+        scene.hello(client_id)
+    assert scene.run(*[(0.5, lambda: scene.hello(1))] * 5) == [0, 1]
+    assert scene.run(*[(0.5, lambda: scene.hello(1))] * 2) == [1]
+    assert scene.found_dead == 1
+
+
+@pytest.mark.parametrize("stopped_s", [2.6, 10.0, 3600.0])
+def test_a_controller_that_was_stopped_takes_nobody_for_dead_whom_it_has_not_heard_since(
+    stopped_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(monkeypatch)
+
+    def all_hear() -> None:
+        for client_id in (0, 1):
+            scene.hello(client_id)
+
+    all_hear()
+    assert scene.run((0.5, nothing), (stopped_s, all_hear), (0.5, nothing), (stopped_s, all_hear)) == [0, 1]
+    assert scene.found_dead == 0
+
+
+def test_after_that_a_client_that_died_meanwhile_is_noticed_as_soon_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.hello(0)
+    assert scene.run((60.0, nothing), *[(0.5, nothing)] * 4) == [0]
+    assert scene.run(*[(0.5, nothing)] * 2) == []
+
+
+def test_what_dds_says_of_who_is_gone_is_doubted_when_this_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    doubts: list[bool] = []
+
+    def ask() -> None:
+        doubts.append(scene.presence.in_doubt())
+
+    scene.run((0.5, nothing), (0.6, ask), (1.1, nothing), (0.5, ask), (0.6, ask), (0.5, ask), (0.5, nothing))
+    assert doubts == [False, True, False, False]
+    scene.now_s += 1.1  # the timer has yet to come
+    assert scene.presence.in_doubt()
+
+
+@pytest.mark.parametrize(("why", "in_doubt", "stays"), [("", True, True), ("", False, False), ("removed", True, False)])
+def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
+    why: str, in_doubt: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(monkeypatch)
+    scene.hello(0)
+    forgotten: list[int] = []
+    intake = SimpleNamespace(forget=lambda client_id, incarnation: forgotten.append(client_id))
+    reception = Reception(
+        None, Identity(CONTROLLER, 1), scene.members, intake, None, None, None, run_id=1,  # type: ignore[arg-type]
+        next_round=int, changed=scene.left, failed=lambda *_: None, rivals=None,  # type: ignore[arg-type]
+        in_doubt=lambda: in_doubt,
+    )  # fmt: skip
+    monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: scene.now_s))
+    scene.now_s += 60.0
+    asyncio.run(reception._handle(PeerGone(0, 1, why), None))  # type: ignore[arg-type]
+    assert (len(scene.members), forgotten, scene.found_dead) == ((1, [], 0) if stays else (0, [0], 1))
+    if stays:
+        assert scene.members.find_silent(scene.now_s + DEAD_AFTER_S) == []
+        assert len(scene.members.find_silent(scene.now_s + DEAD_AFTER_S + 0.1)) == 1
+
+
+def test_where_every_beat_is_late_the_dead_are_noticed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    scene.hello(0)
+    assert scene.run(*[(3.0, nothing)] * 7) == []
+    assert scene.beats <= 8
+
+
+def test_the_status_tells_the_newest_accuracy_however_long_ago_that_was() -> None:
+    progress = Progress()
+    progress.add(RoundReport(round_id=1, accuracy=0.5))
+    progress.add(RoundReport(round_id=2))
+    members = Members(dim=1, layout=0, session=1, dead_after_s=1.0, rival_after_s=1.0)
+
+    def said() -> float:
+        return status_of(progress, None, members, {}, run_id=1, host="", now_s=0.0).accuracy
+
+    assert said() == 0.5
+    progress.amend(RoundReport(round_id=2, accuracy=0.6))
+    assert (said(), progress.reports[-1].accuracy) == (0.6, 0.6)
+    progress.reports[:] = []  # nothing is looked for in what may be a million rounds
+    assert said() == 0.6

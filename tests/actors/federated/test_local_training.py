@@ -1,0 +1,109 @@
+"""What a client makes of its training: an update that its controller takes, or a failure that says why."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradbus import codecs
+from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.local_training import LocalTraining, Update
+from gradbus.actors.federated.residuals import Residuals
+from gradbus.models.results import TrainResult
+from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.wire.control import Receipt, Welcome
+from gradbus.runtime.wire.messages import Identity, TrainCmd
+
+DIM = 100
+SCALES = (1e-3, 1.0, 1e3, 3e4, 7e4, 1e5, 1e9, 1e30)
+each_variant = pytest.mark.parametrize(("codec", "version"), list(itertools.product(codecs.ALL, (1, 2))))
+
+
+class Jumping:
+    """Training that moves the model by a direction of this length in each value, or less."""
+
+    def __init__(self, scale: float, num_samples: int) -> None:
+        self.scale, self.num_samples = scale, num_samples
+
+    def prepare(self, client_id: int, num_clients: int) -> None:
+        pass
+
+    def train(self, model: nn.Module, *, round_id: int, **_: Any) -> TrainResult:
+        with torch.no_grad():
+            for vector in model.parameters():
+                vector += self.scale * torch.rand(vector.shape, generator=torch.Generator().manual_seed(round_id))
+        return TrainResult(num_samples=self.num_samples, loss=0.0)
+
+
+class Client:
+    """One that trains round after round, and whose updates all count."""
+
+    def __init__(self, task: Any, codec: str = "fp32", version: int = 2) -> None:
+        self.welcome = Welcome(0, 1, 7, 1, codec, 0.5, 64, version, 1, 0.5)  # type: ignore[arg-type]
+        self.training = LocalTraining(
+            task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), Residuals(None, 0),
+            PayloadMemory(switched_on=False),
+        )  # fmt: skip
+
+    def train(self, round_id: int, base: torch.Tensor) -> Update:
+        command = TrainCmd(round_id, 0, 1, 0.1, 0)
+        update = self.training.train(self.welcome, command, base, round_id, lambda: False, 0.0)
+        self.training.answered(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
+        return update
+
+
+def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_parameters_travel(tmp_path: Path) -> None:
+    def started() -> Client:
+        # The controller has exchange="all": welcome.frozen is 0.
+        module = nn.Sequential(nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 1, bias=False).requires_grad_(False))
+        client = Client(Jumping(1e-3, 1), "s4")
+        client.training = LocalTraining(
+            Jumping(1e-3, 1), Identity(0, 1), FlatModel(module),  # type: ignore[arg-type]
+            Residuals(tmp_path, 0), PayloadMemory(switched_on=False),
+        )  # fmt: skip
+        return client
+
+    first = started()
+    owed = first.train(1, torch.zeros(2 * DIM)).residual
+    first.training.close()
+    assert owed is not None
+    again = started()
+    again.train(2, torch.zeros(2 * DIM))
+    known = again.training._residuals.before(2)
+    again.training.close()
+    assert known is not None
+    assert torch.equal(known, owed)
+
+
+@each_variant
+@pytest.mark.parametrize("far", [0.0, 1e6])
+def test_an_update_is_one_that_the_sum_takes_or_the_training_has_failed(codec: str, version: int, far: float) -> None:
+    base = torch.full((DIM,), far)
+    failed: list[tuple[float, str]] = []
+    for scale in SCALES:
+        client = Client(Jumping(scale, 60_000), codec, version)
+        for round_id in (1, 2):
+            try:
+                update = client.train(round_id, base)
+            except ValueError as error:
+                failed.append((scale, str(error)))
+                break
+            parsed = codecs.parse(update.payload, expected_dim=DIM)
+            if not (parsed.is_sparse and not parsed.is_delta):
+                ExactMean(DIM).add(parsed, base=base, num_samples=update.offer.num_samples)
+    assert all("Lower the learning rate" in text for _, text in failed)
+    scales = [scale for scale, _ in failed]
+    assert scales[-3:] == [1e5, 1e9, 1e30]
+    assert 3e4 not in scales or (far and not codecs.get(codec, version=version).lossless)
+
+
+@pytest.mark.parametrize("num_samples", [0, -1])
+def test_training_without_samples_has_failed(num_samples: int) -> None:
+    with pytest.raises(ValueError, match="expected at least one"):
+        Client(Jumping(0.1, num_samples)).train(1, torch.zeros(DIM))

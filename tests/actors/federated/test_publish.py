@@ -1,0 +1,369 @@
+"""The model on its way down: what clients hold is what the controller thinks they hold, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from downlink_scene import (
+    DIM,
+    LOSSY,
+    RUN,
+    FakeBus,
+    Scene,
+    assert_holds,
+    codec_of,
+    hear,
+    new_copy,
+    new_members,
+    run_with,
+)
+
+from gradbus import codecs
+from gradbus.actors.federated import publish as downlink_module
+from gradbus.actors.federated.publish import RETAIN_BYTES, Downlink
+from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.errors import WriteTimeout
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import CONTROLLER, Flags
+from gradbus.runtime.wire.messages import Identity, ModelBlob
+
+# Round after round
+
+
+def test_without_loss_the_message_is_the_bytes_of_the_weights() -> None:
+    async def test(scene: Scene) -> None:
+        assert await scene.downlink.publish_full(0) == 4 * DIM
+        (message,) = scene.bus.sent
+        assert b"".join(bytes(blob.frame.data) for blob in message.blobs) == scene.weights.numpy().tobytes()
+        assert message.flags == Flags.NONE
+        assert (message.key.job, message.key.round_id, message.key.sender) == (RUN, 0, CONTROLLER)
+        assert scene.downlink.held is scene.weights
+        assert scene.downlink.held_apart is None
+
+    run_with(test)
+
+
+@pytest.mark.parametrize("name", codecs.ALL)
+def test_clients_that_apply_every_message_hold_exactly_what_the_controller_thinks(name: str) -> None:
+    async def test(scene: Scene) -> None:
+        copy = new_copy()
+        await scene.downlink.publish_full(0)
+        hear(copy, scene.bus.sent[-1])
+        assert_holds(copy, 0, scene.downlink.held)
+        for round_id in range(1, 6):
+            scene.train(round_id)
+            size = await scene.downlink.prepare(round_id)
+            assert await scene.downlink.publish() == size == scene.bus.sent[-1].size
+            hear(copy, scene.bus.sent[-1])
+            assert_holds(copy, round_id, scene.downlink.held)
+        assert len(scene.bus.sent) == 6
+
+    run_with(test, name)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_message_is_a_difference_and_smaller_than_the_model(name: str) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.train(1)
+        assert await scene.downlink.prepare(1) < 2 * DIM
+        await scene.downlink.publish()
+        assert [message.flags for message in scene.bus.sent] == [Flags.NONE, Flags.DELTA]
+        assert scene.downlink.held_apart is scene.downlink.held
+        assert not torch.equal(scene.downlink.held, scene.weights)
+
+    run_with(test, name)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_a_message_did_not_say_is_said_later(name: str) -> None:
+    async def test(scene: Scene) -> None:
+        scene.train(1)
+        owed = []
+        for round_id in range(1, 60):
+            await scene.downlink.prepare(round_id)
+            owed.append((scene.weights - scene.downlink.held).abs().max().item())
+        assert owed[-1] < owed[0] / 100
+
+    run_with(test, name)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_the_weights_themselves_are_not_changed_by_sending_them(name: str) -> None:
+    async def test(scene: Scene) -> None:
+        before = scene.weights.clone()
+        await scene.downlink.publish_full(0)
+        await scene.downlink.prepare(1)
+        await scene.downlink.publish()
+        assert torch.equal(scene.weights, before)
+
+    run_with(test, name)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_client_that_comes_late_gets_the_model_that_the_others_hold(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        early, late = new_copy(), new_copy()
+        await scene.downlink.publish_full(0)
+        for round_id in (1, 2, 3):
+            scene.train(round_id)
+            await scene.downlink.prepare(round_id)
+            await scene.downlink.publish()
+        hear(early, *scene.bus.sent)
+        hear(late, scene.bus.sent[-1])
+        assert late.vector is None  # a difference alone is no use to it
+        scene.need(3)
+        await scene.bus.until(lambda: len(scene.bus.sent) == 5)
+        hear(late, scene.bus.sent[-1])
+        assert_holds(late, 3, scene.downlink.held)
+        scene.train(4)
+        await scene.downlink.quiesce()
+        await scene.downlink.prepare(4)
+        await scene.downlink.publish()
+        for copy in (early, late):
+            hear(copy, scene.bus.sent[-1])
+            assert_holds(copy, 4, scene.downlink.held)
+
+    run_with(test, name)
+
+
+def test_each_message_is_a_transfer_of_its_own() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        for round_id in (1, 2):
+            await scene.downlink.prepare(round_id)
+            await scene.downlink.publish()
+        assert len({message.key for message in scene.bus.sent}) == 3
+
+    run_with(test)
+
+
+@pytest.mark.parametrize("dim", [10, RETAIN_BYTES // 4, RETAIN_BYTES // 4 + 1])
+def test_a_model_that_is_not_too_large_is_kept_whole_for_late_readers(dim: int) -> None:
+    async def main() -> None:
+        bus = FakeBus()
+        with ComputeThread("downlink-test") as compute:
+            Downlink(
+                bus, Identity(CONTROLLER, 1), compute, codec_of("fp32"), new_members(),  # type: ignore[arg-type]
+                run_id=RUN, weights=torch.empty(dim),
+            )  # fmt: skip
+        whole = frames.chunk_count(4 * dim)
+        assert bus.writers == [(ModelBlob, whole if 4 * dim <= RETAIN_BYTES else 1)]
+
+    asyncio.run(main())
+
+
+# Resending
+
+
+def test_frames_that_a_client_misses_are_sent_again() -> None:
+    async def test(scene: Scene) -> None:
+        copy = new_copy()
+        await scene.downlink.publish_full(0)
+        message = scene.bus.sent[-1]
+        for seq, blob in enumerate(message.blobs):
+            if seq not in (2, 5):
+                copy.feed(blob)
+        scene.need(0, *copy.missing(0))
+        await scene.bus.until(lambda: len(scene.bus.sent) == 2)
+        again = scene.bus.sent[-1]
+        assert again.only == [2, 5]
+        assert again.key == message.key
+        hear(copy, again)
+        assert_holds(copy, 0, scene.weights)
+
+    run_with(test)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_frames_of_a_difference_are_sent_again_as_they_were(name: str) -> None:
+    async def test(scene: Scene) -> None:
+        copy = new_copy()
+        await scene.downlink.publish_full(0)
+        hear(copy, scene.bus.sent[-1])
+        scene.train(1)
+        await scene.downlink.prepare(1)
+        await scene.downlink.publish()
+        difference = scene.bus.sent[-1]
+        scene.need(1, difference.key.transfer, [0])
+        await scene.bus.until(lambda: len(scene.bus.sent) == 3)
+        again = scene.bus.sent[-1]
+        assert (again.key, again.flags, again.only) == (difference.key, Flags.DELTA, [0])
+        assert bytes(again.blobs[0].frame.data) == bytes(difference.blobs[0].frame.data)
+
+    run_with(test, name)
+
+
+def test_frames_of_the_full_model_of_a_late_client_are_sent_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        await scene.downlink.prepare(1)
+        await scene.downlink.publish()
+        scene.need(1)
+        await scene.bus.until(lambda: len(scene.bus.sent) == 3)
+        whole = scene.bus.sent[-1]
+        scene.need(1, whole.key.transfer, [3])
+        await scene.bus.until(lambda: len(scene.bus.sent) == 4)
+        assert scene.bus.sent[-1].key == whole.key
+        assert scene.bus.sent[-1].only == [3]
+
+    run_with(test, "sq8")
+
+
+def test_requests_for_the_whole_model_that_come_together_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", 1000.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.train(1)
+        await scene.downlink.prepare(1)
+        await scene.downlink.publish()
+        scene.downlink._full_sent_s = float("-inf")
+        for _ in range(10):
+            scene.need(1)
+        await scene.bus.until(lambda: len(scene.bus.sent) == 3)
+        await scene.downlink.quiesce()
+        assert scene.bus.started == 3
+        copy = new_copy()
+        hear(copy, scene.bus.sent[-1])
+        assert_holds(copy, 1, scene.downlink.held)
+
+    run_with(test, "sq8")
+
+
+def test_after_the_pause_the_whole_model_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        for count in (2, 3):
+            scene.need(0)
+            await scene.bus.until(lambda count=count: len(scene.bus.sent) == count)  # type: ignore[misc]
+        assert len({message.key for message in scene.bus.sent}) == 1  # the same transfer: its frames add up
+
+    run_with(test)
+
+
+def test_a_model_that_was_just_sent_to_all_is_not_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", 1000.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.need(0)
+        await asyncio.sleep(0)
+        assert scene.bus.started == 1
+
+    run_with(test)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [(1, 0, ()), (-1, 0, ()), (0, 99, (0,)), (0, 1, (0,), RUN + 1)],
+    ids=["newer", "older", "transfer", "run"],
+)
+def test_a_request_that_nobody_can_answer_is_nothing(
+    request_: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.need(*request_)
+        await asyncio.sleep(0)
+        assert scene.bus.started == 1
+
+    run_with(test)
+
+
+def test_a_request_before_the_first_model_is_nothing() -> None:
+    async def test(scene: Scene) -> None:
+        scene.need(-1)
+        await asyncio.sleep(0)
+        assert scene.bus.started == 0
+
+    run_with(test)
+
+
+def test_numbers_of_frames_that_do_not_exist_are_no_error() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.need(0, 1, [999, 1])
+        await scene.bus.until(lambda: len(scene.bus.sent) == 2)
+        assert [blob.frame.seq for blob in scene.bus.sent[-1].blobs] == [1]
+
+    run_with(test)
+
+
+def test_a_resend_that_fails_ends_nothing() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.bus.error = WriteTimeout("train/model_blob", 1.0)
+        scene.need(0, 1, [0])
+        await scene.bus.until(lambda: scene.bus.started == 2)
+        await scene.downlink.quiesce()
+        scene.bus.error = None
+        await scene.downlink.prepare(1)
+        assert await scene.downlink.publish() == 4 * DIM
+
+    run_with(test)
+
+
+# The weights are about to change
+
+
+def test_quiesce_ends_what_is_being_sent_again() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.bus.open.clear()
+        for seq in range(3):
+            scene.need(0, 1, [seq])
+        await scene.bus.until(lambda: scene.bus.started == 2)  # one resend at a time; the others wait in it
+        await scene.downlink.quiesce()
+        scene.bus.open.set()
+        await asyncio.sleep(0)
+        assert len(scene.bus.sent) == 1
+
+    run_with(test)
+
+
+def test_quiesce_ends_a_resend_that_has_not_even_started() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        scene.need(0, 1, [0])
+        await scene.downlink.quiesce()
+        assert scene.bus.started == 1
+
+    run_with(test)
+
+
+@pytest.mark.parametrize("name", ["fp32", "sq8"])
+def test_between_quiesce_and_the_next_message_nothing_is_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights, and with a lossy codec what the clients hold, are being changed meanwhile."""
+    monkeypatch.setattr(downlink_module, "RESEND_PAUSE_S", -1.0)
+
+    async def test(scene: Scene) -> None:
+        await scene.downlink.publish_full(0)
+        await scene.downlink.quiesce()
+        scene.need(0)
+        scene.need(0, 1, [0, 1])
+        await asyncio.sleep(0)
+        assert scene.bus.started == 1
+        scene.train(1)
+        await scene.downlink.prepare(1)
+        await scene.downlink.publish()
+        scene.need(1)
+        await scene.bus.until(lambda: len(scene.bus.sent) == 3)
+        copy = new_copy()
+        hear(copy, scene.bus.sent[-1])
+        assert_holds(copy, 1, scene.downlink.held)
+
+    run_with(test, name)

@@ -1,0 +1,147 @@
+"""What a client has been told, in whatever order it came, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from gradbus.actors.federated import session as orders_module
+from gradbus.actors.federated.session import Orders
+from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.wire.control import Bye, Welcome
+from gradbus.runtime.wire.messages import TrainCmd
+
+WELCOME = Welcome(
+    to=0, incarnation=1, run_id=5, next_round=1, codec="fp32", density=0.01, chunk_elems=1024, codec_version=1,
+    num_clients=2, heartbeat_s=0.5, memory="",
+)  # fmt: skip
+SESSION = 100
+OVERTAKEN_S = 1000.0  # not so soon that a machine which stands still brings it about
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders_module, "OVERTAKEN_S", OVERTAKEN_S)
+    monkeypatch.setattr(orders_module, "OLD_SESSION_S", OVERTAKEN_S)
+
+
+def command(round_id: int) -> TrainCmd:
+    return TrainCmd(round_id, subset_size=0, epochs=1, lr=0.1, seed=3)
+
+
+def welcomed(session: int = SESSION) -> Orders:
+    orders = Orders(controller_timeout_s=10.0)
+    orders.start_session(session, WELCOME)
+    orders.welcome = WELCOME
+    return orders
+
+
+def test_a_command_that_a_newer_one_has_overtaken_is_not_heard() -> None:
+    orders = welcomed()
+    assert orders.take(command(3))
+    assert not orders.take(command(2))
+    assert orders.command == command(3)
+    assert orders.wanted(WELCOME, command(3))
+
+
+def test_a_command_of_an_earlier_round_counts_when_the_newer_one_is_not_followed_by_anything() -> None:
+    orders = welcomed()
+    orders.take(command(50))  # of a controller that hung until another one had begun anew
+    assert not orders.take(command(2))
+    orders.commanded_s -= OVERTAKEN_S
+    assert orders.take(command(3))
+    assert orders.wanted(WELCOME, command(3))
+
+
+def test_a_command_that_is_given_again_is_done_once_unless_nothing_came_of_it() -> None:
+    orders = welcomed()
+    first = command(1)
+    orders.take(first)
+    orders.counted(1, SESSION)
+    assert not orders.take(command(1))
+    assert not orders.wanted(WELCOME, command(1))
+    orders.take(second := command(2))
+    orders.mark_handled(second)
+    assert not orders.wanted(WELCOME, second)
+    orders.take(command(2))
+    assert orders.wanted(WELCOME, command(2))
+
+
+def test_a_controller_that_starts_again_may_do_an_earlier_round_again() -> None:
+    orders = welcomed()
+    orders.take(command(3))
+    orders.counted(3, SESSION)
+    orders.start_session(SESSION + 1, WELCOME)
+    assert orders.take(command(3))
+    assert orders.wanted(WELCOME, command(3))
+
+
+def test_what_counted_for_one_start_of_the_controller_does_not_count_for_the_next() -> None:
+    orders = welcomed()
+    orders.take(command(3))
+    orders.start_session(SESSION + 1, WELCOME)
+    orders.take(command(3))
+    orders.counted(3, SESSION)  # the receipt came before the welcome, and was looked at after it
+    assert orders.wanted(WELCOME, command(3))
+
+
+def test_the_same_controller_that_welcomes_again_has_still_said_what_it_said() -> None:
+    orders = welcomed()
+    orders.take(command(3))
+    orders.welcome = None  # another one was heard meanwhile
+    orders.start_session(SESSION, WELCOME)
+    orders.welcome = WELCOME
+    assert orders.command == command(3)
+    assert orders.wanted(WELCOME, command(3))
+
+
+def test_the_last_words_of_a_controller_that_was_replaced_are_not_believed() -> None:
+    orders = welcomed()
+    assert orders.believes(SESSION)
+    assert not orders.believes(SESSION - 1)
+    assert orders.believes(SESSION + 1)
+
+
+def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() -> None:
+    orders = welcomed()
+    orders.take(command(3))
+    assert not orders.superseded(command(3))
+    assert orders.superseded(command(2))
+    assert orders.superseded(dataclasses.replace(command(3), lr=0.2))
+    orders.ended = Bye(5, True, "all rounds are done")
+    assert orders.superseded(command(3))
+    assert not orders.holds_for(SESSION)
+
+
+def test_a_client_that_could_not_hear_does_not_take_its_controller_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
+    orders = welcomed()
+    orders.begin()
+    for _ in range(7):
+        now_s += 1.0
+        orders.listen()
+    now_s += 3600.0  # its training has held the interpreter
+    orders.check_controller("")
+    for _ in range(5):
+        now_s += 1.0
+        orders.listen()
+    with pytest.raises(BarrierTimeout):
+        orders.check_controller("")
+
+
+def test_a_client_of_a_controller_with_a_slow_heartbeat_still_notices_that_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(orders_module, "time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
+    orders = welcomed()
+    orders.begin()
+    orders.listen(again_within_s=8.0)
+    for _ in range(3):
+        now_s += 4.0
+        orders.listen(again_within_s=8.0)
+    with pytest.raises(BarrierTimeout):
+        orders.check_controller("")

@@ -1,0 +1,247 @@
+"""How a bus ends: in bounded time, whoever waits is told, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, reads, until
+
+import gradbus
+from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
+
+BOUND_S = 15.0  # of a second, on a machine that stands still for some; what is unsent would give up after 30 s
+both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
+
+
+def threads_of_gradbus() -> list[str]:
+    """Names of the bus threads that live. The one that closes a bus reports just before it ends."""
+    for thread in threading.enumerate():
+        if thread.name == "gradbus-close":
+            thread.join(5)
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradbus-")]
+
+
+def threads_of_the_process() -> int:
+    """All threads, those of DDS included, but for asyncio's own pool, which starts one more when it likes."""
+    pool = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/task")) - pool
+
+
+async def settles(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something outside of Python that nobody tells of."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@both_loops
+def test_after_the_close_no_thread_is_left_and_the_switch_interval_is_as_before(
+    run: Run, place: dict[str, Any]
+) -> None:
+    before_s = sys.getswitchinterval()
+
+    async def main() -> None:
+        async with gradbus.connect(**place):
+            async with gradbus.connect(**place) as bus:
+                with bus.subscribe(Control):
+                    await bus.publish(CLIENT, Leave("x"))
+                assert sys.getswitchinterval() < before_s
+                assert sorted(threads_of_gradbus()) == ["gradbus-receive"] * 2 + ["gradbus-write"] * 2
+            assert sys.getswitchinterval() < before_s  # the outer one is still open
+        assert sys.getswitchinterval() == before_s
+        assert threads_of_gradbus() == []
+
+    run(main)
+
+
+def test_a_bus_opened_and_closed_many_times_leaks_neither_threads_nor_files(run: Run, place: dict[str, Any]) -> None:
+    async def once() -> None:
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
+            with other.subscribe(Control) as inbox:
+                await reads(one, Control)
+                await one.publish(CLIENT, Leave("x"))
+                await inbox.get()
+
+    async def main() -> None:
+        await once()
+        assert threads_of_gradbus() == []
+        threads, files = threads_of_the_process(), len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            await once()
+        assert threads_of_gradbus() == []
+        # The system takes a moment to bury a thread that has ended.
+        await settles(lambda: threads_of_the_process() <= threads)
+        await settles(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+    run(main)
+
+
+def test_after_the_close_everything_that_needs_the_bus_says_that_it_is_closed(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus:
+            bus.open_writer(Control)
+            bus.open_writer(ClientUpdate)
+        with pytest.raises(BusClosed):
+            await bus.publish(CLIENT, Leave("x"))
+        with pytest.raises(BusClosed):
+            await bus.publish(CHIEF, TrainCmd(1, 0, 1, 0.1, 0))
+        with pytest.raises(BusClosed):
+            await bus.send_update(UPDATE, 1, b"x")
+        with pytest.raises(BusClosed):
+            await bus.send_model(MODEL, b"x")
+        with pytest.raises(BusClosed):
+            bus.subscribe(Control)
+        with pytest.raises(BusClosed):
+            await bus.matched(lambda: False, timeout_s=5)
+        await bus.close()  # again: nothing happens
+
+    run(main)
+
+
+@both_loops
+def test_whoever_waits_is_told_when_the_bus_closes(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as bus:
+            bus.open_writer(Control)
+            iterating = asyncio.create_task(everything(bus.subscribe(Control)))
+            getting = asyncio.create_task(bus.subscribe(ModelBlob).get())
+            matching = asyncio.create_task(bus.matched(lambda: False, timeout_s=50))
+            await asyncio.sleep(0)
+        assert await iterating == []
+        with pytest.raises(BusClosed):
+            await getting
+        with pytest.raises(BusClosed):
+            await matching
+
+    async def everything(inbox: Any) -> list[Any]:
+        return [message async for message in inbox]
+
+    run(main)
+
+
+def test_what_was_sent_just_before_the_close_still_arrives(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as other:
+            inbox = other.subscribe(Control, ClientUpdate)
+            async with gradbus.connect(**place) as one:
+                await reads(one, Control)
+                await reads(one, ClientUpdate)
+                sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(8 * MIB)))
+                await one.publish(CLIENT, Leave("last words"))
+                await asyncio.sleep(0)
+            assert await sending > 8 * MIB
+            messages = [await inbox.get() for _ in range(9)]
+            assert sum(isinstance(message, ClientUpdate) for message in messages) == 8
+            assert Control(CLIENT.sender, CLIENT.incarnation, Leave("last words")) in messages
+
+    run(main)
+
+
+@both_loops
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "binding"])
+def test_a_close_with_unsent_data_is_bounded_and_the_sender_is_told(
+    run: Run, fast: bool, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as other:
+            inbox = other.subscribe(ClientUpdate)
+            async with gradbus.connect(**place, fast=fast) as one:
+                await reads(one, ClientUpdate)
+                stuck = [asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB))) for _ in range(20)]
+                await until(lambda: len(inbox) == 16)
+                started_s = time.monotonic()
+            assert time.monotonic() - started_s < BOUND_S
+            for sending in stuck:  # 16 were on their way, the others waited for their turn
+                with pytest.raises(BusClosed):
+                    await sending
+
+    run(main)
+
+
+@both_loops
+def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with gradbus.connect(**place) as other:
+            inbox = other.subscribe(ClientUpdate)
+            opened: asyncio.Future[gradbus.Bus] = asyncio.get_running_loop().create_future()
+            leave = asyncio.Event()
+
+            async def member() -> None:
+                async with gradbus.connect(**place) as one:
+                    await reads(one, ClientUpdate)
+                    opened.set_result(one)
+                    await leave.wait()
+
+            running = asyncio.create_task(member())
+            one = await opened
+            sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB)))
+            await until(lambda: len(inbox) == 16)
+            leave.set()
+            await until(lambda: one._closed)  # it is in the middle of its close: there is more to send
+            started_s = time.monotonic()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert time.monotonic() - started_s < BOUND_S
+            with pytest.raises(BusClosed):
+                await sending
+        assert threads_of_gradbus() == []
+
+    run(main)
+
+
+def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:
+    before_s = sys.getswitchinterval()
+
+    async def member() -> None:
+        async with gradbus.connect(**place):
+            raise AssertionError("cancelled before that")
+
+    async def main() -> None:
+        running = asyncio.create_task(member())
+        await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert threads_of_gradbus() == []
+        assert sys.getswitchinterval() == before_s
+        async with gradbus.connect(**place, network="network"):  # the domain is free for other settings
+            pass
+
+    run(main)
+
+
+def test_an_error_inside_the_block_passes_through_the_close(run: Run, place: dict[str, Any]) -> None:
+    async def main() -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with gradbus.connect(**place):
+                raise ZeroDivisionError
+        assert threads_of_gradbus() == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("size", [1000, 256_000])  # what is small is copied, what is large lies in memory of DDS
+def test_a_view_on_received_bytes_outlives_the_bus(run: Run, place: dict[str, Any], size: int) -> None:
+    payload = bytes(number % 251 for number in range(size))
+
+    async def main() -> memoryview:
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
+            inbox = other.subscribe(ModelBlob)
+            await reads(one, ModelBlob)
+            await one.send_model(MODEL, payload)
+            message = await inbox.get()
+            assert isinstance(message, ModelBlob)
+            return message.frame.data
+
+    view = run(main)
+    assert bytes(view) == payload

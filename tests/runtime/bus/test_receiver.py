@@ -1,0 +1,160 @@
+"""The receive thread: how one that waits does its work, and what does not end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any, cast
+
+import pytest
+from bus_helpers import Run
+from cyclonedds.core import DDSException
+from group_node import joined
+from structlog.testing import capture_logs
+
+import gradbus
+from gradbus.runtime.bus import raw_endpoints
+from gradbus.runtime.bus import receiver as receiver_module
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.dds.topics import collective_topic
+from gradbus.runtime.errors import BusClosed, PeerLost
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
+from gradbus.runtime.wire.messages import Control
+
+ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def break_it(bus: Bus) -> None:
+    """Let the next turn of the receive thread fail."""
+
+    def fail() -> None:
+        raise OSError("dds_waitset_wait returned -1")
+
+    bus._receiver.each_turn = fail
+    bus._receiver.look()
+
+
+class Looks:
+    """Stands in for the wait set: there are news at one of the looks."""
+
+    def __init__(self, news_at: int) -> None:
+        self.count = 0
+        self._news_at = news_at
+
+    def wait(self, timeout_s: float) -> list[int]:
+        self.count += 1
+        return [1] if self.count == self._news_at else []
+
+
+def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, yields = Looks(news_at=3), list[int]()
+    monkeypatch.setattr(receiver_module, "SPIN_S", 60.0)
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(looks.count))
+    receiver = Receiver(cast("Any", looks), cast("Any", None), lambda: None, lambda: None, lambda: None, lease_s=1.0)
+
+    receiver.pump(lambda: looks.count == 3, time.monotonic() + 60.0)
+
+    assert looks.count == 3
+    assert yields == [1, 2]
+
+
+def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the_bus(run: Run) -> None:
+    async def main() -> None:
+        fault = DDSException(DDSException.DDS_RETCODE_ERROR, "status of a reader")
+
+        class Broken:
+            def wait(self, timeout_s: float) -> list[int]:
+                raise fault
+
+        told = asyncio.Event()
+        receiver = Receiver(
+            cast("Any", Broken()), asyncio.get_running_loop(), lambda: None, told.set, lambda: None, lease_s=1.0
+        )
+        receiver.pump(lambda: False, time.monotonic() + 60.0)
+        assert receiver.fault is fault
+        await told.wait()
+
+    run(main)
+
+
+def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arrive(
+    run: Run, place: dict[str, Any]
+) -> None:
+    topic = collective_topic("x")
+
+    async def main() -> None:
+        loop, good = asyncio.get_running_loop(), asyncio.Event()
+
+        def take(frame: Frame) -> None:
+            if frame.key.part:
+                raise AttributeError("not there yet")
+            loop.call_soon_threadsafe(good.set)
+
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
+            port, away = one.frame_port(), other.frame_port()
+            port.open_reader(topic, take)
+            writer = away.open_writer(topic)
+            await other.matched(lambda: writer.matched == 1, timeout_s=20)
+            for part in (1, 2, 0):
+                key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, 0, "x", part)
+                assert away.write(writer, next(frames.split(key, b"")))
+            await good.wait()
+            assert one.rejected == {"handler failed": 2}
+
+    with capture_logs() as lines:
+        run(main)
+    assert [(line["event"], line["topic"]) for line in lines] == [("frame not handled", topic.name)]
+
+
+@ends_a_thread
+def test_whoever_waits_for_a_message_or_a_match_is_told_when_the_thread_has_ended(
+    run: Run, place: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async def everything() -> None:
+            async for _ in bus.subscribe(Control):
+                raise AssertionError("nobody says anything")
+
+        async with gradbus.connect(**place) as bus:
+            waiting = [
+                asyncio.create_task(bus.subscribe(Control).get()),
+                asyncio.create_task(everything()),
+                asyncio.create_task(bus.matched(lambda: False, timeout_s=50)),
+            ]
+            await asyncio.sleep(0)
+            break_it(bus)
+            for task in waiting:
+                with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):
+                    await task
+
+    run(main)
+
+
+@ends_a_thread
+def test_a_group_ends_with_the_thread_of_its_bus_and_leaves_at_once(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_endpoints, "_REMOVAL_S", 30.0)  # so that who waits for the thread is known by it
+
+    async def main() -> None:
+        async def second() -> None:
+            async with joined(place, 1, 2) as group:
+                with pytest.raises(PeerLost):
+                    await group.recv("never", source=0)
+
+        other = asyncio.create_task(second())
+        async with gradbus.connect(**place, lease_s=20.0) as bus:
+            async with gradbus.join_group(bus, rank=0, world=2, collective_timeout_s=50.0) as group:
+                pending = group.all_gather("x", b"")
+                break_it(bus)
+                for handle in (pending, group.all_gather("y", b"")):
+                    with pytest.raises(BusClosed, match="the receive thread ended with"):
+                        await handle
+                left_s = time.monotonic()
+            assert time.monotonic() - left_s < 20.0  # nobody waits for the thread to take the readers away
+        await other
+
+    run(main)

@@ -1,0 +1,53 @@
+"""Whose process is gone when a DDS writer is, where others may say again what they have heard."""
+
+from __future__ import annotations
+
+from gradbus.runtime.bus.writer_registry import Speakers
+from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.messages import Control, PeerGone
+
+TRUE, OTHER, THIRD = 1, 2, 3  # handles of writers
+BODY = Leave("x")
+
+
+def speakers(*words: tuple[int, int, int]) -> Speakers:
+    """``words``: through which writer, of which sender, its number."""
+    made = Speakers()
+    for writer, sender, number in words:
+        made.heard(writer, Control(sender, 10, BODY, number))
+    return made
+
+
+def test_a_writer_takes_along_all_that_only_it_has_spoken_for_each_once() -> None:
+    known = speakers((TRUE, 7, 1), (TRUE, 7, 2), (TRUE, 5, 1), (OTHER, 6, 1))
+    assert known.left([TRUE], "why") == [PeerGone(5, 10, "why"), PeerGone(7, 10, "why")]
+    assert known.left([TRUE]) == []
+    assert known.left([OTHER, OTHER]) == [PeerGone(6, 10)]
+    assert not known.writers
+
+
+def test_who_says_old_words_again_many_of_them_takes_nobody_along() -> None:
+    known = speakers(*((OTHER, 7, number) for number in range(1, 50)), (TRUE, 7, 50))
+    assert known.left([OTHER]) == []
+    assert known.left([TRUE]) == [PeerGone(7, 10)]
+
+
+def test_who_is_faster_with_the_newest_word_takes_nobody_along() -> None:
+    known = speakers((TRUE, 7, 1), (TRUE, 7, 2), (OTHER, 7, 3))
+    assert known.left([OTHER]) == []
+
+
+def test_who_stays_and_has_said_a_word_again_does_not_hide_that_its_sender_is_gone() -> None:
+    known = speakers((OTHER, 7, 1), (TRUE, 7, 2), (TRUE, 7, 3))
+    assert known.left([TRUE]) == [PeerGone(7, 10)]
+
+
+def test_of_two_that_leave_together_both_count_against_one_that_stays() -> None:
+    words = [(TRUE, 7, 1), (TRUE, 7, 2), (TRUE, 7, 4), (OTHER, 7, 3), (THIRD, 7, 5)]
+    assert speakers(*words).left([TRUE, OTHER]) == []
+    assert speakers(*words[:-1]).left([TRUE, OTHER]) == [PeerGone(7, 10)]
+
+
+def test_numbers_begin_again_after_the_highest() -> None:
+    known = speakers((OTHER, 7, 0xFFFF_FFFF), (TRUE, 7, 0))
+    assert known.left([OTHER]) == []

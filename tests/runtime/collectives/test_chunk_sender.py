@@ -1,0 +1,331 @@
+"""Payloads on their way out, chunk by chunk, by more than one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sent_payload import Payload, free_slots
+from shared_pair import Ranks
+
+from gradbus.runtime.bus.raw_endpoints import Parts
+from gradbus.runtime.bus.sender import Job, Pause
+from gradbus.runtime.collectives.chunk_sender import Outgoing
+from gradbus.runtime.collectives.link import DdsLink
+from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.shared_memory_transport import LetterProgress
+from gradbus.runtime.errors import BusError
+from gradbus.runtime.shm.layout import SLOTS
+from gradbus.runtime.wire import frames
+from gradbus.runtime.wire.frames import CHUNK_BYTES
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def full(_: Parts) -> bool:
+    return False
+
+
+def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> None:
+    written: list[int] = []
+    payload = Payload(ranks.shared[0].slots, written=written.append)
+    assert payload.outgoing.advance(payload.write)
+    payload.write_rest()
+    assert not payload.outgoing.advance(payload.write)
+    assert payload.numbers() == written == [0, 1, 2]
+    assert payload.outcomes == [3 * CHUNK_BYTES]
+    assert payload.outgoing.done
+
+
+def test_the_writer_thread_tells_of_the_first_chunk_at_once_and_then_of_some_at_a_time(ranks: Ranks) -> None:
+    written: list[int] = []
+    payload = Payload(ranks.shared[0].slots, chunks=9, written=written.append)
+    payload.write_rest()
+    frames_sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
+    assert [(frame.seq, len(frame.data) // 8) for frame in frames_sent] == [(0, 1), (1, 3), (4, 3), (7, 2)]
+    assert payload.numbers() == written == list(range(9))
+    assert payload.outcomes == [9 * CHUNK_BYTES]
+
+
+def test_chunks_that_do_not_follow_one_another_have_frames_of_their_own(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots, chunks=9, only=(0, 2, 3, 5, 6, 8))
+    payload.write_rest()
+    frames_sent = [frames.parse(b"".join(parts)) for parts in payload.sent]
+    assert [(frame.seq, len(frame.data) // 8) for frame in frames_sent] == [(0, 1), (2, 2), (5, 2), (8, 1)]
+
+
+def test_the_writer_thread_tells_of_as_many_chunks_as_there_are_slots(ranks: Ranks) -> None:
+    slots = ranks.shared[0].slots
+    for _ in range(SLOTS - 3):
+        slots.put((1,), np.zeros(1, np.uint8))
+    payload = Payload(slots, chunks=9)
+    samples = payload.outgoing.samples(lambda: False)
+    found = [next(samples) for _ in range(3)]
+    assert [None if isinstance(sample, Pause) else len(sample[1]) // 8 for sample in found] == [1, 2, None]
+    payload.outgoing.cancel()
+    assert free_slots(slots) == 0  # the reader was told
+
+
+def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots, chunks=4)
+
+    def visitor_sends_one_more() -> bool:
+        payload.outgoing.advance(payload.write)
+        return True
+
+    assert payload.write_rest(visitor_sends_one_more) == 0
+    assert payload.numbers() == [0, 1, 2, 3]
+    assert payload.outcomes == [4 * CHUNK_BYTES]
+
+
+def test_what_dds_does_not_take_now_is_written_next(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots)
+    assert not payload.outgoing.advance(full)
+    assert free_slots(ranks.shared[0].slots) == SLOTS - 1
+    assert payload.outgoing.advance(payload.write)
+    assert payload.numbers() == [0]
+
+
+def test_a_slot_that_nobody_was_told_of_is_free_when_the_payload_is_called_off(ranks: Ranks) -> None:
+    for _ in range(2 * SLOTS):
+        payload = Payload(ranks.shared[0].slots)
+        assert not payload.outgoing.advance(full)
+        payload.outgoing.cancel()
+        assert payload.outgoing.done
+    assert free_slots(ranks.shared[0].slots) == SLOTS
+
+
+@pytest.mark.parametrize("by", ["cancel", "outcome"])
+def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterwards(ranks: Ranks, by: str) -> None:
+    payload = Payload(ranks.shared[0].slots)
+    writer: Any = None
+    job = Job(writer, (((), frame) for frame in payload.outgoing.samples(lambda: False)), lambda _: None, 1.0)
+    payload.outgoing.job = job
+    job.pending = next(job.samples)
+    if by == "cancel":
+        payload.outgoing.cancel()
+    else:
+        payload.outgoing.outcome(TimeoutError("DDS takes nothing"))
+        assert [type(outcome) for outcome in payload.outcomes] == [TimeoutError]
+    assert free_slots(ranks.shared[0].slots) == SLOTS
+
+
+def test_all_slots_of_a_frame_that_tells_of_some_chunks_are_free_when_nobody_gets_it(ranks: Ranks) -> None:
+    payload = Payload(ranks.shared[0].slots, chunks=4)
+    writer: Any = None
+    job = Job(writer, (((), frame) for frame in payload.outgoing.samples(lambda: False)), lambda _: None, 1.0)
+    payload.outgoing.job = job
+    next(job.samples)
+    job.pending = pending = next(job.samples)
+    assert not isinstance(pending, Pause)
+    assert len(pending[1][1]) == 3 * frames.DESCRIPTOR_BYTES
+    payload.outgoing.cancel()
+    assert free_slots(ranks.shared[0].slots) == SLOTS - 1  # one was told of
+
+
+def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks) -> None:
+    """An error, or a signal, in the midst of writing."""
+    payload = Payload(ranks.shared[0].slots)
+
+    def interrupted(_: Parts) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        payload.outgoing.advance(interrupted)
+    while payload.outgoing.advance(payload.write):
+        pass
+    assert payload.numbers() == [0, 1, 2]
+    assert payload.outcomes == [3 * CHUNK_BYTES]
+
+
+def test_the_writer_thread_takes_over_what_another_thread_could_not_write(ranks: Ranks) -> None:
+    """Also when that finds out after the writer thread has seen that nothing else is left."""
+    payload = Payload(ranks.shared[0].slots, chunks=1)
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow_and_full(_: Parts) -> bool:
+        writing.set()
+        return not go_on.wait(WAIT_S)
+
+    threads = [threading.Thread(target=payload.outgoing.advance, args=(slow_and_full,))]
+    threads[0].start()
+    assert writing.wait(WAIT_S)
+    threads.append(threading.Thread(target=payload.write_rest))
+    threads[1].start()
+    threads[1].join(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert payload.numbers() == [0]
+    assert payload.outcomes == [CHUNK_BYTES]
+
+
+def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks) -> None:
+    """The writer thread is at it at the same time."""
+    cancelled = threading.Event()
+
+    def call_off(_: int) -> None:
+        if threading.current_thread() is visitor:
+            at_work.wait(WAIT_S)
+            payload.outgoing.cancel()
+            cancelled.set()
+
+    payload = Payload(ranks.shared[0].slots, chunks=4, written=call_off)
+    at_work, job_ended = threading.Event(), threading.Event()
+    visitor = threading.Thread(target=payload.outgoing.advance, args=(payload.write,), daemon=True)
+    writer: Any = None
+    job = payload.outgoing.job = Job(writer, iter(()), lambda _: None, 1.0)
+
+    def write_some() -> None:
+        with job.writing:  # as the writer thread does
+            at_work.set()
+            payload.write_rest()
+        job_ended.set()
+
+    visitor.start()
+    threading.Thread(target=write_some, daemon=True).start()
+    assert cancelled.wait(WAIT_S)
+    assert job_ended.wait(WAIT_S)
+
+
+def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks) -> None:
+    for slots in (ranks.shared[0].slots, None):
+        payload = Payload(slots)
+        samples = payload.outgoing.samples(lambda: False)
+        next(samples)
+        payload.outgoing.cancel()
+        assert list(samples) == []
+        assert not payload.outgoing.advance(payload.write)
+        assert (payload.sent, payload.outcomes) == ([], [])
+        assert len(payload.outgoing._payload) == 0
+        assert payload.outgoing._slots is None
+
+
+# Whoever waits sends meanwhile
+
+
+def link_with(*pushing: tuple[Outgoing, Callable[[Parts], bool]]) -> DdsLink:
+    """One that has these to push, and is not on any bus."""
+    link = DdsLink.__new__(DdsLink)
+    link._pushing = deque(pushing)
+    return link
+
+
+def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
+    payloads = [Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)]
+    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    assert link.push()
+    assert [payload.outcomes for payload in payloads] == [[3 * CHUNK_BYTES]] * 2
+    assert link.idle
+
+
+def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
+    """Ranks hold the slots of a chunk until it has come from all: one payload must not take them from the others."""
+    payloads = [Payload(ranks.shared[0].slots, chunks=SLOTS) for _ in range(2)]
+    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    assert link.push()
+    assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
+    assert not link.push()
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_who_has_pushed_rouses_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
+    ranks, roused = Ranks(), []
+    port: Any = SimpleNamespace(look_after=lambda _: None, rouse=lambda: roused.append(1))
+    work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
+    LetterProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
+    assert roused == [1] * is_left
+
+
+def test_a_payload_whose_reader_gets_no_more_slots_does_not_hold_up_the_next_one() -> None:
+    slots = Ranks(3).shared[0].slots
+    payloads = [Payload(slots, chunks=SLOTS, to=to) for to in (1, 2)]
+    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    while payloads[0].outgoing.advance(payloads[0].write):
+        pass
+    assert link.push()
+    assert [len(payload.sent) for payload in payloads] == [SLOTS - 1, 1]
+
+
+def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:
+    def broken(_: Parts) -> bool:
+        raise BusError("DDS write returned -1")
+
+    ill, well = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
+    link = link_with((ill.outgoing, broken), (well.outgoing, well.write))
+    while link.push():
+        pass
+    assert [type(outcome) for outcome in ill.outcomes] == [BusError]
+    assert well.outcomes == [3 * CHUNK_BYTES]
+    assert link.idle
+
+
+def test_payloads_that_are_through_are_forgotten_also_when_two_threads_do_so(ranks: Ranks) -> None:
+    class Raced(deque[Any]):
+        """The other thread takes one just after this one has looked."""
+
+        other: Callable[[], None] | None = None
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            other, self.other = self.other, None
+            if other is not None:
+                other()
+            return found
+
+    done, left = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
+    done.outgoing.cancel()
+    entries = [(done.outgoing, done.write), (left.outgoing, left.write)]
+    for count in (1, 2):
+        link = link_with()
+        raced = link._pushing = Raced(entries[:count])
+        raced.other = raced.popleft
+        link._forget_done()
+        assert list(raced) == entries[1:count]
+
+
+class SlowLink:
+    """Sends at once, on the thread of the call, and takes its time."""
+
+    def __init__(self) -> None:
+        self.sending, self.go_on, self.sent = threading.Event(), threading.Event(), threading.Event()
+
+    def send(self, *_: Any, finished: Callable[[int | Exception], None], **__: Any) -> None:
+        self.sending.set()
+        self.go_on.wait(WAIT_S)
+        self.sent.set()
+        finished(1)
+
+
+class Sends(Operation):
+    def set_up(self) -> None:
+        self.send(None, 0, np.zeros(1, np.uint8))
+
+
+def test_an_operation_that_fails_while_it_sends_at_once_has_let_go_of_its_memory() -> None:
+    link, operation, had_sent = SlowLink(), Sends("sends", 0, 2), []
+
+    def fail() -> None:
+        operation.fail(TimeoutError())
+        had_sent.append(link.sent.is_set())
+
+    threads = [threading.Thread(target=operation.begin, args=(link,)), threading.Thread(target=fail)]
+    threads[0].start()
+    assert link.sending.wait(WAIT_S)
+    threads[1].start()
+    threads[1].join(0.1)
+    link.go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert had_sent == [True]

@@ -1,0 +1,101 @@
+"""What anybody announces, of whom there may be thousands, costs discovery little."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gradbus.runtime.dds import discovery, peer_processes
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node
+
+COUNT = 60
+
+
+def announcement(prefix: bytes, user_data: str, host: str) -> bytes:
+    """The RTPS message with which a participant appears, that takes part in nothing."""
+
+    def text(value: str) -> bytes:
+        data = value.encode() + b"\0"
+        return struct.pack("<I", len(data)) + data + bytes(-len(data) % 4)
+
+    def parameter(number: int, value: bytes) -> bytes:
+        value += bytes(-len(value) % 4)
+        return struct.pack("<HH", number, len(value)) + value
+
+    said = user_data.encode()
+    locator = struct.pack("<iI", 1, 9) + bytes(12) + socket.inet_aton("127.0.0.1")
+    body = b"".join((
+        struct.pack("<HH", 0, 16), bytes.fromhex("000100c7"), bytes.fromhex("000100c2"), struct.pack("<iI", 0, 1),
+        b"\0\3\0\0", parameter(0x15, b"\2\5\0\0"), parameter(0x16, b"\1\x10\0\0"),
+        parameter(0x50, prefix + bytes.fromhex("000001c1")), parameter(0x58, bytes(4)), parameter(0x31, locator),
+        parameter(0x32, locator), parameter(0x2C, struct.pack("<I", len(said)) + said),
+        parameter(0x59, struct.pack("<I", 1) + text("__Hostname") + text(host) + struct.pack("<I", 0)),
+        parameter(0x02, struct.pack("<iI", 600, 0)), struct.pack("<HH", 1, 0),
+    ))  # fmt: skip
+    return b"RTPS\2\5\1\x10" + prefix + struct.pack("<BBH", 0x15, 5, len(body)) + body
+
+
+@contextmanager
+def node() -> Iterator[tuple[Node, int]]:
+    domain = random.randrange(100, 140)
+    made = Node(domain_id=domain, partition=f"crowd-{os.getpid()}", network=NetworkConfig())
+    try:
+        yield made, domain
+    finally:
+        made.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_of_a_process_that_has_announced_many_participants_each_is_taken_leave_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dismissed: list[bytes] = []
+    goodbye = discovery.goodbye
+    monkeypatch.setattr(discovery, "goodbye", lambda prefix: dismissed.append(prefix) or goodbye(prefix))
+    with node() as (made, domain), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        status = peer_processes._status(child.pid)
+        assert status is not None
+        claim = f"{peer_processes._space()} {child.pid} {status[1]}"
+        addresses = discovery.own_addresses(domain)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+            for number in range(COUNT):
+                speaker.sendto(announcement(os.urandom(12), f"{claim}\n0", f"host {number}"), addresses[0])
+        until(lambda: made.look_around() or len(made.others) == COUNT)
+        known = set(made.others)
+        assert {made.claims()[prefix].host for prefix in known} == {f"host {number}" for number in range(COUNT)}
+        child.kill()
+        child.wait()
+        until(lambda: made.look_around() or not made.others)
+        assert sorted(dismissed) == sorted([*known] * len(addresses))
+        assert not known & set(made.claims())
+
+
+def test_announcements_without_end_do_not_hold_up_who_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_BATCH", 4)
+    monkeypatch.setattr(discovery, "_MOST_BATCHES", 2)
+    with node() as (made, domain):
+        address = discovery.own_addresses(domain)[0]
+        known = set(made.claims())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
+            for number in range(COUNT):
+                speaker.sendto(announcement(os.urandom(12), "", f"host {number}"), address)
+        time.sleep(0.2)
+        made.look_around()
+        assert len(set(made.claims()) - known) <= 16
+        until(lambda: len(set(made.claims()) - known) == COUNT)

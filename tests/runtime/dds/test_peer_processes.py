@@ -1,0 +1,131 @@
+"""What the kernel tells of other processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from patience import until
+
+from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.dds.peer_processes import PeerProcesses, is_stopped, own_claim
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+@pytest.fixture
+def watched() -> PeerProcesses:
+    return PeerProcesses()
+
+
+def claim_of(process: int) -> str:
+    """What that process would say of itself."""
+    status = peer_processes._status(process)
+    assert status is not None
+    return f"{own_claim().split()[0]} {process} {status[1]}"
+
+
+def watch(watched: PeerProcesses, claim: str) -> tuple[bool, queue.Queue[str]]:
+    ended: queue.Queue[str] = queue.Queue()
+    return watched.watch(claim, ended.put), ended
+
+
+def test_the_end_of_a_process_is_told_also_when_nobody_has_waited_for_it_yet(
+    process: subprocess.Popen[bytes], watched: PeerProcesses
+) -> None:
+    claim = claim_of(process.pid)
+    (told, ended), (again, also) = watch(watched, claim), watch(watched, claim)
+    assert told
+    assert again
+    process.kill()
+    assert ended.get(timeout=10.0) == also.get(timeout=10.0) == claim
+    watched.rest()
+    assert not [thread for thread in threading.enumerate() if thread is watched._thread]
+
+
+def test_a_stopped_process_lives_and_is_known_to_stand_still(
+    process: subprocess.Popen[bytes], watched: PeerProcesses
+) -> None:
+    claim = claim_of(process.pid)
+    _, ended = watch(watched, claim)
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: is_stopped(claim))
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.2)
+    process.send_signal(signal.SIGCONT)
+    until(lambda: not is_stopped(claim))
+    watched.unwatch(claim, ended.put)
+
+
+def test_who_has_ended_before_is_told_of_at_once_and_so_is_who_had_that_number_before(
+    process: subprocess.Popen[bytes], watched: PeerProcesses
+) -> None:
+    space, number, start = claim_of(process.pid).split()
+    former = f"{space} {number} {int(start) - 1}"
+    told, ended = watch(watched, former)
+    assert told
+    assert ended.get_nowait() == former
+    process.kill()
+    process.wait()
+    gone = f"{space} {number} {start}"
+    assert watch(watched, gone)[1].get_nowait() == gone
+    assert watched._thread is None
+
+
+def test_of_this_process_itself_and_of_others_elsewhere_nothing_is_watched(watched: PeerProcesses) -> None:
+    assert watched.watch(own_claim(), pytest.fail)
+    _, number, start = own_claim().split()
+    for claim in ("", "nonsense", f"{'0' * 16} {number} {start}", f"{own_claim()} 1", f"{own_claim()}\n"):
+        assert not watched.watch(claim, pytest.fail)
+    assert watched._thread is None
+
+
+def test_who_watches_no_more_is_not_told(process: subprocess.Popen[bytes], watched: PeerProcesses) -> None:
+    claim = claim_of(process.pid)
+    (_, first), (_, second) = watch(watched, claim), watch(watched, claim)
+    watched.unwatch(claim, first.put)
+    process.kill()
+    assert second.get(timeout=10.0) == claim
+    assert first.empty()
+    watched.rest()
+
+
+CHILD = """
+import os, subprocess, sys
+from gradbus.runtime.dds import peer_processes
+other = subprocess.Popen(["sleep", "60"])
+claim = f"{peer_processes.own_claim().split()[0]} {other.pid} {peer_processes._status(other.pid)[1]}"
+parents = peer_processes.own_claim()
+assert peer_processes.watched.watch(claim, print)
+child = os.fork()
+if child == 0:
+    assert not peer_processes.watched._files and peer_processes.watched._thread is None
+    assert peer_processes.own_claim() != parents
+    assert peer_processes.watched.watch(parents, print)
+    peer_processes.watched.unwatch(parents, print)
+    peer_processes.watched.rest()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+other.kill()
+peer_processes.watched._thread.join(10.0)
+"""
+
+
+def test_a_child_by_fork_is_a_process_of_its_own_and_leaves_its_parents_watch_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("\n") == 1  # the end of the other process, told to the parent

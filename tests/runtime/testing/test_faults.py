@@ -1,0 +1,246 @@
+"""Faults to order: the rules as such, and what they do to samples between two real buses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import pytest
+from bus_helpers import CHIEF, CLIENT, MODEL, UPDATE, Run, payload_from, reads, until
+
+import gradbus
+from gradbus.experiments.files import ClientFile, load
+from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.errors import CollectiveTimeout, ConfigError
+from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.testing.faults import Faults, Rule, parse_rules
+from gradbus.runtime.testing.faulty_bus import FaultyBus
+from gradbus.runtime.wire.control import Leave, NeedModel, Receipt
+from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
+
+# The rules
+
+
+def test_a_text_becomes_rules_and_a_seed() -> None:
+    rules, seed = parse_rules("drop update p=0.25; delay receipt seconds=0.5 round=3\nseed=9; crash nth=2 times=1;")
+    assert rules == [
+        Rule("drop", "update", p=0.25),
+        Rule("delay", "receipt", seconds=0.5, round=3),
+        Rule("crash", nth=2, times=1),
+    ]
+    assert seed == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("loose update", "expected one of drop, delay, duplicate"),
+        ("drop updates", "expected one of command, update, model"),
+        ("drop update p=many", "expected a number, got 'many'"),
+        ("drop update nth=1.5", "expected a whole number"),
+        ("drop update q=1", "'q=1' is not one of round, p, nth"),
+        ("drop update p=2", "within 0 .. 1"),
+        ("drop update nth=0", "count from 1, got nth=0"),
+        ("drop update times=-1", "count from 1"),
+        ("seed=x", "expected a whole number"),
+    ],
+)
+def test_a_wrong_rule_is_an_error_that_says_what_would_be_right(text: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        parse_rules(text)
+
+
+def struck(faults: Faults, count: int, *names: str, round_id: int | None = None) -> list[int]:
+    return [number for number in range(count) if faults.strike(names, round_id)]
+
+
+def test_the_seed_alone_decides_which_ones_are_struck_whatever_comes_in_between() -> None:
+    alone = struck(Faults("drop update p=0.2; seed=4"), 500, "update")
+    among = Faults("delay model p=0.5; drop update p=0.2; seed=4")  # another rule, and others' samples
+    mixed = []
+    for number in range(500):
+        among.strike(("control", "hello"), None)
+        if any(rule.action == "drop" for rule, _ in among.strike(("update",), number)):
+            mixed.append(number)
+    other = struck(Faults("drop update p=0.2; seed=5"), 500, "update")
+    assert alone == struck(Faults("drop update p=0.2; seed=4"), 500, "update")
+    assert len(mixed) == pytest.approx(100, abs=30)
+    assert len(alone) == pytest.approx(100, abs=30)
+    assert other != alone
+
+
+def test_a_rule_can_be_bound_to_a_round_a_number_and_so_many_times() -> None:
+    assert struck(Faults("drop update nth=3"), 9, "update") == [2]
+    assert struck(Faults("drop update times=2"), 9, "update") == [0, 1]
+    assert struck(Faults("drop receipt"), 3, "control", "offer") == []
+    assert struck(Faults("drop control"), 3, "control", "offer") == [0, 1, 2]
+    faults = Faults("drop round=7")
+    assert (struck(faults, 2, "model", round_id=6), struck(faults, 2, "model", round_id=7)) == ([], [0, 1])
+    assert dict(faults.fired) == {"drop any": 2}
+
+
+def test_processes_get_their_faults_from_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADBUS_BUS__FAULTS", "drop update p=0.1; seed=3")
+    assert load(ClientFile, None).bus.faults == "drop update p=0.1; seed=3"
+    assert load(ClientFile, None, overrides=["bus.faults=delay offer seconds=1"]).bus.faults == "delay offer seconds=1"
+
+
+# Their effect
+
+LEAVES = [Leave(f"{number}") for number in range(6)]
+
+
+@pytest.fixture
+def place(place: dict[str, Any]) -> dict[str, Any]:
+    """Faults are told apart by what they do to frames; what is sealed is refused whole, which has a test of its own."""
+    return {**place, "security": "none"}
+
+
+def heard(
+    run: Run, place: dict[str, Any], rules: str, count: int = 6, *, rejected: int = 0
+) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """What arrives of six messages, what fired, and what was rejected. ``count`` and ``rejected`` are waited for."""
+
+    async def main() -> tuple[list[str], dict[str, int], dict[str, int]]:
+        async with gradbus.connect(**place) as one, gradbus.connect(**place, faults=rules) as two:
+            with one.subscribe(Control) as inbox:
+                await reads(two, Control)
+                for body in LEAVES:
+                    await two.publish(CLIENT, body)
+                got = []
+                for _ in range(count):
+                    message = await inbox.get()
+                    assert isinstance(message, Control)
+                    assert isinstance(message.body, Leave)
+                    got.append(message.body.reason)
+                await until(lambda: sum(one.rejected.values()) >= rejected)
+                assert isinstance(two, FaultyBus)
+                return got, dict(two.faults.fired), dict(one.rejected)
+
+    result: tuple[list[str], dict[str, int], dict[str, int]] = run(main)
+    return result
+
+
+def test_dropped_samples_do_not_arrive_and_are_counted(run: Run, place: dict[str, Any]) -> None:
+    got, fired, _ = heard(run, place, "drop leave nth=2; drop leave nth=4", count=4)
+    assert got == ["0", "2", "4", "5"]
+    assert fired == {"drop leave": 2}
+
+
+def test_doubled_samples_arrive_twice(run: Run, place: dict[str, Any]) -> None:
+    assert heard(run, place, "duplicate leave nth=3", count=7)[0] == ["0", "1", "2", "2", "3", "4", "5"]
+
+
+def test_a_sample_out_of_turn_is_overtaken_by_the_next_one(run: Run, place: dict[str, Any]) -> None:
+    assert heard(run, place, "reorder leave nth=2 seconds=60")[0] == ["0", "2", "1", "3", "4", "5"]
+
+
+def test_the_last_sample_is_not_held_back_for_ever(run: Run, place: dict[str, Any]) -> None:
+    assert heard(run, place, "reorder leave nth=6 seconds=0.05")[0] == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_a_late_sample_comes_later_and_holds_up_nobody(run: Run, place: dict[str, Any]) -> None:
+    for delay_s in (0.2, 5.0):  # the longer one where a busy machine took more time for the others than the shorter one
+        got = heard(run, place, f"delay leave nth=1 seconds={delay_s}")[0]
+        for thread in threading.enumerate():
+            if thread.name == "gradbus-late":
+                thread.join(10.0)
+                assert not thread.is_alive()
+        if got == ["1", "2", "3", "4", "5", "0"]:
+            return
+    raise AssertionError(got)
+
+
+def test_damaged_samples_are_rejected_and_counted_by_who_gets_them(run: Run, place: dict[str, Any]) -> None:
+    got, fired, rejected = heard(run, place, "corrupt leave p=0.5; seed=1", count=4, rejected=2)
+    assert fired["corrupt leave"] == 6 - len(got) == sum(rejected.values())
+
+
+def test_a_damaged_update_is_never_put_together_and_a_whole_one_is(run: Run, place: dict[str, Any]) -> None:
+    payload = os.urandom(3 << 20)
+
+    async def main() -> None:
+        async with gradbus.connect(**place) as one, gradbus.connect(**place) as two:
+            faulty = FaultyBus(two, "corrupt update nth=2; duplicate update nth=1; reorder update nth=3; delay model")
+            with one.subscribe(ClientUpdate) as inbox:
+                await reads(faulty, ClientUpdate)
+                assembling = asyncio.create_task(payload_from(inbox, UPDATE, len(payload)))
+                await faulty.send_update(UPDATE, 5, payload)
+                while not one.rejected["crc"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                assert not assembling.done()
+                await faulty.send_update(UPDATE, 5, payload, only=[1])
+                assert bytes(await assembling) == payload
+            assert faulty.faults.fired == {"corrupt update": 1, "duplicate update": 1, "reorder update": 1}
+
+    run(main)
+
+
+@pytest.mark.parametrize("security", ["none", "psk"])
+def test_a_sample_that_dds_takes_later_is_struck_once_and_doubled_once_and_not_kept(
+    run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch, security: str
+) -> None:
+    answers = iter([False, True, False, False, True])  # to a full queue it is all the same whose sample it is
+    write = Writer.write
+    writers = []
+
+    def full_now_and_then(self: Writer, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+        if self.topic.name == "train/control":
+            writers.append(self)
+            return next(answers, True) and write(self, fields, parts)
+        return write(self, fields, parts)
+
+    monkeypatch.setattr(Writer, "write", full_now_and_then)
+    monkeypatch.setenv("GRADBUS_KEY", new_job_key().text)
+    rules = "duplicate leave nth=1; drop leave nth=2; drop leave nth=5"
+    got, fired, rejected = heard(run, {**place, "security": security}, rules, count=5 if security == "none" else 4)
+    assert got == ["0"] * (1 + (security == "none")) + ["2", "3", "5"]
+    assert rejected.get("replay", 0) == (security == "psk")  # a copy of an envelope is known for one
+    assert fired == {"duplicate leave": 1, "drop leave": 2}
+    assert [writer._tried for writer in writers if writer._tried] == []  # type: ignore[attr-defined]
+
+
+def test_every_kind_of_sample_is_known_by_its_name_and_round(run: Run, place: dict[str, Any]) -> None:
+    names = ("command", "update", "model", "receipt", "needmodel")
+    rules = "; ".join(f"drop {name} round=3" for name in names)
+
+    async def main() -> dict[str, int]:
+        async with gradbus.connect(**place) as bus:
+            faulty = FaultyBus(bus, rules)
+            for round_id in (2, 3):
+                await faulty.publish(CHIEF, TrainCmd(round_id, 0, 1, 0.1, 0))
+                await faulty.publish(CHIEF, Receipt(7, 1, 1, round_id, 1, True, ""))
+                await faulty.publish(CLIENT, NeedModel(1, round_id, 0, []))
+                await faulty.send_update(UPDATE._replace(round_id=round_id), 5, b"x")
+                await faulty.send_model(MODEL._replace(round_id=round_id), b"x")
+            assert bus._node is faulty._node  # one bus under two names
+            return dict(faulty.faults.fired)
+
+    assert run(main) == {f"drop {name}": 1 for name in names}
+
+
+def test_ranks_wait_no_longer_than_they_said_for_a_frame_that_is_lost(run: Run, place: dict[str, Any]) -> None:
+    network = gradbus.NetworkConfig(shared_memory=False)
+
+    async def rank(number: int, faults: str, told: asyncio.Event) -> Any:
+        async with (
+            gradbus.connect(**place, network=network, faults=faults) as bus,
+            gradbus.join_group(bus, rank=number, world=2, timeout_s=20) as group,
+        ):
+            assert await group.all_gather("well", bytes([number])) == [b"\0", b"\1"]
+            limit_s = 20.0 if number else 1.0  # rank 1 gets all, however late
+            try:
+                await group.all_gather("lost", bytes([number]), round_id=5, timeout_s=limit_s)
+            except CollectiveTimeout as error:
+                told.set()
+                return list(error.missing)
+            await told.wait()  # who leaves is no longer missing
+            return []
+
+    async def main() -> list[Any]:
+        told = asyncio.Event()
+        return list(await asyncio.gather(rank(0, "", told), rank(1, "drop collective round=5", told)))
+
+    assert run(main) == [[1], []]

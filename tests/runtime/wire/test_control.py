@@ -1,0 +1,343 @@
+"""Control messages: each kind there and back, and every way in which a body can be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradbus.runtime.errors import FrameError
+from gradbus.runtime.wire import control
+from gradbus.runtime.wire.control import (
+    MAX_BODY_BYTES,
+    PROTOCOL,
+    Body,
+    Bye,
+    Closing,
+    Failed,
+    Grant,
+    GroupHello,
+    GroupLeave,
+    Hello,
+    Leave,
+    ModelHere,
+    NeedModel,
+    NeedUpdate,
+    Offer,
+    Pulse,
+    Receipt,
+    Refused,
+    Status,
+    Welcome,
+)
+
+EXAMPLES: list[Body] = [
+    Hello(PROTOCOL, 1_199_882, (1 << 64) - 1, True, 5, "training", 3, 2, "host:1234", 3, "host/boot/1"),
+    Welcome(7, 1 << 60, 5, 4, "sq8", 0.1, 8192, 2, 10, 0.5, "host/boot/1"),
+    Refused(7, 1 << 60, "its model is not the same \u2260"),
+    Status(5, -1, "waiting", 0, 0),
+    Offer(5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab", 0.5, 3.25, 0.75),
+    Grant(7, 1 << 60, 3, 1),
+    Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
+    NeedUpdate(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
+    ModelHere(5, 3, 7, True, 4_799_528, "host/boot/1 1234 7 ab"),
+    NeedModel(5, 3, 0, []),
+    Failed(5, 3, "Traceback ..."),
+    Leave("done"),
+    Bye(5, True, "all rounds are done"),
+    Closing("its bus was closed"),
+    GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
+    GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
+    Pulse("world", 4, "host", 9.5, 100, 2, 3.5, 1 << 40, 9, 2, "grad/0", 1.5, [1], [3], {"early": 7}),
+]
+
+
+LATER: dict[type[Any], dict[str, Any]] = {
+    Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0},
+    Welcome: {"memory": "", "frozen": 0},
+    Failed: {"reason": "training failed"},
+    ModelHere: {"signature": ""},
+    Status: {
+        "host": "",
+        "minimum": 0,
+        "rounds": 0,
+        "clients": 0,
+        "round_s": 0.0,
+        "left_s": 0.0,
+        "waited_for": [],
+        "silent_s": [],
+        "out": [],
+        "dropped": {},
+        "last_s": 0.0,
+        "bytes_up": 0,
+        "bytes_down": 0,
+        "accuracy": -1.0,
+    },
+    Pulse: {
+        "step": -1,
+        "epoch": -1,
+        "steps_per_s": 0.0,
+        "bytes_out": 0,
+        "bytes_in": 0,
+        "pending": 0,
+        "oldest": "",
+        "oldest_s": 0.0,
+        "missing": [],
+        "lost": [],
+        "dropped": {},
+    },
+    Bye: {"final": False},
+    Offer: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
+}
+
+
+def packed(kind: Any, fields: Any) -> bytes:
+    return msgpack.packb([kind, fields])
+
+
+def fields_of(body: Body) -> dict[str, Any]:
+    return {field.name: getattr(body, field.name) for field in dataclasses.fields(body)}
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(FrameError) as caught:
+        control.decode(data)
+    assert caught.value.reason == "control"
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    assert {type(body) for body in EXAMPLES} == set(get_args(Body))
+
+
+@pytest.mark.parametrize("body", EXAMPLES, ids=lambda body: type(body).__name__)
+def test_a_message_comes_back_as_it_was(body: Body) -> None:
+    assert control.decode(control.encode(body)) == body
+    assert control.decode(memoryview(control.encode(body))) == body
+
+
+def test_a_body_is_a_msgpack_array_of_kind_and_fields() -> None:
+    fields = {"to": 1, "incarnation": 2, "round_id": 3, "transfer": 4}
+    assert control.encode(Grant(1, 2, 3, 4)) == packed("Grant", fields)
+
+
+@pytest.mark.parametrize("body", EXAMPLES, ids=lambda body: type(body).__name__)
+def test_fields_that_we_do_not_know_are_skipped(body: Body) -> None:
+    fields = fields_of(body) | {"later": 1, "nested": {"a": [1, {"b": None}]}, "self": 2, "": 3}
+    assert control.decode(packed(type(body).__name__, fields)) == body
+
+
+@pytest.mark.parametrize("name", ["__dataclass_self__", "__init__", "__class__", "__pydantic_validator__", "cls"])
+def test_field_names_that_mean_something_to_python_are_skipped_too(name: str) -> None:
+    assert control.decode(packed("Leave", {"reason": "x", name: 1})) == Leave("x")
+
+
+@pytest.mark.parametrize("body", EXAMPLES, ids=lambda body: type(body).__name__)
+def test_a_message_without_one_of_its_fields_is_refused_by_name(body: Body) -> None:
+    for name in fields_of(body).keys() - LATER.get(type(body), {}).keys():
+        fields = fields_of(body)
+        del fields[name]
+        assert f"{type(body).__name__}.{name}" in refused(packed(type(body).__name__, fields))
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_older_programs_do_not_say_what_came_later(kind: type[Any]) -> None:
+    (body,) = (example for example in EXAMPLES if isinstance(example, kind))
+    fields = {name: value for name, value in fields_of(body).items() if name not in LATER[kind]}
+    assert control.decode(packed(kind.__name__, fields)) == dataclasses.replace(body, **LATER[kind])
+
+
+def wrong_values(value: Any) -> Iterator[Any]:
+    yield from (None, [None], {}, {"a": 1}, msgpack.Timestamp(0))
+    if not isinstance(value, str):
+        yield "1"
+    if not isinstance(value, bool):
+        yield from (True, False)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        yield from (0, 1, 2.0)
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield from (-2, 1.0, 1.5, math.nan)
+    if isinstance(value, list):
+        yield from ([-1], [1 << 20], [0.5], ["1"], [[0]], "0")
+
+
+@pytest.mark.parametrize("body", EXAMPLES, ids=lambda body: type(body).__name__)
+def test_a_value_of_the_wrong_type_is_refused_by_name(body: Body) -> None:
+    for name, value in fields_of(body).items():
+        for wrong in wrong_values(value):
+            if name == "codec_version" and wrong in (1, 2):
+                continue  # True and 1.0 are equal to 1, and read as it
+            if any(wrong == fine for fine in NOT_WRONG.get(name, ())):
+                continue
+            data = packed(type(body).__name__, fields_of(body) | {name: wrong})
+            text = refused(data)
+            assert f"{type(body).__name__}.{name}" in text or "not msgpack within limits" in text
+
+
+NOT_WRONG: dict[str, list[Any]] = {
+    "waited_for": [[1 << 20]],
+    "out": [[1 << 20]],
+    "silent_s": [[1 << 20], [0.5]],
+    "dropped": [{}, {"a": 1}],
+}
+
+
+OUT_OF_RANGE = [
+    ("Status", "waited_for", list(range(257))),
+    ("Status", "silent_s", [math.nan]),
+    ("Status", "dropped", {str(number): 1 for number in range(33)}),
+    ("Status", "dropped", {"a": -1}),
+    ("Status", "dropped", {1: 1}),
+    ("Pulse", "missing", [1 << 20]),
+    ("Hello", "protocol", 1 << 32),
+    ("Hello", "round_id", 1 << 31),
+    ("Hello", "round_id", -2),
+    ("Hello", "phase", "x" * 257),
+    ("Welcome", "density", 0.0),
+    ("Welcome", "density", 1.5),
+    ("Welcome", "density", math.nan),
+    ("Welcome", "chunk_elems", 0),
+    ("Welcome", "codec_version", 3),
+    ("Welcome", "heartbeat_s", -0.5),
+    ("Welcome", "heartbeat_s", math.inf),
+    ("Welcome", "heartbeat_s", math.nan),
+    ("Welcome", "heartbeat_s", 1e10),
+    ("Offer", "num_samples", -1),
+    ("Offer", "num_samples", (1 << 40) + 1),
+    ("Offer", "train_s", math.nan),
+    ("Offer", "transfer", 1 << 32),
+    ("NeedUpdate", "seqs", list(range(257))),
+    ("Failed", "text", "x" * (32 * 1024 + 1)),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused(kind: str, name: str, value: Any) -> None:
+    (body,) = (body for body in EXAMPLES if type(body).__name__ == kind)
+    refused(packed(kind, fields_of(body) | {name: value}))
+
+
+@pytest.mark.parametrize("body", EXAMPLES, ids=lambda body: type(body).__name__)
+def test_what_a_receiver_would_refuse_cannot_be_made(body: Body) -> None:
+    for name, value in fields_of(body).items():
+        with pytest.raises(ValueError, match=name):
+            dataclasses.replace(body, **{name: None if not isinstance(value, str) else 1})
+
+
+def test_the_loss_of_an_offer_may_be_any_float() -> None:
+    offer = dataclasses.replace(EXAMPLES[4], loss=math.nan)
+    assert math.isnan(control.decode(control.encode(offer)).loss)  # type: ignore[union-attr]
+
+
+def test_the_norms_of_an_offer_may_be_any_float() -> None:
+    """They are only shown; and a model may have become so large that its norm is infinite."""
+    offer = dataclasses.replace(EXAMPLES[4], update_norm=math.inf, residual_norm=-5.0)
+    assert control.decode(control.encode(offer)) == offer
+
+
+SHAPES: list[Any] = [
+    None, 1, "Leave", [], ["Leave"], ["Leave", {"reason": "x"}, 1], {"Leave": {"reason": "x"}}, ["Leave", ["x"]],
+    ["Leave", None], [1, {"reason": "x"}], [b"Leave", {"reason": "x"}], [["Leave"], {"reason": "x"}],
+    ["Leave", {b"": 1, "reason": "x"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_a_body_of_another_shape_is_refused(shape: Any) -> None:
+    refused(msgpack.packb(shape))
+
+
+@pytest.mark.parametrize("kind", ["", "hello", "Body", "dict", "__class__", "x" * 10_000])
+def test_an_unknown_kind_is_refused_and_named_shortly(kind: str) -> None:
+    assert len(refused(packed(kind, {}))) < 200
+
+
+BOMBS = {
+    "an array that claims 2^32 entries": b"\x92\xa5Leave\xdd\xff\xff\xff\xff",
+    "a map that claims 2^32 entries": b"\x92\xa5Leave\xdf\xff\xff\xff\xff",
+    "a string that claims 2^32 bytes": b"\x92\xdb\xff\xff\xff\xff",
+    "bytes that claim 2^32": b"\x92\xc6\xff\xff\xff\xff",
+    "an extension that claims 2^32 bytes": b"\x92\xc9\xff\xff\xff\xff\x01",
+    "a map of 65 entries": msgpack.packb(["Leave", {str(index): 0 for index in range(65)}]),
+    "an array of 257": msgpack.packb(["Leave", {"reason": "x", "more": [0] * 257}]),
+    "arrays in arrays": b"\x91" * 60_000,
+    "empty maps without end": b"\xdc\xff\xff" + b"\x80" * 60_000,
+    "maps in an array of arrays": b"\xdc\x01\x00" + (b"\xdc\x00\xff" + b"\x80" * 255) * 250,
+    "something behind the body": control.encode(Leave("x")) + b"\xc0",
+    "two bodies": control.encode(Leave("x")) * 2,
+    "text that is not UTF-8": b"\x92\xa5Leave\x81\xa6reason\xa1\xff",
+    "more than 64 KiB": bytes(MAX_BODY_BYTES + 1),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_body_that_claims_more_than_it_holds_costs_no_memory(what: str) -> None:
+    refused(BOMBS[what])  # so that what is made once is not counted
+    tracemalloc.start()
+    try:
+        refused(BOMBS[what])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20
+
+
+def test_the_longest_texts_still_fit_into_a_body() -> None:
+    body = Failed(1, 1, "x" * 32 * 1024)
+    assert control.decode(control.encode(body)) == body
+
+
+def test_a_body_that_is_too_long_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="at most 65536"):
+        control.encode(Failed(1, 1, "\U0001f600" * 32 * 1024))
+
+
+def check_body_or_error(data: bytes) -> None:
+    try:
+        body = control.decode(data)
+    except FrameError:
+        return
+    assert isinstance(body, get_args(Body))
+    assert control.encode(body)
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_body_or_a_frame_error(data: bytes) -> None:
+    check_body_or_error(data)
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(which=st.integers(0, len(EXAMPLES) - 1), seed=st.integers(0, 1 << 20), changes=st.integers(1, 4))
+def test_a_damaged_body_is_a_body_or_a_frame_error(which: int, seed: int, changes: int) -> None:
+    rng = random.Random(seed)
+    data = bytearray(control.encode(EXAMPLES[which]))
+    for _ in range(changes):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    check_body_or_error(bytes(data))
+    check_body_or_error(bytes(data[: rng.randrange(len(data))]))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(which=st.integers(0, len(EXAMPLES) - 1), data=st.data())
+def test_any_values_in_the_fields_are_a_body_or_a_frame_error(which: int, data: st.DataObject) -> None:
+    fields = fields_of(EXAMPLES[which])
+    name = data.draw(st.sampled_from(sorted(fields)))
+    check_body_or_error(packed(type(EXAMPLES[which]).__name__, fields | {name: data.draw(VALUES)}))
