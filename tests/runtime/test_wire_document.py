@@ -124,10 +124,10 @@ def test_limits_and_versions_are_those_of_the_code(page: str) -> None:
 
 
 def test_every_reason_to_refuse_a_frame_is_explained(root: Path, page: str) -> None:
-    source = (root / "runtime" / "frames.py").read_text(encoding="utf-8")
+    source = (root / "runtime" / "wire" / "frames.py").read_text(encoding="utf-8")
     reasons = set(re.findall(r'FrameError\(\s*"(\w+)"', source))
     assert {row[0] for row in rows(section(page, "What is refused"), "reason")} == reasons
-    for file in ("topics.py", "assembler.py", "control.py"):
+    for file in ("dds/topics.py", "wire/assembler.py", "wire/control.py"):
         source = (root / "runtime" / file).read_text(encoding="utf-8")
         for reason in re.findall(r'FrameError\(\s*"(\w+)"', source):
             assert f"`{reason}`" in section(page, "What is refused"), reason
