@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from fuzz.target import Target, folder, must
-from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.rundir.reading import read_run
 from gradbus.models import idx
-from gradbus.runtime.config import federated
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
-from gradbus.runtime.profiling.chrome_trace import Clock, chrome_trace
-from gradbus.runtime.errors import CheckpointError, ConfigError
-from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
+from gradbus.runtime.config import federated
 from gradbus.runtime.config.federated import Settings
+from gradbus.runtime.errors import CheckpointError, ConfigError
+from gradbus.runtime.profiling.chrome_trace import Clock, chrome_trace
+from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
 
 
 def _load(number: int, path: Path | None, overrides: Iterable[str] = ()) -> Settings:

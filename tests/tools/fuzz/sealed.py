@@ -8,11 +8,17 @@ from fuzz.target import Target, must
 from gradbus.runtime.dds import idl_types
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.envelope import HEADER_BYTES, Header
-from gradbus.runtime.security.liveness_challenge import MAX_ANSWERS, MAX_LABEL_BYTES, Greeting, pack_greeting, parse_greeting
-from gradbus.runtime.security.job_key import JobKey, parse_job_key
-from gradbus.runtime.security.peers import MAX_HELD_EACH
 from gradbus.runtime.security.encryption import Opened, Opener, PskKeys, Seal
+from gradbus.runtime.security.envelope import HEADER_BYTES, Header
+from gradbus.runtime.security.job_key import JobKey, parse_job_key
+from gradbus.runtime.security.liveness_challenge import (
+    MAX_ANSWERS,
+    MAX_LABEL_BYTES,
+    Greeting,
+    pack_greeting,
+    parse_greeting,
+)
+from gradbus.runtime.security.peers import MAX_HELD_EACH
 
 _JOB, _TOPIC = "fuzz", "train/client_update"
 _CHOSEN_BYTES = 1 + 8 + 4 + 4  # of an input: session, counter, size, moment

@@ -10,18 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from fuzz.target import Target, must
-from gradbus.runtime.wire import control
-from gradbus.runtime.wire import frames
-from gradbus.runtime.shm import shared_payload
-from gradbus.runtime.shm import segment
-from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.collectives import engine, objects
 from gradbus.runtime.collectives.streams import NewPayload
 from gradbus.runtime.collectives.tensors import Bytes, describe
-from gradbus.runtime.errors import CollectiveError, FrameError
-from gradbus.runtime.wire.frames import CONTROLLER, Frame, FrameKey, Kind
-from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.dds.topics import TOPICS, collective_topic, store_topic
+from gradbus.runtime.errors import CollectiveError, FrameError
+from gradbus.runtime.shm import segment, shared_payload
+from gradbus.runtime.shm.segment import SharedMemoryFault
+from gradbus.runtime.wire import control, frames
+from gradbus.runtime.wire.assembler import Assembler, Verdict
+from gradbus.runtime.wire.frames import CONTROLLER, Frame, FrameKey, Kind
 from gradbus.torch import store_messages
 
 _GRANTED_BYTES = 1 << 20
