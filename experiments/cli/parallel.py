@@ -98,7 +98,7 @@ def run(
     code: list[int] = []
 
     def action() -> None:
-        from gradbus.experiments.launch_command import launch_run
+        from gradbus.experiments.launch.command import launch_run
 
         add_current_directory_to_path()
         code.append(launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s))

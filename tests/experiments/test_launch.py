@@ -20,8 +20,8 @@ import pytest
 # Each rank runs the first argument as a program of its own; -S and -E let Python start in a few milliseconds.
 LAUNCH = """
 import asyncio, json, sys
-from gradbus.experiments import launch as module
-from gradbus.experiments.launch import Launch, Launcher
+from gradbus.experiments.launch import launcher as module
+from gradbus.experiments.launch.launcher import Launch, Launcher
 world, grace_s, code, settle_s = json.loads(sys.argv[1])
 module._SETTLE_S = settle_s or module._SETTLE_S
 launch = Launch(

@@ -1,4 +1,4 @@
-"""The launcher's pieces that need no process: lines, last lines, and who is to blame."""
+"""The launcher's pieces that need no process: lines, last lines, and which rank failed first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from gradbus.experiments.blame import End, culprit
-from gradbus.experiments.rank_output import LineSplitter, Sink, Tail, prefix
+from gradbus.experiments.launch.first_failure import RankExit, first_failure
+from gradbus.experiments.launch.output import LineSplitter, OutputWriter, Tail, prefix
 
 
 def lines(*chunks: bytes, limit: int = 100) -> list[bytes]:
@@ -76,39 +76,43 @@ def test_a_crash_of_the_interpreter_is_a_traceback_too() -> None:
     assert len(tail.excerpt()) == 32
 
 
-def test_the_first_rank_to_fail_is_to_blame() -> None:
-    assert culprit([]) is None
-    assert culprit([End(0, 0)]) is None
-    assert culprit([End(0, 0), End(2, -11), End(1, 1)]) == End(2, -11)
+def test_the_first_rank_to_fail_is_the_first_failure() -> None:
+    assert first_failure([]) is None
+    assert first_failure([RankExit(0, 0)]) is None
+    assert first_failure([RankExit(0, 0), RankExit(2, -11), RankExit(1, 1)]) == RankExit(2, -11)
 
 
-@pytest.mark.parametrize("consequence", [End(0, 9), End(0, -15, asked=True), End(0, 143, asked=True)])
-def test_who_only_missed_another_or_was_told_to_end_is_not_to_blame(consequence: End) -> None:
-    assert culprit([consequence, End(1, 1, asked=True)]) == End(1, 1, asked=True)
-    assert culprit([consequence]) == consequence
+@pytest.mark.parametrize(
+    "consequence", [RankExit(0, 9), RankExit(0, -15, was_asked=True), RankExit(0, 143, was_asked=True)]
+)
+def test_a_rank_that_only_missed_another_or_was_ended_is_not_the_first_failure(consequence: RankExit) -> None:
+    assert first_failure([consequence, RankExit(1, 1, was_asked=True)]) == RankExit(1, 1, was_asked=True)
+    assert first_failure([consequence]) == consequence
 
 
-def test_a_rank_that_has_said_why_it_failed_is_to_blame_even_if_it_had_to_be_ended() -> None:
-    ended = End(1, -15, asked=True, has_traceback=True)
-    assert culprit([End(0, 9), ended]) == ended
+def test_a_rank_with_a_traceback_is_the_first_failure_even_if_it_had_to_be_ended() -> None:
+    ended = RankExit(1, -15, was_asked=True, has_traceback=True)
+    assert first_failure([RankExit(0, 9), ended]) == ended
     assert "failed" in str(ended)
     assert ended.exit_code == 1
 
 
-@pytest.mark.parametrize("reason", [End(1, 1, has_traceback=True), End(1, -11), End(1, 143, True, has_traceback=True)])
-def test_who_waited_for_it_in_vain_is_not_to_blame(reason: End) -> None:
-    assert culprit([End(0, 4), reason]) == reason
-    assert culprit([End(0, 4), End(2, 9)]) == End(0, 4)
+@pytest.mark.parametrize(
+    "reason", [RankExit(1, 1, has_traceback=True), RankExit(1, -11), RankExit(1, 143, True, has_traceback=True)]
+)
+def test_a_rank_that_waited_for_it_in_vain_is_not_the_first_failure(reason: RankExit) -> None:
+    assert first_failure([RankExit(0, 4), reason]) == reason
+    assert first_failure([RankExit(0, 4), RankExit(2, 9)]) == RankExit(0, 4)
 
 
-def test_a_rank_that_somebody_else_stops_is_to_blame() -> None:
-    assert culprit([End(0, 143), End(1, 9)]) == End(0, 143)
+def test_a_rank_that_somebody_else_stops_is_the_first_failure() -> None:
+    assert first_failure([RankExit(0, 143), RankExit(1, 9)]) == RankExit(0, 143)
 
 
 def test_the_exit_code_of_a_killed_rank_is_that_of_a_shell() -> None:
-    assert (End(0, -9).exit_code, End(0, 3).exit_code) == (137, 3)
-    assert str(End(0, -11)) == "was killed by SIGSEGV"
-    assert str(End(0, -64)) in ("was killed by SIGRTMAX", "was killed by signal 64")
+    assert (RankExit(0, -9).exit_code, RankExit(0, 3).exit_code) == (137, 3)
+    assert str(RankExit(0, -11)) == "was killed by SIGSEGV"
+    assert str(RankExit(0, -64)) in ("was killed by SIGRTMAX", "was killed by signal 64")
 
 
 def test_prefixes_without_colours_are_plain() -> None:
@@ -118,7 +122,7 @@ def test_prefixes_without_colours_are_plain() -> None:
 
 def test_a_sink_writes_all_before_it_closes() -> None:
     reader, writer = os.pipe()
-    sink, closed = Sink(writer), threading.Event()
+    sink, closed = OutputWriter(writer), threading.Event()
     for number in range(3):
         sink.put(b"%d" % number)
     sink.start()
@@ -132,7 +136,7 @@ def test_a_sink_writes_all_before_it_closes() -> None:
 def test_a_sink_waits_for_a_reader_that_made_it_non_blocking() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    sink, closed = Sink(writer), threading.Event()
+    sink, closed = OutputWriter(writer), threading.Event()
     sink.start()
     for _ in range(100):
         sink.put(b"z" * 9_999)

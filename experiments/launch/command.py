@@ -1,4 +1,4 @@
-"""The command ``run``: what each rank gets, and one complaint in place of many where that is wrong."""
+"""The command ``run``: arguments and environment of each rank, and one error in place of one from every rank."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 from gradbus.experiments.buses import check
 from gradbus.experiments.files import WorkerFile, load
-from gradbus.experiments.launch import Launch, Launcher
+from gradbus.experiments.launch.launcher import Launch, Launcher
 from gradbus.experiments.run.rank_environment import MAX_WORLD
 from gradbus.runtime.errors import ConfigError
 
 
 def launch_run(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> int:
-    """``gradbus run``. Returns the exit code of the launch.
+    """Run ``gradbus run``. Returns the exit code of the launch.
 
     Args:
         arguments: of ``gradbus worker``, for every rank. options: the same, parsed.
         ranks: how many; None: as the configuration says.
 
     Raises:
-        ConfigError: what the ranks would all say.
+        ConfigError: the error that every rank would report.
         LaunchFailed: a process could not be started.
     """
     return asyncio.run(Launcher(plan(arguments, options, ranks=ranks, grace_s=grace_s)).run())
 
 
 def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | None, grace_s: float) -> Launch:
-    """What to start. Raises ConfigError."""
+    """The processes to start; arguments as for :func:`launch_run`. Raises ConfigError."""
     for name in ("rank", "world"):
         if options[name] is not None:
             raise ConfigError(f"--{name} is not for 'gradbus run', which gives every rank its own: say -n N")
     file = load(
         WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
     )  # fmt: skip
-    check(file.bus, rank=0)  # the others have the same key file, and join that one
+    check(file.bus, rank=0)  # the others have the same key file, and join rank 0
     world = file.world if ranks is None else ranks
     if world is None:
         raise ConfigError("how many ranks? Say -n N, or set world in the configuration")
@@ -49,8 +49,8 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
     width = shutil.get_terminal_size((120, 24)).columns
 
     def command(rank: int) -> list[str]:
-        # -P: Python would put the current directory in front of everything that is installed. The log is for people,
-        # for with prefixes it is no JSON any more, and holds what matters to all; an option of the user's wins.
+        # -P: Python would put the current directory in front of everything that is installed. With prefixes the log is
+        # no JSON any more, so it is for people, and at warnings; options of the user's come later, and win.
         own = ["--rank", str(rank), "--world", str(world), "--log-style", "console", "--log-level", "warning"]
         return [sys.executable, "-P", "-m", "gradbus", "worker", *own, *arguments]
 

@@ -1,6 +1,6 @@
-"""What the ranks of a launch print, on its way to the terminal: whole lines, each with the rank before it.
+"""The output of ranks on its way to the terminal: whole lines, each with its rank before it.
 
-Nothing here ever waits for whoever reads the output: a terminal that was stopped with Ctrl-S must not stop a training.
+Nothing here waits for the reader of the output: a terminal that was stopped with Ctrl-S must not stop a training.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-LINE_BYTES = 16 * 1024
-"""Longer lines are broken."""
-
-_TAIL_LINES = 200
-_TAIL_BYTES = 32 * 1024
+LINE_BYTES = 16 * 1024  # longer lines are broken
+_TAIL_LINES, _TAIL_BYTES = 200, 32 * 1024
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # ANSI, without red, which means trouble
 _TRACEBACKS = (b"Traceback (most recent call last)", b"Fatal Python error")
 
 
-class LineSplitter:
-    """Bytes as they come out of a pipe to lines without their ends.
+def prefix(rank: int, *, colour: bool) -> bytes:
+    """The text before each line of a rank."""
+    name = f"[rank {rank}]"
+    return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m " if colour else f"{name} ").encode()
 
-    What a carriage return has overwritten (a progress bar) is left out, as on a terminal. Memory: ``limit`` bytes.
+
+class LineSplitter:
+    """Turns the bytes that come out of a pipe into lines without their ends, in ``limit`` bytes of memory.
+
+    As on a terminal, text that a carriage return has overwritten (a progress bar) is left out.
     """
 
     def __init__(self, limit: int = LINE_BYTES) -> None:
@@ -33,9 +36,9 @@ class LineSplitter:
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that these bytes complete."""
         *whole, rest = (self._rest + data).split(b"\n")
-        lines = [piece for line in whole for piece in self._pieces(_as_shown(line))]
+        lines = [piece for line in whole for piece in self._pieces(line)]
         if len(rest) > self._limit:
-            *broken, rest = self._pieces(_as_shown(rest))
+            *broken, rest = self._pieces(rest)
             lines += broken
         self._rest = rest
         return lines
@@ -43,9 +46,10 @@ class LineSplitter:
     def close(self) -> list[bytes]:
         """The last line, where its end is missing."""
         rest, self._rest = self._rest, b""
-        return self._pieces(_as_shown(rest)) if rest else []
+        return self._pieces(rest) if rest else []
 
     def _pieces(self, line: bytes) -> list[bytes]:
+        line = line.rstrip(b"\r").rpartition(b"\r")[2]
         pieces: list[bytes] = []
         while len(line) > self._limit:
             cut = self._limit
@@ -56,24 +60,15 @@ class LineSplitter:
         return [*pieces, line]
 
 
-def _as_shown(line: bytes) -> bytes:
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
-def prefix(rank: int, *, colour: bool) -> bytes:
-    """What stands before each line of this rank."""
-    name = f"[rank {rank}]"
-    return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m " if colour else f"{name} ").encode()
-
-
 class Tail:
-    """The last lines of a rank, for when it turns out to be the one that failed."""
+    """The last lines of a rank, to be shown again if it is the one that failed."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque()
         self._bytes = 0
 
     def add(self, line: bytes) -> None:
+        """Keep a line, and drop the oldest ones beyond the limit."""
         self._lines.append(line)
         self._bytes += len(line)
         while len(self._lines) > _TAIL_LINES or self._bytes > _TAIL_BYTES:
@@ -82,29 +77,27 @@ class Tail:
     @property
     def has_traceback(self) -> bool:
         """Whether the last lines hold one."""
-        return any(map(_is_traceback, self._lines))
+        return any(map(_begins_traceback, self._lines))
 
     def excerpt(self, *, with_traceback: int = 100, without: int = 15) -> list[bytes]:
-        """From the first traceback in the last lines on, so many lines at most; a few lines where there is none."""
+        """At most so many lines, from the first traceback in them on; the last few lines where there is none."""
         lines = list(self._lines)[-with_traceback:]
-        for number, line in enumerate(lines):
-            if _is_traceback(line):
-                return lines[max(0, number - 1) :]
-        return lines[-without:]
+        begins = next((number for number, line in enumerate(lines) if _begins_traceback(line)), None)
+        return lines[-without:] if begins is None else lines[max(0, begins - 1) :]
 
 
-def _is_traceback(line: bytes) -> bool:
+def _begins_traceback(line: bytes) -> bool:
     return any(start in line for start in _TRACEBACKS)
 
 
-class Sink:
-    """Writes to a file descriptor from a thread of its own.
+class OutputWriter:
+    """Writes lines to a file descriptor from a thread of its own.
 
-    What is waiting to be written is bounded: what does not fit is left out, and the reader is told so when he reads on.
+    Lines wait in at most ``limit`` bytes. Those that do not fit are left out, and counted in a line of their own.
     """
 
     def __init__(self, fd: int, *, on_broken: Callable[[], object] = lambda: None, limit: int = 16 << 20) -> None:
-        """``on_broken`` is called, from the thread, when nobody will ever read (a pipe that was closed)."""
+        """``on_broken`` is called from the thread when the other end of a pipe was closed."""
         self._fd = fd
         self._on_broken = on_broken
         self._limit = limit
@@ -116,56 +109,52 @@ class Sink:
         self._thread = threading.Thread(target=self._write_all, name=f"gradbus-out-{fd}", daemon=True)
 
     def start(self) -> None:
-        """Begin to write; what was put before waits until then."""
+        """Begin to write; lines that were put before wait until then."""
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """One line, without its end. Never waits."""
+        """Take one line, without its end. Never waits."""
         with self._changed:
             if self._bytes + len(line) > self._limit:
                 self._left_out += 1
-                return
-            if self._left_out:
-                self._push(b"gradbus run: %d lines left out here: nobody read them" % self._left_out)
-                self._left_out = 0
-            self._push(line)
-            self._changed.notify()
-
-    def _push(self, line: bytes) -> None:
-        self._waiting.append(line + b"\n")
-        self._bytes += len(line) + 1
+            else:
+                self._push(line)
 
     def close(self, on_closed: Callable[[], object]) -> None:
-        """Write what is left, then call ``on_closed`` from the thread."""
+        """Write the lines that wait, then call ``on_closed`` from the thread."""
         with self._changed:
-            if self._left_out:
-                self._push(b"gradbus run: %d lines left out here: nobody read them" % self._left_out)
             self._on_closed = on_closed
-            self._changed.notify()
+            self._push()
+
+    def _push(self, *lines: bytes) -> None:
+        if self._left_out:
+            lines = (b"gradbus run: %d lines left out here: nobody read them" % self._left_out, *lines)
+            self._left_out = 0
+        self._waiting.extend(line + b"\n" for line in lines)
+        self._bytes += sum(len(line) + 1 for line in lines)
+        self._changed.notify()
 
     def _write_all(self) -> None:
-        readable = True
+        has_reader = True
         while True:
             with self._changed:
-                while not self._waiting and self._on_closed is None:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._waiting or self._on_closed is not None)
                 data = b"".join(self._waiting)
                 self._waiting.clear()
-                if not data and self._on_closed is not None:
-                    self._on_closed()
-                    return
-            if readable:
-                readable = self._write(data)
+            if not data and self._on_closed is not None:
+                self._on_closed()
+                return
+            has_reader = has_reader and self._write(data)
             with self._changed:
                 self._bytes -= len(data)
 
     def _write(self, data: bytes) -> bool:
-        """False: nobody will read it."""
+        """Returns False where nothing can be written to the descriptor any more."""
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self._fd, view[: 64 * 1024]) :]
-            except BlockingIOError:  # somebody else who has this terminal made it non-blocking
+            except BlockingIOError:  # another program with this terminal made it non-blocking
                 select.select([], [self._fd], [])
             except BrokenPipeError:
                 self._on_broken()

@@ -1,0 +1,1 @@
+"""``gradbus run``: all ranks of a data-parallel job, as processes of this machine."""

@@ -1,0 +1,341 @@
+"""All ranks of a job on this machine: started together, shown together, ended together.
+
+The first signal is passed on to the ranks, the second kills them. Where one rank fails, the others are asked to end,
+and killed if they do not. No rank outlives the launcher: where that is killed, the kernel ends the ranks (on Linux).
+
+Why not ``torch.distributed.elastic.multiprocessing``: its ranks outlive an agent that is killed; it shows output by
+polling log files, a tenth of a second late and without the order between stdout and stderr; and at the first exit code
+that is not 0 it ends all ranks, so that the failure it names first is often that of a rank which only missed another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gradbus.experiments.cli.exit_codes import ExitCode
+from gradbus.experiments.launch.first_failure import RankExit, first_failure
+from gradbus.experiments.launch.output import LineSplitter, OutputWriter, Tail, prefix
+from gradbus.runtime.errors import GradbusError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the end of its terminal", signal.SIGPIPE: "the end of its reader"}
+_SETTLE_S = 2.0  # for the rank that failed first to exit, where another one, which misses it, has exited before
+_EOF_S = 2.0  # for the last output of ranks that have exited
+_DEAD_S = 5.0  # for the kernel to end ranks that were killed
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class LaunchFailed(GradbusError):
+    """A process could not be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The processes to start.
+
+    Attributes:
+        world: number of ranks.
+        command: program and arguments of a rank.
+        environment: variables of a rank, besides those of the launcher; None removes one.
+        grace_s: between the request to end and the kill.
+    """
+
+    world: int
+    command: Callable[[int], Sequence[str]]
+    environment: Callable[[int], Mapping[str, str | None]] = lambda rank: {}
+    grace_s: float = 5.0
+
+
+class LaunchedRank:
+    """The process of a rank, in a session of its own: Ctrl-C in the terminal reaches the launcher alone.
+
+    Attributes:
+        open_pipes: outputs that some process may still write to.
+        was_asked: it was sent a signal.
+    """
+
+    def __init__(self, number: int, changed: Callable[[], None]) -> None:
+        """``changed`` is called when one of its outputs has come to its end."""
+        self.number = number
+        self.tail = Tail()
+        self.open_pipes = 0
+        self.was_asked = False
+        self._changed = changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._has_exited = False
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not exited yet."""
+        return self._process is not None and not self._has_exited
+
+    async def start(self, launch: Launch, out: OutputWriter, err: OutputWriter) -> None:
+        """Start it. Its lines go to the writers; where these are one, stdout and stderr share a pipe and keep their
+        order. Raises LaunchFailed."""
+        program, *arguments = launch.command(self.number)
+        variables = {**os.environ, **launch.environment(self.number)}
+        try:
+            with contextlib.ExitStack() as writing_ends:
+                stdout = await self._pipe(1, out, writing_ends)
+                stderr = stdout if err is out else await self._pipe(2, err, writing_ends)
+                self._process = await asyncio.create_subprocess_exec(
+                    program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                    env={name: text for name, text in variables.items() if text is not None}, start_new_session=True,
+                    preexec_fn=_die_with_parent(),
+                )  # fmt: skip
+        except OSError as error:
+            raise LaunchFailed(f"rank {self.number} could not be started: {program}: {error.strerror}") from None
+
+    async def _pipe(self, fd: int, writer: OutputWriter, writing_ends: contextlib.ExitStack) -> int:
+        # Pipes of our own: asyncio's would have ``wait`` go on while a process that the rank has left behind has them.
+        reading, writing = os.pipe()
+        writing_ends.callback(os.close, writing)
+        colour = os.isatty(fd) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        put = partial(self._put, writer, prefix(self.number, colour=colour))
+        pipe = os.fdopen(reading, "rb", buffering=0)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: _LineProtocol(put, self._at_end), pipe)
+        self.open_pipes += 1
+        return writing
+
+    def _put(self, writer: OutputWriter, head: bytes, lines: list[bytes]) -> None:
+        for line in lines:
+            self.tail.add(line)
+            writer.put(head + line)
+
+    def _at_end(self) -> None:
+        self.open_pipes -= 1
+        self._changed()
+
+    async def wait(self) -> RankExit:
+        """Wait until it exits, and kill the processes that it has left behind."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self._kill_session()  # now, while the number is still its own
+        self._has_exited = True
+        return RankExit(self.number, code, self.was_asked)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal to the rank alone: its own children are its business."""
+        if self._process is not None and self.running:
+            self.was_asked = True
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """Kill it at once, and every process of its session."""
+        if self.running:
+            self.was_asked = True
+            self._kill_session()
+
+    def _kill_session(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class _LineProtocol(asyncio.Protocol):
+    """Splits the output of a rank into lines."""
+
+    def __init__(self, put: Callable[[list[bytes]], None], at_end: Callable[[], None]) -> None:
+        self._put, self._at_end, self._lines = put, at_end, LineSplitter()
+
+    def data_received(self, data: bytes) -> None:
+        self._put(self._lines.feed(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._put(self._lines.close())
+        self._at_end()
+
+
+class Launcher:
+    """Runs one :class:`Launch`, once."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._changed = asyncio.Event()
+        self._ranks = [LaunchedRank(number, self._changed.set) for number in range(launch.world)]
+        self._exits: list[RankExit] = []
+        self._signals: list[signal.Signals] = []
+        self._stopped_by: signal.Signals | None = None
+
+    async def run(self) -> int:
+        """Start the ranks and wait until all have exited.
+
+        Returns:
+            0; the exit code of the rank that failed first, 128 + n where signal n killed it; 128 + n where this process
+            was stopped by signal n.
+
+        Raises:
+            LaunchFailed: a rank could not be started. Those that were have been killed.
+        """
+        loop = asyncio.get_running_loop()
+        _fill_standard_files()
+        _allow_files(5 * self._launch.world + 64)
+        out, err = _outputs(partial(loop.call_soon_threadsafe, self._on_signal, signal.SIGPIPE))
+        say = partial(_say, err)
+        with self._signals_caught(loop), self._all_killed_at_end():
+            for rank in self._ranks:
+                if not self._signals:
+                    await rank.start(self._launch, out, err)
+            for writer in {out, err}:  # not before: the ranks are forked, and a thread may hold a lock meanwhile
+                writer.start()
+            async with asyncio.TaskGroup() as group:
+                watchers = [group.create_task(self._watch(rank)) for rank in self._ranks if rank.running]
+                await self._supervise(say)
+                for watcher in watchers:
+                    watcher.cancel()  # of a rank that not even the kernel can end
+            await self._until(lambda: not any(rank.open_pipes for rank in self._ranks), _EOF_S)
+            code = self._conclude(say)
+            await self._close({out, err})
+        return code
+
+    async def _watch(self, rank: LaunchedRank) -> None:
+        self._exits.append(await rank.wait())
+        self._changed.set()
+
+    async def _supervise(self, say: Callable[[str], None]) -> None:
+        """Return when all ranks have exited; after a failure or a signal, have them exit."""
+        await self._until_over(lambda: self._signals or self._first_failure())
+        if self._missed_another():
+            await self._until_over(lambda: self._signals or not self._missed_another(), _SETTLE_S)
+        received, first = len(self._signals), self._first_failure()
+        if received:
+            self._stopped_by = self._signals[0]
+        if not any(rank.running for rank in self._ranks):
+            return
+        if first is not None and not received:
+            say(f"rank {first.rank} {first}; ending the others")
+        for rank in self._ranks:
+            rank.send(self._stopped_by if self._stopped_by in _SIGNALS else signal.SIGTERM)
+        await self._until_over(lambda: len(self._signals) > received, self._launch.grace_s)
+        numbers = [str(rank.number) for rank in self._ranks if rank.running]
+        if numbers:
+            say(f"killing rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
+            for rank in self._ranks:
+                rank.kill()
+            await self._until_over(lambda: False, _DEAD_S)
+
+    def _first_failure(self) -> RankExit | None:
+        """As far as is known now: the output of a process may arrive after its exit."""
+        return first_failure(
+            [replace(end, has_traceback=self._ranks[end.rank].tail.has_traceback) for end in self._exits]
+        )
+
+    def _missed_another(self) -> bool:
+        """Whether all failures so far are of ranks that missed another one, which has not exited yet."""
+        first = self._first_failure()
+        return first is not None and (first.is_consequence or first.code == ExitCode.NOBODY_CAME)
+
+    async def _until_over(self, condition: Callable[[], object], timeout_s: float | None = None) -> None:
+        """Wait until it holds, or all ranks have exited, or the time has passed."""
+        await self._until(lambda: condition() or not any(rank.running for rank in self._ranks), timeout_s)
+
+    async def _until(self, condition: Callable[[], object], timeout_s: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _conclude(self, say: Callable[[str | bytes], None]) -> int:
+        """Print the cause of the end. Returns the exit code."""
+        if self._stopped_by is not None:
+            say(f"stopped by {_NAMES.get(self._stopped_by, self._stopped_by.name)}")
+            return 128 + self._stopped_by
+        first = self._first_failure()
+        if first is None:
+            return 0
+        lines = self._ranks[first.rank].tail.excerpt()
+        say(f"the last lines of rank {first.rank}:" if lines else f"rank {first.rank} has said nothing")
+        for line in lines:
+            say(line)
+        say(f"rank {first.rank} {first}")
+        return first.exit_code
+
+    async def _close(self, writers: set[OutputWriter]) -> None:
+        """Wait until everything is written; a signal ends the wait, where nobody reads."""
+        loop, received = asyncio.get_running_loop(), len(self._signals)
+        unfinished = set(writers)
+
+        def closed(writer: OutputWriter) -> None:
+            unfinished.discard(writer)
+            self._changed.set()
+
+        for writer in writers:
+            writer.close(partial(loop.call_soon_threadsafe, closed, writer))
+        await self._until(lambda: not unfinished or len(self._signals) > received, None)
+
+    @contextlib.contextmanager
+    def _all_killed_at_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+
+    @contextlib.contextmanager
+    def _signals_caught(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        # nohup wants that the end of the terminal ends nothing.
+        wanted = [signum for signum in _SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+        for signum in wanted:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            yield
+        finally:
+            for signum in wanted:
+                loop.remove_signal_handler(signum)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._signals.append(signum)
+        self._changed.set()
+
+
+def _outputs(on_broken: Callable[[], object]) -> tuple[OutputWriter, OutputWriter]:
+    """The writers of stdout and stderr: one where these are the same file, so that the lines of a rank keep their
+    order; where they are two files, nobody can see it."""
+    out = OutputWriter(1, on_broken=on_broken)
+    return out, out if os.path.sameopenfile(1, 2) else OutputWriter(2)
+
+
+def _say(writer: OutputWriter, text: str | bytes) -> None:
+    writer.put(b"gradbus run: " + text.encode() if isinstance(text, str) else b"  " + text)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """For between fork and exec: have the kernel kill this process when the launcher dies. Linux alone can."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that was in force
+            os._exit(1)
+
+    return arm
+
+
+def _fill_standard_files() -> None:
+    """Where this process was started without stdout or stderr, a pipe would take that number, and our own output."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many files open, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < count:
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
