@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import memory_maps
 import pytest
+from dds_domains import new_domain
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -47,6 +49,56 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["warm"].start()
 
 
+class _Turns:
+    """A test marked `alone` runs while the other workers of pytest-xdist run none.
+
+    Args:
+        folder: the same for all workers of a run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._queue, self._room = (open(folder / name, "w") for name in ("queue", "room"))  # noqa: SIM115
+        self._keeps = False
+
+    def enter(self, *, alone: bool) -> None:
+        """Wait until a test may run. Who waits for all others to finish keeps the queue, so that none begins anew."""
+        if self._keeps and alone:
+            return
+        self.leave(keep=False)
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+
+    def leave(self, *, keep: bool) -> None:
+        """After a test; ``keep`` when the next one shall run alone as well, right after this one."""
+        self._keeps = keep
+        if not keep:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+
+_turns: _Turns | None = None
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["GRADBUS_TESTS_TURNS"] = _HOME.name  # for the workers, if this process starts some
+elif _folder := os.environ.pop("GRADBUS_TESTS_TURNS", ""):
+    _turns = _Turns(Path(_folder))
+
+
+def _is_alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of a test begins to count
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Have each test wait for its turn."""
+    if _turns is None:
+        return (yield)
+    _turns.enter(alone=_is_alone(item))
+    try:
+        return (yield)
+    finally:
+        _turns.leave(keep=_is_alone(item) and _is_alone(nextitem))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""
@@ -60,6 +112,12 @@ def same_number_of_threads() -> Iterator[None]:
     yield
     if before is not None:
         sys.modules["torch"].set_num_threads(before)
+
+
+@pytest.fixture
+def domain() -> int:
+    """A DDS domain for this test."""
+    return new_domain()
 
 
 @pytest.fixture

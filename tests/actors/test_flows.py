@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import NOBODY_DIES_S, Federation, Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -20,12 +20,10 @@ MORTAL = {"lease_s": 3.0}
 DEAD_AFTER_S = 5.0
 HELD_UP_S = 30.0  # a round, by who does not answer
 
-_domains = itertools.cycle(range(131, 160))
-
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         yield federation
 
 
@@ -76,7 +74,7 @@ def test_a_client_killed_in_training_is_not_waited_for(federation: Federation) -
 def test_a_client_killed_in_mid_upload_leaves_no_trace_and_may_come_back(tmp_path: Path) -> None:
     # A model of 32 MB takes long enough on its way to be cut in the middle.
     gate = tmp_path / "gate"
-    with Federation(domain=next(_domains), dim=8_000_000, silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), dim=8_000_000, silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(rounds=3, num_clients=2, dead_after_s=DEAD_AFTER_S)
         client = federation.client(0, hold={"2": str(gate)})
         victim = federation.client(
@@ -110,7 +108,7 @@ def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_curre
 
 def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_on(tmp_path: Path) -> None:
     first, third = tmp_path / "first", tmp_path / "third"
-    with Federation(domain=next(_domains), silence_s=MORTAL["lease_s"]) as federation:
+    with Federation(domain=new_domain(), silence_s=MORTAL["lease_s"]) as federation:
         controller = federation.controller(rounds=4, num_clients=2)
         client = federation.client(0, hold={"1": str(first), "3": str(third)})
         sleeper = federation.client(1)
@@ -237,7 +235,7 @@ def test_a_client_that_dies_and_is_back_at_once_does_not_hold_up_the_open_round(
 def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
     # 100 MB fill every queue on the way to a client that does not read. In memory they would fill none.
     network = {"shared_memory": False}
-    with Federation(domain=next(_domains), dim=25_000_000, silence_s=DEAD_AFTER_S, network=network) as federation:
+    with Federation(domain=new_domain(), dim=25_000_000, silence_s=DEAD_AFTER_S, network=network) as federation:
         # It says that it trains, so in one round it is waited for as long as the rules say.
         controller = federation.controller(rounds=3, num_clients=2, round_timeout_s=100.0, quorum=0.5, grace_s=1.0)
         clients = [federation.client(0), federation.client(1, block_loop_in=1)]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bus_helpers import until
+from dds_domains import new_domain
 from structlog.testing import capture_logs
 
 import gradbus
@@ -30,7 +31,6 @@ from gradbus.runtime.wire.messages import Control, Identity
 
 DIM = 100_000
 
-_domains = itertools.cycle(range(190, 230))
 _jobs = itertools.count()
 
 
@@ -57,7 +57,7 @@ def run(
     at_end: Callable[[], None] = lambda: None,
 ) -> list[gradbus.RoundReport]:
     """A whole run; each client has its task. ``at_end``: called when the controller is done, and clients may not be."""
-    job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
+    job, domain = f"flow-{os.getpid()}-{next(_jobs)}", new_domain()
     config = config.model_copy(update={"dead_after_s": 30.0})  # nobody dies here, if a thread stands still, say
 
     async def one(client_id: int, task: Any) -> None:
@@ -106,7 +106,7 @@ def test_the_global_model_is_there_by_name_while_rounds_run_and_after_the_end() 
     states: list[dict[str, torch.Tensor]] = []
 
     async def main() -> gradbus.Controller:
-        job, domain = f"flow-{os.getpid()}-{next(_jobs)}", next(_domains)
+        job, domain = f"flow-{os.getpid()}-{next(_jobs)}", new_domain()
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             rules = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0, dead_after_s=30.0)
             controller = gradbus.Controller(bus, NullTask(100), rules)
@@ -254,7 +254,7 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
         raise OSError("dds_waitset_wait returned -1")
 
     async def main() -> None:
-        place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": next(_domains)}
+        place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
         async with asyncio.timeout(60), gradbus.connect(**place) as bus:
             config = gradbus.FederatedConfig(rounds=1, num_clients=1)
             controller = gradbus.Controller(bus, NullTask(DIM), config)
@@ -297,7 +297,7 @@ def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:
             return reports
 
     async def main() -> list[list[gradbus.RoundReport]]:
-        domain = next(_domains)
+        domain = new_domain()
         async with asyncio.timeout(30):
             return await asyncio.gather(one("left", domain, 1000), one("right", domain, 2000))
 
@@ -309,7 +309,7 @@ def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:
 
 def test_closing_the_report_iterator_ends_the_run_in_order() -> None:
     async def main() -> str:
-        place = {"job": f"stop-{os.getpid()}", "domain": next(_domains)}
+        place = {"job": f"stop-{os.getpid()}", "domain": new_domain()}
         async with asyncio.timeout(30), gradbus.connect(**place) as bus, gradbus.connect(**place) as other:
             controller = gradbus.Controller(bus, NullTask(DIM), gradbus.FederatedConfig(rounds=1000, eval_every=0))
             client = asyncio.create_task(gradbus.Client(other, NullTask(DIM), client_id=0).run())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -21,7 +21,6 @@ from gradbus.models import TrainResult
 from gradbus.runtime.errors import TrainingFailed
 
 pytestmark = pytest.mark.slow
-_domains = itertools.cycle(range(70, 90))
 FROZEN, TRAINED = 100_000, 4_000
 
 
@@ -69,7 +68,7 @@ class Tuning:
 def run(server: Tuning, *tasks: Tuning, shared_memory: bool = True, **rules: Any) -> tuple[Controller, list[Any]]:
     async def main() -> tuple[Controller, list[Any]]:
         network = gradbus.NetworkConfig(shared_memory=shared_memory)
-        place = {"job": f"frozen-{os.getpid()}", "domain": next(_domains), "network": network}
+        place = {"job": f"frozen-{os.getpid()}", "domain": new_domain(), "network": network}
         config = gradbus.FederatedConfig(
             **{"rounds": 2, "num_clients": len(tasks), "min_clients": len(tasks), "cap_samples": None, **rules}
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import NOBODY_DIES_S, Federation, Node
 from identities import Identities
 from outsider import Outsider
@@ -25,7 +25,6 @@ from gradbus.runtime.security import Security
 pytestmark = pytest.mark.slow
 
 TIMES = 5  # that a recording is said again
-_domains = itertools.cycle(range(190, 205))
 _ON_THE_BUS = {"shared_memory": False}  # so that all of it is on the bus
 # No round without both clients: one that is not seen for a moment, because it stands still, changes no weights.
 _RULES: dict[str, Any] = {"rounds": 3, "num_clients": 2, "min_clients": 2, "codec": "s4"}
@@ -58,7 +57,7 @@ def finish(nodes: list[Node]) -> list[int]:
 @functools.cache
 def plain_weights(**rules: Any) -> list[int]:
     """Of the same run without any security."""
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         return finish([federation.controller(**_RULES | rules), federation.client(0), federation.client(1)])
 
 
@@ -66,7 +65,7 @@ def plain_weights(**rules: Any) -> list[int]:
 def test_a_run_of_known_nodes_comes_to_the_weights_of_an_open_one_and_an_outsider_reads_and_changes_nothing(
     known: Identities, memory: bool
 ) -> None:
-    domain, job = next(_domains), f"known-nodes-{os.getpid()}"
+    domain, job = new_domain(), f"known-nodes-{os.getpid()}"
     network = {"shared_memory": memory}
     with (
         Outsider(job, domain, echoes=True, lease_s=NOBODY_DIES_S) as outsider,
@@ -80,14 +79,14 @@ def test_a_run_of_known_nodes_comes_to_the_weights_of_an_open_one_and_an_outside
 
 def test_differences_on_the_way_down_are_signed_as_well(known: Identities) -> None:
     rules = {"downlink_codec": "sq8"}
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         assert finish(start(federation, known, **rules)) == plain_weights(**rules)
 
 
 def test_strangers_are_told_why_they_are_kept_out_and_the_run_does_not_notice(known: Identities) -> None:
     known.new("stranger")
     known.allow(known.new("watcher"), "observer")
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         controller = federation.controller(**_RULES, security=known.security("server"))
         controller.wait_for("started")
         short = {"controller_timeout_s": 4.0}  # in which it is to hear the controller
@@ -110,7 +109,7 @@ def test_strangers_are_told_why_they_are_kept_out_and_the_run_does_not_notice(kn
 def test_clients_come_back_by_themselves_to_a_controller_that_was_killed_and_a_recording_of_before_is_worth_nothing(
     known: Identities, tmp_path: Path
 ) -> None:
-    domain, job, gate = next(_domains), f"restarted-{os.getpid()}", tmp_path / "gate"
+    domain, job, gate = new_domain(), f"restarted-{os.getpid()}", tmp_path / "gate"
     rules = {"state_dir": str(tmp_path / "state")}
     with (
         Outsider(job, domain, lease_s=NOBODY_DIES_S, patience_s=5.0) as outsider,
@@ -146,7 +145,7 @@ def test_clients_come_back_by_themselves_to_a_controller_that_was_killed_and_a_r
 def test_who_is_taken_off_the_list_ends_with_the_reason_and_the_others_go_on(known: Identities, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     rules = {"rounds": 3, "num_clients": 2, "min_clients": 1, "codec": "s4"}
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         controller = federation.controller(**rules, security=known.security("server"))
         stays = federation.client(0, security=known.security("robot-0"), hold={"2": str(gate)})
         goes = federation.client(1, security=known.security("robot-1"))
@@ -163,7 +162,7 @@ def test_who_is_taken_off_the_list_ends_with_the_reason_and_the_others_go_on(kno
 
 def test_a_second_controller_with_the_same_key_is_told_who_holds_the_job(known: Identities, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         first = federation.controller(**_RULES, security=known.security("server"))
         clients = [
             federation.client(number, security=known.security(f"robot-{number}"), hold={"1": str(gate)})
@@ -187,7 +186,7 @@ def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says
     said = {k: Path(v) if k.endswith("_file") else v for k, v in known.security("server").items()}
     place: dict[str, Any] = {
         "job": f"late-answer-{os.getpid()}",
-        "domain": next(_domains),
+        "domain": new_domain(),
         "security": Security(**said),
     }
 
@@ -203,7 +202,7 @@ def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says
 def test_a_key_that_is_not_the_controllers_cannot_lead_a_job_nor_the_controllers_be_a_client(
     known: Identities,
 ) -> None:
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         leads = federation.controller(**_RULES, security=known.security("robot-0")).wait_for("error")
         follows = federation.client(0, security=known.security("server")).wait_for("error")
     assert leads["kind"] == follows["kind"] == "ConfigError"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import DIM, NOBODY_DIES_S, Federation, Node, named_by
 from patience import until
 
@@ -25,12 +25,10 @@ LATE_S = 0.05
 OFF = {"shared_memory": False}
 MORTAL = {"lease_s": 1.0}
 
-_domains = itertools.cycle(range(178, 190))
-
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         yield federation
 
 
@@ -51,7 +49,7 @@ def weights(done: dict[str, Any]) -> list[int]:
 @pytest.fixture(scope="module")
 def over_dds() -> list[int]:
     """CRC-32 of the weights after each round of a run of three that shares no memory."""
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=OFF) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=OFF) as federation:
         done = finish(federation.controller(rounds=3, num_clients=2), federation.client(0), federation.client(1))
     assert [one["shared"] for one in done] == [{}] * 3
     assert done[0]["received"][UP] > 6 * UPDATE

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors.federated import selection
@@ -23,7 +24,6 @@ from gradbus.runtime.errors import BarrierTimeout, JoinRefused
 from gradbus.runtime.tasks import single_error
 
 DIM = 2_000
-_domains = itertools.cycle(range(211, 225))
 _numbers = itertools.count()
 
 
@@ -45,7 +45,7 @@ def liars(monkeypatch: pytest.MonkeyPatch) -> dict[int, set[int]]:
 
 async def run(config: gradbus.FederatedConfig, *, clients: int = 3) -> tuple[list[gradbus.RoundReport], dict[int, str]]:
     """The reports, and how clients ended that did not end well."""
-    job, domain = f"quarantine-{os.getpid()}-{next(_numbers)}", next(_domains)
+    job, domain = f"quarantine-{os.getpid()}-{next(_numbers)}", new_domain()
     ends: dict[int, str] = {}
 
     async def client(client_id: int) -> None:

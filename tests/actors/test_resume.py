@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import NOBODY_DIES_S, Federation
 
 from gradbus.actors.federated.rounds import CLIENT_LOST
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-_domains = itertools.cycle(range(160, 170))
 # No round without both clients: one that is not seen for a moment, because it stands still, changes no weights.
 _RULES = {"rounds": 4, "num_clients": 2, "min_clients": 2, "codec": "sq8", "downlink_codec": "s4",
           "strategy": "fedavgm", "history_payloads": True}  # fmt: skip
@@ -44,14 +43,14 @@ def weights_of(reports: list[dict[str, Any]], killed_in: int = 0) -> list[int]:
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         yield federation
 
 
 @pytest.fixture(scope="module")
 def unbroken() -> list[int]:
     """The weights after each round of a run in which nobody dies."""
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(**_RULES)
         clients = [federation.client(0), federation.client(1)]
         done = controller.wait_for("done", timeout_s=60.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import NOBODY_DIES_S, Federation
 from outsider import Outsider
 
@@ -15,7 +15,6 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 pytestmark = pytest.mark.slow
 
-_domains = itertools.cycle(range(170, 178))
 _NETWORK = {"shared_memory": False}  # so that all of it is on the bus
 _RULES: dict[str, Any] = {"rounds": 3, "num_clients": 2, "codec": "s4"}
 
@@ -44,9 +43,9 @@ def test_an_outsider_neither_reads_nor_disturbs_a_sealed_run_nor_does_what_it_re
     key: str, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S, network=_NETWORK) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_NETWORK) as federation:
         quiet, _ = run(federation)
-    domain, job = next(_domains), f"sealed-run-{os.getpid()}"
+    domain, job = new_domain(), f"sealed-run-{os.getpid()}"
     place: dict[str, Any] = {"domain": domain, "job": job, "silence_s": NOBODY_DIES_S}
     with Outsider(job, domain, echoes=True, lease_s=NOBODY_DIES_S) as outsider:
         with Federation(**place, network=_NETWORK, security=sealed(key)) as federation:
@@ -76,7 +75,7 @@ def test_an_outsider_neither_reads_nor_disturbs_a_sealed_run_nor_does_what_it_re
 
 def test_with_another_key_both_sides_say_what_to_compare(key: str, tmp_path: Path) -> None:
     write_secret_file(tmp_path / "other", new_job_key().text)
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         # Neither hears the other before both are there, and one may be there for seconds before the other is.
         controller = federation.controller(rounds=1, start_timeout_s=5.0, security=sealed(key))
         client = federation.client(0, security=sealed(str(tmp_path / "other")), client={"controller_timeout_s": 5.0})
@@ -89,7 +88,7 @@ def test_with_another_key_both_sides_say_what_to_compare(key: str, tmp_path: Pat
 
 def test_a_key_file_that_others_can_read_is_refused(key: str) -> None:
     Path(key).chmod(0o644)
-    with Federation(domain=next(_domains), silence_s=NOBODY_DIES_S) as federation:
+    with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         error = federation.client(0, security=sealed(key)).wait_for("error")
     assert error["kind"] == "ConfigError"
     assert "has mode 0644" in error["text"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ import pytest
 import structlog
 import torch
 from commands import Forked
+from dds_domains import new_domain
 from patience import PATIENT
 from typer.testing import CliRunner
 
@@ -49,7 +49,7 @@ def federated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from report_runs import federated_run
 
     path = tmp_path_factory.mktemp("runs") / "federated"
-    return federated_run(path, domain=191, rounds=10, clients=3, codec="sq8", downlink_codec="q8")
+    return federated_run(path, domain=new_domain(), rounds=10, clients=3, codec="sq8", downlink_codec="q8")
 
 
 @pytest.fixture(scope="session")
@@ -57,13 +57,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a data-parallel run of three epochs on two ranks; not to be changed."""
     from report_runs import parallel_run
 
-    return parallel_run(tmp_path_factory.mktemp("runs") / "parallel", domain=192, exchange="dgc")
-
-
-@pytest.fixture
-def domain() -> int:
-    """A DDS domain that no other test is likely to use."""
-    return random.randrange(1, 100)
+    return parallel_run(tmp_path_factory.mktemp("runs") / "parallel", domain=new_domain(), exchange="dgc")
 
 
 @pytest.fixture

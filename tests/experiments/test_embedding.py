@@ -31,11 +31,6 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def domain() -> int:
-    return random.randrange(100, 131)
-
-
-@pytest.fixture
 def job() -> str:
     return new_job()
 

@@ -26,11 +26,6 @@ GLYPHS = ["task.data=glyphs", 'task.data_options={"train":200,"test":100}']
 
 
 @pytest.fixture
-def domain() -> int:
-    return random.randrange(100, 131)
-
-
-@pytest.fixture
 def job() -> str:
     return f"program-{os.getpid()}-{random.randrange(1 << 30):x}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import resource
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from patience import PATIENT_S
 from typer.testing import CliRunner
 
@@ -30,7 +30,6 @@ from gradbus.runtime.testing.journal import History, update_name, weights_name
 
 DIM = 3000
 RUN = "00000000000000aa"
-_domains = itertools.cycle(range(60, 70))
 
 Event = dict[str, Any]
 
@@ -334,7 +333,7 @@ def _controller_of(history: Path) -> list[Event]:
 
 
 async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
-    job, domain = f"history-{os.getpid()}", next(_domains)
+    job, domain = f"history-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
         rounds=3,
         num_clients=2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 import psutil
 import pytest
+from dds_domains import new_domain
 from doc_pages import fenced_blocks, rows, section
 from pydantic import BaseModel
 
@@ -142,7 +142,7 @@ def test_the_table_of_ports_follows_from_the_formula(page: str) -> None:
 @pytest.mark.parametrize("multicast", [False, True])
 def test_the_sockets_of_a_process_are_on_these_ports(page: str, multicast: bool) -> None:
     """Two buses of one process, as the kernel sees them; other processes may be in the domain."""
-    domain = random.randrange(1, 100)  # whose ports lie below those that the system gives to anybody
+    domain = new_domain()  # whose ports lie below those that the system gives to anybody
 
     async def scenario() -> set[int]:
         network = NetworkConfig(multicast=multicast)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cyclonedds.qos import Policy
+from dds_domains import new_domain
 from identities import Identities
 from patience import PATIENT_S
 
@@ -34,8 +34,6 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.wire.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, Pulse, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone
-
-_domains = itertools.cycle(range(225, 233))
 
 
 def hello(phase: str, phase_s: float = 0.0, round_id: int = 4) -> Hello:
@@ -144,7 +142,7 @@ def test_a_configuration_of_any_kind_names_the_job_and_options_are_stronger(tmp_
 
 
 def test_a_job_that_is_not_there_is_an_error_after_the_deadline() -> None:
-    settings = BusSettings(job=f"nobody-{os.getpid()}", domain=next(_domains))
+    settings = BusSettings(job=f"nobody-{os.getpid()}", domain=new_domain())
     with pytest.raises(NoJob, match=r"was found within 0.3 s, in domain \d+ on lo"):
         asyncio.run(observe(settings, timeout_s=0.3, listen_s=1.0))
 
@@ -178,7 +176,7 @@ def test_who_looks_on_with_the_wrong_security_is_told_what_to_give(
     write_secret_file(tmp_path / "job.key", new_job_key().text)  # in the folder that the test runs in
 
     async def main() -> str:
-        at = {"job": f"keyed-{os.getpid()}", "domain": next(_domains)}
+        at = {"job": f"keyed-{os.getpid()}", "domain": new_domain()}
         member = BusSettings.model_validate({**at, **members})
         looking = settings_of(None, {**at, **looks})
         async with open_bus(member) as bus:
@@ -213,7 +211,7 @@ def test_who_looks_on_and_is_not_let_in_is_told_why(tmp_path: Path) -> None:
     known.new("stranger")
 
     async def main() -> str:
-        at = {"job": f"known-{os.getpid()}", "domain": next(_domains)}
+        at = {"job": f"known-{os.getpid()}", "domain": new_domain()}
 
         def place(name: str) -> BusSettings:
             said = known.security(name)
@@ -228,7 +226,7 @@ def test_who_looks_on_and_is_not_let_in_is_told_why(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_the_one_that_looks_on() -> None:
     async def main() -> None:
-        domain = next(_domains)
+        domain = new_domain()
         async with gradbus.connect(job="o", domain=domain) as bus, gradbus.connect(job="o", domain=domain) as watching:
             with watching.subscribe(Overheard):
                 reader = watching._channels[Overheard].reader.entity
@@ -276,7 +274,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> dict[str, Any]:
         nonlocal loop
         loop = asyncio.get_running_loop()
-        job, domain = f"status-{os.getpid()}", next(_domains)
+        job, domain = f"status-{os.getpid()}", new_domain()
         config = gradbus.FederatedConfig(rounds=1, num_clients=2, eval_every=0, heartbeat_s=0.1, dead_after_s=PATIENT_S)
 
         async def client(client_id: int) -> None:
@@ -318,7 +316,7 @@ def test_a_group_of_ranks_and_the_collective_that_it_waits_in(monkeypatch: pytes
         return len(states) == 2 and states[0].startswith("waits in") and states[1] == "works"
 
     async def main() -> dict[str, Any]:
-        job, domain = f"ranks-{os.getpid()}", next(_domains)
+        job, domain = f"ranks-{os.getpid()}", new_domain()
         called, done = asyncio.Event(), asyncio.Event()
 
         async def rank(number: int) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from torch import nn
 
 import gradbus
@@ -22,7 +22,6 @@ FAULTS = (
     "drop control p=0.03; drop update p=0.05; drop model p=0.05; duplicate p=0.05; corrupt p=0.03;"
     "reorder p=0.1 seconds=0.05; seed={seed}"
 )
-_domains = itertools.cycle(range(50, 60))
 
 
 def clouds() -> DataSplit:
@@ -44,7 +43,7 @@ def task(split: DataSplit) -> ClassificationTask:
 async def learn(split: DataSplit, *, broken: bool) -> list[gradbus.RoundReport]:
     """A run; where it is to be broken, all messages are at risk, and in every third round a client dies."""
     network = gradbus.NetworkConfig(lease_s=4.0, shared_memory=False)
-    place: dict[str, Any] = {"job": f"learn-{os.getpid()}", "domain": next(_domains), "network": network}
+    place: dict[str, Any] = {"job": f"learn-{os.getpid()}", "domain": new_domain(), "network": network}
     # Where nothing fails nobody is dead; else the default, as a client that nobody hears is what is to happen.
     dead_after_s = 2.5 if broken else 20.0
     config = gradbus.FederatedConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from ddp_processes import Ranks
+from dds_domains import new_domain
 from federation import Federation
 from patience import PATIENT_S, until
 
@@ -26,12 +26,11 @@ DYING: dict[str, Any] = {"lease_s": 4.0}  # of those that do: a lease runs from 
 # wait before PATIENT_S.
 GAP_S = 4.0 + 1.0 + 4.0
 BACK_S = 5.0
-_domains = itertools.cycle(range(115, 123))
 
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains), network=CALM) as federation:
+    with Federation(domain=new_domain(), network=CALM) as federation:
         yield federation
 
 
@@ -78,7 +77,7 @@ def test_a_client_that_dies_anywhere_in_a_round_is_back_in_training_soon_and_the
 
 def test_a_client_that_dies_with_half_its_update_sent_leaves_nothing_behind(tmp_path: Path) -> None:
     network = {**CALM, "shared_memory": False}
-    with Federation(domain=next(_domains), dim=1_500_000, network=network) as federation:  # 6 frames
+    with Federation(domain=new_domain(), dim=1_500_000, network=network) as federation:  # 6 frames
         controller = federation.controller(rounds=3, num_clients=3, dead_after_s=PATIENT_S)
         clients = [federation.client(0), federation.client(1)]
         victim = federation.client(2, faults="crash update round=2 nth=4", network={**network, **DYING})

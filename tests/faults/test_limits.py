@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import Federation
 from patience import PATIENT_S, soonest
 
@@ -20,14 +20,13 @@ from gradbus.models import NullTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-_domains = itertools.cycle(range(123, 131))
 # Nobody dies here without a word, and a machine that stands still for seconds is no death.
 CALM: dict[str, Any] = {"lease_s": PATIENT_S}
 
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains), network=CALM) as federation:
+    with Federation(domain=new_domain(), network=CALM) as federation:
         yield federation
 
 
@@ -154,7 +153,7 @@ async def _longest_wait_for_a_turn_s(count: int) -> float:
 
 
 async def _crowd(count: int) -> list[gradbus.RoundReport]:
-    place: dict[str, Any] = {"job": f"busy-{os.getpid()}", "domain": next(_domains), **CALM}
+    place: dict[str, Any] = {"job": f"busy-{os.getpid()}", "domain": new_domain(), **CALM}
     config = gradbus.FederatedConfig(rounds=1, num_clients=count, eval_every=0, dead_after_s=PATIENT_S)
     async with (
         asyncio.timeout(60),
@@ -169,7 +168,7 @@ async def _crowd(count: int) -> list[gradbus.RoundReport]:
 
 async def _all_again(count: int) -> float:
     """Seconds from the moment at which all clients start again to the end of the first round that has them all."""
-    place: dict[str, Any] = {"job": f"crowd-{os.getpid()}", "domain": next(_domains)}
+    place: dict[str, Any] = {"job": f"crowd-{os.getpid()}", "domain": new_domain()}
     config = gradbus.FederatedConfig(
         rounds=3, num_clients=count, eval_every=0, heartbeat_s=1.0, dead_after_s=PATIENT_S, start_timeout_s=60.0,
         round_timeout_s=60.0, min_clients=count,

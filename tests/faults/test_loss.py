@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import Federation
 from patience import soonest
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 DIM = 20_000  # two datagrams
-_domains = itertools.cycle(range(100, 110))
 ROUNDS = 20
 _RULES: dict[str, Any] = {"rounds": ROUNDS, "num_clients": 4, "codec": "sq8", "downlink_codec": "s4"}
 ALL_ANSWERED = [([0, 1, 2, 3], "all live clients answered")] * ROUNDS
@@ -23,7 +22,7 @@ def rounds(*, loss_per_mille: int = 0, faults: str = "", **more: Any) -> tuple[d
     # With a lease of 1 s, the bad luck that nothing at all comes through for so long would be a death now and then.
     network = {"lease_s": 10.0, "shared_memory": False, "loss_per_mille": loss_per_mille}
     rules = {**_RULES, "heartbeat_s": 0.3, "dead_after_s": 10.0, "start_grace_s": 30.0, **more}
-    with Federation(domain=next(_domains), dim=DIM, network=network) as federation:
+    with Federation(domain=new_domain(), dim=DIM, network=network) as federation:
         controller = federation.controller(**rules, faults=faults, network=network)
         clients = [federation.client(i, faults=f"{faults}; seed={i}" if faults else "") for i in range(4)]
         done = controller.wait_for("done", timeout_s=100.0)

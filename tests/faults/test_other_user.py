@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from pathlib import Path
 from typing import Any
 
 import other_user
 import pytest
+from dds_domains import new_domain
 from federation import DIM, NOBODY_DIES_S, Federation
 from torch_node import Ranks
 
@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 QUIET, ATTACKED = 15, 40  # rounds
 TRAIN_S = 0.03
-_domains = itertools.cycle(range(110, 120))
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def his_home() -> Any:
 
 def attacked_run(security: dict[str, Any], home: str, **attack: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """A run of two clients, in the last rounds of which he attacks. Returns what the controller and he found."""
-    domain, gate, over = next(_domains), Path(home, "gate"), Path(home, "over")
+    domain, gate, over = new_domain(), Path(home, "gate"), Path(home, "over")
     with Federation(domain=domain, silence_s=NOBODY_DIES_S, security=security) as federation:
         controller = federation.controller(rounds=QUIET + ATTACKED, num_clients=2)
         hold = {str(QUIET + 1): str(gate)}
@@ -70,7 +69,7 @@ def test_without_protection_he_can(his_home: str) -> None:
 def test_he_takes_no_rank_of_a_store_and_runs_no_code_by_objects_of_torch(
     his_home: str, tmp_path: Path, protected: bool
 ) -> None:
-    url = f"dds://{next(_domains)}/objects-{tmp_path.name}"
+    url = f"dds://{new_domain()}/objects-{tmp_path.name}"
     gate, over, bomb = (Path(his_home, name) for name in ("gate", "over", "bomb"))
     environments = {rank: {} if protected else {"GRADBUS_BUS__SECURITY": "none"} for rank in (0, 1)}
     with Ranks("rendezvous_scenes", "exchange_objects", url=url, gate=str(gate), environments=environments) as ranks:

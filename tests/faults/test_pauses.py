@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
@@ -32,11 +31,6 @@ DEEDS: tuple[Deed, ...] = (
     starve_one(2.0),
     forge_goodbyes(2, 0.5),
 )
-
-
-@pytest.fixture
-def domain() -> int:
-    return random.randrange(40, 100)
 
 
 def test_ranks_that_are_stopped_starved_or_said_to_be_gone_are_waited_for_and_all_go_on(domain: int) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from federation import Federation
 from patience import until
 
@@ -25,8 +26,6 @@ from gradbus.runtime.errors import JobTaken
 from gradbus.runtime.wire.control import Bye, Leave, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone, TrainCmd
-
-_domains = itertools.cycle(range(110, 115))
 
 
 def said(incarnation: int, body: Any, sender: int = CONTROLLER) -> Control:
@@ -64,7 +63,7 @@ def test_of_two_that_begin_together_the_later_one_gives_way() -> None:
 async def _claim(*, heartbeat_s: float, speaks_after_s: float, leaves_after_s: float) -> tuple[float, str]:
     """Seconds that a claim takes, and its error, of a job whose controller is slow to speak, or leaves, while clients
     never stop."""
-    place: dict[str, Any] = {"job": f"claim-{os.getpid()}", "domain": next(_domains)}
+    place: dict[str, Any] = {"job": f"claim-{os.getpid()}", "domain": new_domain()}
     async with (
         asyncio.timeout(40), gradbus.connect(**place) as bus, gradbus.connect(**place) as crowd,
         gradbus.connect(**place) as holder, asyncio.TaskGroup() as group,
@@ -144,7 +143,7 @@ def test_a_process_that_stood_still_while_it_should_listen_listens_after_that(mo
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    with Federation(domain=next(_domains), network={"lease_s": 20.0}) as federation:
+    with Federation(domain=new_domain(), network={"lease_s": 20.0}) as federation:
         yield federation
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,9 +16,9 @@ _LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
-def place() -> dict[str, Any]:
+def place(domain: int) -> dict[str, Any]:
     """Job and domain that nobody else uses."""
-    return {"job": f"test-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100)}
+    return {"job": f"test-{os.getpid()}-{next(_numbers)}", "domain": domain}
 
 
 @pytest.fixture(params=["asyncio"])

@@ -4,13 +4,13 @@ on. Each scene of tests/support/forking.py in a program of its own, as only that
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
 PROGRAM_S = 80.0
@@ -56,7 +56,7 @@ def test_a_child_that_begins_in_a_coroutine_ends_and_the_parent_goes_on() -> Non
 
 
 def test_children_of_a_rank_of_torch_distributed_end_and_workers_load_data_for_it() -> None:
-    domain = random.randrange(40, 100)
+    domain = new_domain()
     programs = [start("torch_backend", rank, domain) for rank in range(2)]
     found, other = map(seen, programs)
     child = found["child"]

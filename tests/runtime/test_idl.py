@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import cyclonedds
 import pytest
 from cyclonedds.__idlc__ import idlpy_path
 from cyclonedds.__library__ import library_path
+from dds_domains import new_domain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENT_S
@@ -277,7 +277,7 @@ def test_a_program_made_from_the_idl_file_alone_talks_with_us_on_every_topic(gen
 
 async def talk_with_foreign_program(generated_folder: Path) -> tuple[list[Message], dict[str, Any]]:
     """What our bus received, our own words included, and what the program says it did."""
-    job, domain = f"idl-{os.getpid()}", random.randrange(40, 100)
+    job, domain = f"idl-{os.getpid()}", new_domain()
     request = {
         "job": job, "domain": domain, "xml": build_xml(NetworkConfig(lease_s=PATIENT_S)), "samples": THEIRS,
         "topics": {topic.idl_type: (topic.name, topic.retained) for topic in TOPICS.values()},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import random
 import subprocess
 import sys
 import warnings
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 
 import gradbus
 from gradbus.runtime.bus.participant_factory import check_job
@@ -124,7 +124,7 @@ asyncio.run(main())
 
 
 def test_a_collective_that_nobody_awaits_warns_at_the_line_of_the_call_and_goes_on() -> None:
-    place = [f"misuse-{os.getpid()}", str(random.randrange(100, 200))]
+    place = [f"misuse-{os.getpid()}", str(new_domain())]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *place, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

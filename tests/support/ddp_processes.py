@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from contextlib import AbstractContextManager
 from typing import Any
 
 import ddp_node
 import warm
+from dds_domains import new_domain
 from federation import Node
 
 _numbers = itertools.count()
@@ -23,7 +23,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     ) -> None:  # fmt: skip
         """``lease_s``: who is silent for so long is taken for dead."""
         self._common = {
-            "job": f"ddp-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "world": world,
+            "job": f"ddp-{os.getpid()}-{next(_numbers)}", "domain": new_domain(), "world": world,
             "samples": samples, "batch_size": batch_size, "lease_s": lease_s, "config": config,
         }  # fmt: skip
         self._world = world

@@ -10,12 +10,12 @@ import asyncio
 import functools
 import itertools
 import os
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dds_domains import new_domain
 from torch import Tensor, nn
 
 import gradbus
@@ -82,7 +82,7 @@ def train(
     torch.set_num_threads(1)
     tasks = tasks if len(tasks) > 1 else tasks * world
     configs = configs or [DataParallelConfig(**settings)] * len(tasks)
-    job, domain = f"ddp-{os.getpid()}-{next(_numbers)}", random.randrange(40, 100)
+    job, domain = f"ddp-{os.getpid()}-{next(_numbers)}", new_domain()
 
     async def one(rank: int) -> Outcome:
         outcome: Outcome | None = None

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import queue
-import random
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import stillness
 import torch
 import warm
+from dds_domains import new_domain
 from federation import Node
 
 import gradbus
@@ -61,7 +61,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def __init__(self, script: Callable[..., Any], world: int, **common: Any) -> None:
         """``script``: run in each process, as ``script(Rank(...))``; a function of some module, for it is pickled.
         ``common``: what all ranks are told, see :class:`Rank`."""
-        place = {"job": f"group-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100)}
+        place = {"job": f"group-{os.getpid()}-{next(_numbers)}", "domain": new_domain()}
         self._common = {"script": script, "place": place, "world": world, **common}
         self._nodes: list[tuple[Node, Any]] = []
         self.stopped: set[int] = set()  # numbers of those that the test itself makes stand still

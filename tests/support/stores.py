@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
+from dds_domains import new_domain
 from gradbus.runtime.bus.raw_endpoints import FramePort
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
@@ -26,12 +26,11 @@ from gradbus.torch.store_messages import VERSION, Answer, Join, Message, Request
 
 TIMEOUT = timedelta(seconds=20)
 _numbers = itertools.count()
-_domains = itertools.cycle(random.sample(range(40, 100), 60))  # each with settings of its own, for a while
 
 
 def new_job() -> tuple[int, str]:
     """A domain, and a name that no store had before."""
-    return next(_domains), f"store-{os.getpid()}-{next(_numbers)}"
+    return new_domain(), f"store-{os.getpid()}-{next(_numbers)}"
 
 
 def open_rank(job: tuple[int, str], rank: int, world: int, timeout: timedelta = TIMEOUT) -> DdsStore:

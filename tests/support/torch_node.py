@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import random
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import warm
+from dds_domains import new_domain
 from federation import Node
 from patience import PATIENT_S
 
@@ -64,7 +64,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "file": file, "scene": scene, "world": world, "backend": backend, "options": options,
-            "port": self._store.port, "domain": random.randrange(40, 100),
+            "port": self._store.port, "domain": new_domain(),
         }  # fmt: skip
         self.nodes = [_start({**common, "rank": rank}) for rank in range(world)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from patience import soonest
 from ports import kept_ports
 from torch_node import LEASE_S, SOON_S, Ranks, play
@@ -145,7 +145,7 @@ def test_the_others_are_told_what_a_rank_failed_with(tmp_path: Path) -> None:
     """Also where the failed one leaves the group as it fails, or not at all."""
     (tmp_path / "train.py").write_text(FAILING)
     environment = {
-        **os.environ, "GRADBUS_BUS__DOMAIN": str(random.randrange(40, 100)), "GRADBUS_BUS__LEASE_S": str(LEASE_S),
+        **os.environ, "GRADBUS_BUS__DOMAIN": str(new_domain()), "GRADBUS_BUS__LEASE_S": str(LEASE_S),
     }  # fmt: skip
     command = [sys.executable, "-P", "train.py", str(tmp_path / "store")]
     ranks = [
@@ -193,7 +193,7 @@ def forgetful(folder: Path) -> float:
     """Seconds from the end of the program to that of its groups, on the slower rank."""
     store = folder / "store"
     store.unlink(missing_ok=True)
-    domain = random.randrange(40, 100)
+    domain = new_domain()
     environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "GRADBUS_BUS__LEASE_S": str(LEASE_S)}
     command = [sys.executable, "-P", "-c", FORGETFUL, str(store)]
     taken_s = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from patience import until
 from ports import kept_ports
 from torch_node import DYING_LEASE_S
@@ -47,7 +47,7 @@ def runs(pid: int) -> bool:
 
 
 def test_two_agents_start_all_ranks_again_when_one_is_killed_and_then_end_well(tmp_path: Path) -> None:
-    domain = random.randrange(40, 100)
+    domain = new_domain()
     with kept_ports(1) as (port,):
         agents = [start_agent(node, port, domain, tmp_path) for node in range(2)]
         try:

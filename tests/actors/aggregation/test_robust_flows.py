@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import zlib
@@ -13,6 +12,7 @@ from typing import Any
 import federation
 import pytest
 import torch
+from dds_domains import new_domain
 
 import gradbus
 from gradbus import codecs
@@ -21,7 +21,6 @@ from gradbus.models import NullTask
 from gradbus.runtime.errors import ConfigError
 
 DIM = 20_000
-_domains = itertools.cycle(range(193, 205))
 
 
 class Hostile(NullTask):
@@ -36,7 +35,7 @@ class Hostile(NullTask):
 
 
 async def run(strategy: str, hostile: set[int]) -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
-    job, domain = f"robust-{os.getpid()}", next(_domains)
+    job, domain = f"robust-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
         rounds=2, num_clients=5, min_clients=5, strategy=strategy, eval_every=0, dead_after_s=30.0,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -70,7 +69,7 @@ def test_one_hostile_client_of_five_spoils_the_mean_and_nothing_else(strategy: s
 def test_a_run_that_its_rules_do_not_allow_does_not_begin() -> None:
     async def main() -> None:
         config = gradbus.FederatedConfig(strategy="krum", min_clients=4, num_clients=10)
-        async with gradbus.connect(job=f"rules-{os.getpid()}", domain=next(_domains)) as bus:
+        async with gradbus.connect(job=f"rules-{os.getpid()}", domain=new_domain()) as bus:
             await gradbus.Controller(bus, NullTask(DIM), config).run()
 
     with pytest.raises(ConfigError, match=r"2 f \+ 3 = 5 updates in every round"):
@@ -104,7 +103,7 @@ def without_a_network() -> list[int]:
 
 @pytest.mark.slow
 def test_killed_in_mid_round_the_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
-    with federation.Federation(domain=next(_domains), silence_s=federation.NOBODY_DIES_S) as nodes:
+    with federation.Federation(domain=new_domain(), silence_s=federation.NOBODY_DIES_S) as nodes:
         clients = [nodes.client(client_id) for client_id in range(3)]
         state = str(tmp_path / "state")
         first = nodes.controller(**RULES, state_dir=state, fail_at="mid_collect:2", network={"lease_s": 1.0})

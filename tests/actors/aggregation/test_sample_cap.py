@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from intake_hall import Hall, Sender, deliver, run_with
 from torch import nn
 
@@ -19,7 +20,6 @@ from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round
 from gradbus.models import NullTask, TrainResult
 
 pytestmark = pytest.mark.slow
-_domains = itertools.cycle(range(60, 70))
 
 
 def test_a_cap_is_so_many_times_the_median_of_those_known_before_and_the_same_in_every_attempt() -> None:
@@ -170,7 +170,7 @@ def _mean(*shares: tuple[int, float], **rules: Any) -> tuple[float, list[gradbus
     """The model after one round of clients with these samples and values."""
 
     async def main() -> tuple[float, list[gradbus.RoundReport]]:
-        place = {"job": f"cap-{os.getpid()}", "domain": next(_domains)}
+        place = {"job": f"cap-{os.getpid()}", "domain": new_domain()}
         config = gradbus.FederatedConfig(
             rounds=1, num_clients=len(shares), min_clients=len(shares), eval_every=0, **rules
         )

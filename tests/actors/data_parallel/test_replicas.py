@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from torch import nn
 
 import gradbus
@@ -44,7 +45,7 @@ def model(seed: int) -> nn.Module:
 
 def run(world: int, script: Callable[[Replicas, int], Awaitable[Any]]) -> list[Any]:
     """``script(replicas, rank)`` on all ranks, each with the model of its own seed. Errors are results."""
-    job, domain = f"replicas-{os.getpid()}-{random.randrange(1 << 30)}", random.randrange(40, 100)
+    job, domain = f"replicas-{os.getpid()}-{random.randrange(1 << 30)}", new_domain()
 
     async def one(rank: int) -> Any:
         async with (

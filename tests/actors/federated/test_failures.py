@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import json
 import os
 import threading
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors.federated import failures
@@ -19,8 +19,6 @@ from gradbus.actors.federated.rounds import TRAINING_FAILED, Round
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.models import NullTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
-
-_domains = itertools.cycle(range(219, 225))
 
 
 class Log:
@@ -93,7 +91,7 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
             await gradbus.Client(bus, (Wrong if client_id else Patient)(100), client_id=client_id).run()
 
     async def main() -> list[gradbus.RoundReport]:
-        job, domain = f"failing-{os.getpid()}", next(_domains)
+        job, domain = f"failing-{os.getpid()}", new_domain()
         config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0, dead_after_s=30.0)
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
@@ -123,7 +121,7 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
         return caught.value
 
     async def main() -> tuple[TrainingFailed, list[BaseException | None]]:
-        job, domain = f"all-fail-{os.getpid()}", next(_domains)
+        job, domain = f"all-fail-{os.getpid()}", new_domain()
         config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0, dead_after_s=30.0, max_attempts=2)
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             clients = [group.create_task(client(job, domain, client_id)) for client_id in (0, 1)]

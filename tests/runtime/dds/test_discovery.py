@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import struct
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from dds_domains import new_domain
 
 from gradbus.runtime.dds import discovery, peer_processes
 from gradbus.runtime.dds.network import NetworkConfig
@@ -47,7 +47,7 @@ def announcement(prefix: bytes, user_data: str, host: str) -> bytes:
 
 @contextmanager
 def node() -> Iterator[tuple[Node, int]]:
-    domain = random.randrange(100, 140)
+    domain = new_domain()
     made = Node(domain_id=domain, partition=f"crowd-{os.getpid()}", network=NetworkConfig())
     try:
         yield made, domain

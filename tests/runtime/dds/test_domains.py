@@ -11,6 +11,7 @@ from bus_helpers import topics_of
 from cyclonedds.core import DDSException, Policy, Qos
 from cyclonedds.domain import DomainParticipant
 from cyclonedds.pub import Publisher
+from dds_domains import new_domain
 
 import gradbus
 from gradbus.runtime.bus import bus as bus_module
@@ -21,7 +22,7 @@ from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.security.endpoints import SealedNode
 from gradbus.runtime.wire.messages import Control
 
-DOMAIN = 143
+DOMAIN = new_domain()
 XML = build_xml(NetworkConfig())
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors.federated import client, selection
@@ -17,8 +17,6 @@ from gradbus.runtime.dds import missing_peers
 from gradbus.runtime.dds.missing_peers import Reach, WaitLog
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.errors import BarrierTimeout
-
-_domains = itertools.cycle(range(140, 146))
 
 
 class Log:
@@ -80,7 +78,7 @@ def test_a_group_says_whom_it_waits_for_and_its_error_says_what_to_do(monkeypatc
     monkeypatch.setattr(membership, "log", log)
 
     async def main() -> str:
-        async with gradbus.connect(job=f"alone-{os.getpid()}", domain=next(_domains)) as bus:
+        async with gradbus.connect(job=f"alone-{os.getpid()}", domain=new_domain()) as bus:
             with pytest.raises(BarrierTimeout) as caught:
                 async with gradbus.join_group(bus, rank=0, world=3, timeout_s=0.7):
                     pass
@@ -99,7 +97,7 @@ def test_a_controller_says_which_clients_are_missing(monkeypatch: pytest.MonkeyP
 
     async def main() -> str:
         config = gradbus.FederatedConfig(rounds=1, num_clients=2, min_clients=2, start_timeout_s=3.0, heartbeat_s=0.1)
-        async with gradbus.connect(job=f"waits-{os.getpid()}", domain=next(_domains)) as bus:
+        async with gradbus.connect(job=f"waits-{os.getpid()}", domain=new_domain()) as bus:
             one = asyncio.create_task(gradbus.Client(bus, NullTask(10), client_id=1).run())
             try:
                 with pytest.raises(BarrierTimeout) as caught:
@@ -119,7 +117,7 @@ def test_a_client_says_that_no_controller_is_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(client, "log", log)
 
     async def main() -> str:
-        async with gradbus.connect(job="orphan", domain=next(_domains)) as bus:
+        async with gradbus.connect(job="orphan", domain=new_domain()) as bus:
             config = gradbus.ClientConfig(controller_timeout_s=0.8)
             with pytest.raises(BarrierTimeout) as caught:
                 await gradbus.Client(bus, NullTask(10), client_id=3, config=config).run()

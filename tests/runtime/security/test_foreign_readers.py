@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from identities import Identities
 from structlog.testing import capture_logs
 
@@ -62,7 +62,7 @@ asyncio.run(main())
 @pytest.fixture
 def place() -> dict[str, Any]:
     number = next(_numbers)
-    return {"job": f"beset-{os.getpid()}-{number}", "domain": random.randrange(40, 100), "lease_s": LEASE_S}
+    return {"job": f"beset-{os.getpid()}-{number}", "domain": new_domain(), "lease_s": LEASE_S}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dds_domains import new_domain
 from identities import Identities
 
 import gradbus
@@ -40,7 +41,7 @@ def known(tmp_path: Path) -> Identities:
 
 @pytest.fixture
 def opens(known: Identities) -> Callable[..., Any]:
-    place = {"job": f"known-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "lease_s": 1.0}
+    place = {"job": f"known-{os.getpid()}-{next(_numbers)}", "domain": new_domain(), "lease_s": 1.0}
 
     def connect(name: str, **security: Any) -> Any:
         said = {k: Path(v) if k.endswith("_file") else v for k, v in known.security(name).items()}

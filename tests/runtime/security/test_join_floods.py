@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from dds_domains import new_domain
 from identities import Identities
 
 import gradbus
@@ -53,7 +53,7 @@ async def in_s(bus: Bus) -> float:
 @pytest.mark.faults
 def test_a_flood_of_hellos_in_its_name_and_of_answers_does_not_keep_a_node_of_the_list_out(tmp_path: Path) -> None:
     known = Identities(tmp_path, clients=3)
-    place = {"job": f"flood-{os.getpid()}", "domain": random.randrange(100, 140), "lease_s": 1.0}
+    place = {"job": f"flood-{os.getpid()}", "domain": new_domain(), "lease_s": 1.0}
 
     def opens(name: str) -> Bus:
         said = {k: Path(v) if k.endswith("_file") else v for k, v in known.security(name).items()}

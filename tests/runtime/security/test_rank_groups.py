@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from group_node import Ranks
 from group_scripts import known_ranks
 from identities import Identities
@@ -39,7 +39,7 @@ def known(tmp_path: Path) -> Identities:
 
 @pytest.fixture
 def place() -> Place:
-    return {"job": f"ranks-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100)}
+    return {"job": f"ranks-{os.getpid()}-{next(_numbers)}", "domain": new_domain()}
 
 
 def run(main: Any) -> None:

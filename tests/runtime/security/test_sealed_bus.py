@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from dds_domains import new_domain
 from outsider import JOB_TOPICS, Outsider
 
 import gradbus
@@ -36,7 +37,7 @@ Opens = Callable[[], AbstractAsyncContextManager[Bus]]
 
 @pytest.fixture
 def place() -> dict[str, Any]:
-    return {"job": f"sealed-{os.getpid()}-{next(_numbers)}", "domain": random.randrange(40, 100), "lease_s": 1.0}
+    return {"job": f"sealed-{os.getpid()}-{next(_numbers)}", "domain": new_domain(), "lease_s": 1.0}
 
 
 @pytest.fixture
