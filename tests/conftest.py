@@ -43,6 +43,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_unconfigure() -> None:
+    _HOME.cleanup()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server that processes are forked from load what it needs while the first tests run."""
     if "warm" in sys.modules and any("slow" in item.keywords for item in session.items):

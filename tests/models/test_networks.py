@@ -88,10 +88,13 @@ def test_dropout_does_nothing_in_evaluation() -> None:
 
 
 def test_a_network_with_used_dropout_can_be_copied() -> None:
-    model = mnist_cnn(dropout=True)
+    model, x = mnist_cnn(dropout=True), torch.ones(1, 1, 28, 28)
     reseed_dropout(model, seeded_generator("test", 0))
-    model(torch.zeros(1, 1, 28, 28))
-    copy.deepcopy(model)
+    model(x)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        reseed_dropout(each, seeded_generator("test", 1))
+    assert torch.equal(copied(x), model(x))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])

@@ -29,9 +29,15 @@ def test_no_more_than_so_many_are_inside_at_a_time_and_all_get_their_turn() -> N
 
 
 def test_who_is_not_wanted_any_more_does_not_wait() -> None:
-    turns = Turns(1, stall_s=60.0)
-    with turns.take(lambda: False), turns.take(lambda: True):
-        pass
+    turns, came = Turns(1, stall_s=60.0), threading.Event()
+
+    def unwanted() -> None:
+        with turns.take(lambda: True):
+            came.set()
+
+    with turns.take(lambda: False):
+        threading.Thread(target=unwanted, daemon=True).start()
+        assert came.wait(20.0)  # of the 60 after which anybody goes in
 
 
 def test_those_inside_that_wait_for_somebody_outside_get_it_in() -> None:

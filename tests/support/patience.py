@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
 PATIENT_S = 20.0
 """For a silence that is no death, where a test is not about deaths."""
+
+_EVERY_S = 0.005
 
 PATIENT = {"GRADBUS_BUS__LEASE_S": f"{PATIENT_S:g}", "GRADBUS_FEDERATED__DEAD_AFTER_S": f"{PATIENT_S:g}"}
 """The same in the environment of commands."""
@@ -30,4 +33,12 @@ def until(condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, "it did not come to pass"
-        time.sleep(0.02)
+        time.sleep(_EVERY_S)
+
+
+async def until_async(condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
+    """The same on an event loop, which goes on meanwhile."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "it did not come to pass"
+        await asyncio.sleep(_EVERY_S)

@@ -348,11 +348,17 @@ def test_what_asks_to_be_looked_after_again_while_it_ends_is_called_again(run: R
 
 
 def test_to_wait_on_a_bus_that_is_closed_does_no_harm(run: Run, place: dict[str, Any]) -> None:
+    calls: list[str] = []
+
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
             receiver = bus._receiver
-        receiver.look_after(lambda: False)
-        receiver.pump(lambda: False, float("inf"))
+        receiver.look_after(lambda: bool(calls.append("looked after")))
+        pumping = threading.Thread(target=receiver.pump, args=(lambda: False, float("inf")), daemon=True)
+        pumping.start()
+        await asyncio.to_thread(pumping.join, WAIT_S)
+        assert not pumping.is_alive()
+        assert calls == []
 
     run(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def test_a_list_is_read_as_it_was_written(tmp_path: Path) -> None:
         (f"{LINE}\n{LINE.replace('robot-1', 'two')}", "the name or the key of two is there twice"),
         (f"{LINE}\nrobot-2 client {public_text(TWO.public)} 3", "robot-1 and robot-2 may both use client id 3"),
     ],
+    ids=lambda text: re.sub("[0-9a-f]{64}", "key", text),  # a new one each time, and a test has one name
 )
 def test_a_list_that_is_wrong_is_refused_with_its_line_and_what_was_expected(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
