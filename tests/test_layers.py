@@ -2,6 +2,7 @@
 
 import ast
 import codecs
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -65,7 +66,8 @@ def package_of(path: PurePosixPath) -> list[str]:
     return ["gradbus", *path.parts[:-1]]
 
 
-def imports(path: PurePosixPath, source: str) -> Iterator[Import]:
+@functools.cache  # many rules look at the same
+def imports(path: PurePosixPath, source: str) -> tuple[Import, ...]:
     package = package_of(path)
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
@@ -91,15 +93,18 @@ def imports(path: PurePosixPath, source: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside)
 
-    yield from walk(ast.parse(source), False)
+    return tuple(walk(ast.parse(source), False))
 
 
 def called(call: ast.Call) -> str:
     return ast.unparse(call.func)
 
 
-def calls(source: str) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+@functools.cache
+def calls(source: str) -> tuple[tuple[ast.Call, str], ...]:
+    """Each call with the name of what it calls."""
+    found = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return tuple((call, called(call)) for call in found)
 
 
 def arrows_go_down(path: PurePosixPath, source: str) -> list[str]:
@@ -134,7 +139,7 @@ def dds_stays_behind_the_bus(path: PurePosixPath, source: str) -> list[str]:
 def logging_is_set_up_once(path: PurePosixPath, source: str) -> list[str]:
     if str(path) in LOGGING_SET_UP_ONLY_IN:
         return []
-    found = [f"line {call.lineno}" for call in calls(source) if called(call).startswith("structlog.configure")]
+    found = [f"line {call.lineno}" for call, name in calls(source) if name.startswith("structlog.configure")]
     return found + [f"line {line}" for line, name, _ in imports(path, source) if name.startswith("structlog.configure")]
 
 
@@ -144,11 +149,11 @@ def nothing_runs_foreign_code(path: PurePosixPath, source: str) -> list[str]:
         for line, name, _ in imports(path, source)
         if name.split(".")[0] in UNSAFE_MODULES or name in UNSAFE_MODULES
     ]
-    for call in calls(source):
+    for call, name in calls(source):
         keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        if called(call) in UNSAFE_CALLS:
-            found.append(f"line {call.lineno}: {called(call)}")
-        if called(call) == "torch.load" and keywords.get("weights_only") != "True":
+        if name in UNSAFE_CALLS:
+            found.append(f"line {call.lineno}: {name}")
+        if name == "torch.load" and keywords.get("weights_only") != "True":
             found.append(f"line {call.lineno}: torch.load without weights_only=True")
         if keywords.get("allow_pickle", "False") != "False":
             found.append(f"line {call.lineno}: allow_pickle")
@@ -160,11 +165,11 @@ def what_comes_from_outside_is_read_within_limits(path: PurePosixPath, source: s
     if str(path).startswith(READ_THEIR_OWN):
         return []
     found = []
-    for call in calls(source):
-        reader = LIMITED_BY.get(called(call))
+    for call, name in calls(source):
+        reader = LIMITED_BY.get(name)
         if reader is not None and str(path) != reader:
-            found.append(f"line {call.lineno}: {called(call)}" + (f"; take {reader}" if reader else ""))
-        if called(call).endswith("ZstdDecompressor().decompress") and "max_output_size" not in {
+            found.append(f"line {call.lineno}: {name}" + (f"; take {reader}" if reader else ""))
+        if name.endswith("ZstdDecompressor().decompress") and "max_output_size" not in {
             keyword.arg for keyword in call.keywords
         }:
             found.append(f"line {call.lineno}: decompress without max_output_size")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import until
 from dds_domains import new_domain
+from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
@@ -260,7 +260,7 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
             controller = gradbus.Controller(bus, NullTask(DIM), config)
             client = gradbus.Client(bus, NullTask(DIM), client_id=0)
             running = asyncio.create_task((client if who == "client" else controller).run())
-            await until(lambda: bus.writes(Control))
+            await eventually(lambda: bus.writes(Control))
             bus._receiver.each_turn = fail
             bus._receiver.look()
             with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import Run, until
+from bus_helpers import Run
+from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
@@ -48,7 +49,7 @@ def test_malformed_packets_write_some_lines_in_the_log_and_their_number_and_noth
                 for _ in range(2_000):
                     anybody.sendto(MALFORMED, address)
                     await asyncio.sleep(0)
-                await until(lambda: any("lines" in line for line in logs))
+                await eventually(lambda: any("lines" in line for line in logs))
             told = [line["text"] for line in logs if line["event"] == "Cyclone DDS says"]
             assert len(told) <= 3 * log_sink.LINES
             assert "malformed packet" in told[0]

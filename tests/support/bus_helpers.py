@@ -41,12 +41,6 @@ def topics_of(bus: Bus) -> list[str]:
     return [name for name in bus._node.topics.names if name != GREETING_TOPIC]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """For what no event tells of."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-
-
 async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:
     """The payload of the transfer, from its frames."""
     assembler = Assembler()

@@ -36,7 +36,7 @@ def until(condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None
         time.sleep(_EVERY_S)
 
 
-async def until_async(condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 50.0) -> None:
     """The same on an event loop, which goes on meanwhile."""
     until_s = time.monotonic() + timeout_s
     while not condition():

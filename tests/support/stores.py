@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from dds_domains import new_domain
+from patience import until
 from gradbus.runtime.bus.raw_endpoints import FramePort
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
@@ -158,11 +159,3 @@ def finished(*stores: DdsStore) -> None:
     """Wait until they have left."""
     for store in stores:
         assert store._link.finished.wait(15.0)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    """For what no event tells of."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "it did not come to pass"
-        time.sleep(0.005)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from patience import soonest
-from stores import begin, finished, new_job, open_rank, opened, until
+from patience import soonest, until
+from stores import begin, finished, new_job, open_rank, opened
 
 from gradbus.torch import store_link
 from gradbus.torch.store import DdsStore

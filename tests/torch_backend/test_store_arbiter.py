@@ -11,7 +11,8 @@ from datetime import timedelta
 import msgpack
 import pytest
 import torch.distributed as dist
-from stores import RawRank, begin, finished, new_job, open_rank, opened, until, vanish
+from patience import until
+from stores import RawRank, begin, finished, new_job, open_rank, opened, vanish
 
 from gradbus.runtime.bus import liveness
 from gradbus.runtime.errors import FrameError

@@ -7,11 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, reads, until
+from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, reads
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.errors import BusClosed
@@ -22,25 +23,31 @@ BOUND_S = 15.0  # of a second, on a machine that stands still for some; what is 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_before() -> Iterator[None]:
+    """Threads of tests before this one do not count."""
+    _earlier.update(threading.enumerate())
+    yield
+    _earlier.clear()
+
+
 def threads_of_gradbus() -> list[str]:
-    """Names of the bus threads that live. The one that closes a bus reports just before it ends."""
-    for thread in threading.enumerate():
+    """Names of the bus threads that the test has started and that live. The one that closes a bus reports just before
+    it ends."""
+    started = [thread for thread in threading.enumerate() if thread not in _earlier]
+    for thread in started:
         if thread.name == "gradbus-close":
             thread.join(5)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradbus-")]
+    return [thread.name for thread in started if thread.is_alive() and thread.name.startswith("gradbus-")]
 
 
 def threads_of_the_process() -> int:
     """All threads, those of DDS included, but for asyncio's own pool, which starts one more when it likes."""
     pool = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
     return len(os.listdir("/proc/self/task")) - pool
-
-
-async def settles(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait for something outside of Python that nobody tells of."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @both_loops
@@ -79,8 +86,8 @@ def test_a_bus_opened_and_closed_many_times_leaks_neither_threads_nor_files(run:
             await once()
         assert threads_of_gradbus() == []
         # The system takes a moment to bury a thread that has ended.
-        await settles(lambda: threads_of_the_process() <= threads)
-        await settles(lambda: len(os.listdir("/proc/self/fd")) <= files)
+        await eventually(lambda: threads_of_the_process() <= threads)
+        await eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
 
     run(main)
 
@@ -157,7 +164,7 @@ def test_a_close_with_unsent_data_is_bounded_and_the_sender_is_told(
             async with gradbus.connect(**place, fast=fast) as one:
                 await reads(one, ClientUpdate)
                 stuck = [asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB))) for _ in range(20)]
-                await until(lambda: len(inbox) == 16)
+                await eventually(lambda: len(inbox) == 16)
                 started_s = time.monotonic()
             assert time.monotonic() - started_s < BOUND_S
             for sending in stuck:  # 16 were on their way, the others waited for their turn
@@ -184,9 +191,9 @@ def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, pla
             running = asyncio.create_task(member())
             one = await opened
             sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(48 * MIB)))
-            await until(lambda: len(inbox) == 16)
+            await eventually(lambda: len(inbox) == 16)
             leave.set()
-            await until(lambda: one._closed)  # it is in the middle of its close: there is more to send
+            await eventually(lambda: one._closed)  # it is in the middle of its close: there is more to send
             started_s = time.monotonic()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):

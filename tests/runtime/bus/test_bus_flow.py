@@ -18,8 +18,8 @@ from bus_helpers import (
     delays_of_the_loop,
     payload_from,
     reads,
-    until,
 )
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -87,7 +87,7 @@ def test_a_consumer_that_does_not_read_makes_the_writer_wait_and_nothing_is_lost
             await reads(one, ClientUpdate)
             sending = asyncio.create_task(one.send_update(UPDATE, 1, payload))
             # 16 frames in the inbox, 16 in the DDS reader, and the one that waits.
-            await until(lambda: len(inbox) == 16 and one.sent_bytes["train/client_update"] >= 32 * (MIB + 80))
+            await eventually(lambda: len(inbox) == 16 and one.sent_bytes["train/client_update"] >= 32 * (MIB + 80))
             done, _ = await asyncio.wait([sending], timeout=0.2)  # time in which it could go on, but must not
             assert not done
             assert len(inbox) == 16
@@ -106,7 +106,7 @@ def test_a_topic_that_waits_does_not_hold_up_another(run: Run, place: dict[str, 
             for kind in (ClientUpdate, Control, ModelBlob):
                 await reads(one, kind)
             sending = asyncio.create_task(one.send_update(UPDATE, 1, bytes(40 * MIB)))
-            await until(lambda: len(stuck) == 16)
+            await eventually(lambda: len(stuck) == 16)
             async with asyncio.timeout(15):  # half of the time after which the other topic would give up
                 await one.publish(CLIENT, Leave("now"))
                 assert await inbox.get() == Control(CLIENT.sender, CLIENT.incarnation, Leave("now"))
@@ -128,7 +128,7 @@ def test_models_for_a_consumer_that_does_not_read_are_dropped_and_counted_and_th
             await reads(one, ModelBlob)
             async with asyncio.timeout(20):
                 await one.send_model(MODEL, bytes(100 * MIB))
-                await until(lambda: len(inbox) + other.rejected["inbox full"] == 100)
+                await eventually(lambda: len(inbox) + other.rejected["inbox full"] == 100)
             assert len(inbox) == 64
 
     run(main)
@@ -157,7 +157,7 @@ def test_a_send_that_is_cancelled_lets_go_of_its_payload_and_the_next_one_goes_t
             await reads(one, ClientUpdate)
             payload = bytearray(64 * MIB)
             sending = asyncio.create_task(one.send_update(UPDATE, 1, payload))
-            await until(lambda: len(inbox) == 16)
+            await eventually(lambda: len(inbox) == 16)
             sending.cancel()
             async with asyncio.timeout(15):  # half of the time after which it would give up by itself
                 with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bus_helpers import CLIENT, MODEL, UPDATE, Run, until
+from bus_helpers import CLIENT, MODEL, UPDATE, Run
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.dds import libddsc
@@ -51,7 +52,7 @@ class Stranger:
     async def matched(self) -> None:
         for writer in self.writers.values():
             entity = writer.entity
-            await until(lambda entity=entity: entity.get_publication_matched_status().current_count == 1)
+            await eventually(lambda entity=entity: entity.get_publication_matched_status().current_count == 1)
 
     def write(self, kind: type[Any], fields: tuple[Any, ...], data: bytes | None = None) -> None:
         assert self.writers[kind].write(fields, () if data is None else (data,))
@@ -126,7 +127,7 @@ def test_garbage_on_every_topic_is_counted_by_its_reason_and_the_next_message_ar
                 for expected, (kind, fields, data, reason) in enumerate(garbage(), start=1):
                     before = bus.rejected[reason]
                     stranger.write(kind, fields, data)
-                    await until(lambda: len(inbox) + bus.rejected.total() == expected)  # noqa: B023 - awaited here
+                    await eventually(lambda: len(inbox) + bus.rejected.total() == expected)  # noqa: B023 - awaited here
                     assert bus.rejected[reason] == before + 1, (kind, fields, data, reason, bus.rejected)
                 assert len(inbox) == 0
                 stranger.write(Control, (), frame(CONTROL, control.encode(Leave("still here"))))
@@ -164,7 +165,7 @@ def test_samples_in_other_representations_end_neither_the_thread_nor_the_bus_and
                     for sample in representations():
                         stranger.write_raw(kind, sample)
                         written += 1
-                        await until(lambda: len(inbox) + bus.rejected.total() == written)  # noqa: B023 - awaited here
+                        await eventually(lambda: len(inbox) + bus.rejected.total() == written)  # noqa: B023 - awaited here
                 assert bus.rejected["sample"] > written / 2
                 for _ in range(len(inbox)):
                     assert isinstance(await inbox.get(), TrainCmd)  # some bytes are numbers in range

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bus_helpers import Run, until
+from bus_helpers import Run
 from group_node import LEASE_S, as_ranks
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.collectives import Group, Member
@@ -211,6 +212,6 @@ def test_groups_that_were_left_leave_nothing_in_dds(
                         await group.barrier()
                         assert children() > before
                 async with asyncio.timeout(10.0):
-                    await until(lambda: children() == before)  # the receive thread deletes them
+                    await eventually(lambda: children() == before)  # the receive thread deletes them
 
     run(main)

@@ -11,14 +11,13 @@ import pytest
 from federation import Node
 from group_node import Ranks
 from group_scripts import lives, steps_until_the_end
-from stillness import again_where_somebody_stood_still, whoever_stands_still
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 NETWORK: dict[str, Any] = {}  # as it is by default: a lease of a minute
 # The kernel tells of a lost rank, within milliseconds. The rest is for a machine whose cores are busy with other
 # processes: the receive threads and loops of the survivors have to get a turn. docs/reliability.md has what it takes.
-NOTICED_S = 2.0
+NOTICED_S = 10.0  # of the minute of a lease
 
 
 def ends_of(nodes: list[Node]) -> list[dict[str, Any]]:
@@ -29,13 +28,12 @@ def ends_of(nodes: list[Node]) -> list[dict[str, Any]]:
 
 
 def assert_later_ones_end_at_once(node: Node, end: dict[str, Any]) -> None:
-    """They have a deadline of 0.5 s, and it is not that which ends them."""
+    """They have a deadline, and it is not that which ends them."""
     later = node.all("later") + node.all("later still")
     assert [(event["kind"], event["ranks"]) for event in later] == [("PeerLost", end["ranks"])] * 2
 
 
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
-@again_where_somebody_stood_still
 def test_a_killed_rank_ends_pending_and_later_collectives_of_all_others_in_time(world: int, victim: int) -> None:
     with Ranks(steps_until_the_end, world, network=NETWORK) as ranks:
         nodes = ranks.start_all()
@@ -55,7 +53,6 @@ def test_a_killed_rank_ends_pending_and_later_collectives_of_all_others_in_time(
 @pytest.mark.parametrize(
     ("algorithm", "shared"), [("direct", True), ("direct", False), ("shards", True), ("ring", False)]
 )
-@again_where_somebody_stood_still
 def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algorithm: str, shared: bool) -> None:
     dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
     network = NETWORK | {"shared_memory": shared}
@@ -75,7 +72,6 @@ def test_stopped_ranks_are_waited_for_and_all_go_on_when_they_do(stopped: list[i
         nodes = ranks.start_all()
         for node in nodes:
             node.wait_for("under way")
-        ranks.stopped |= set(stopped)
         for rank in stopped:
             nodes[rank].signal(signal.SIGSTOP)
         time.sleep(2.5)  # no event: that is the case
@@ -87,7 +83,6 @@ def test_stopped_ranks_are_waited_for_and_all_go_on_when_they_do(stopped: list[i
         assert not any(node.all("ended") for node in nodes)
 
 
-@again_where_somebody_stood_still
 def test_a_rank_whose_loop_hangs_is_named_at_the_deadline_and_ends_when_it_goes_on() -> None:
     """It lives, and the kernel knows."""
     limits = {"collective_timeout_s": 2.0}
@@ -96,8 +91,7 @@ def test_a_rank_whose_loop_hangs_is_named_at_the_deadline_and_ends_when_it_goes_
         hung_s = nodes[1].wait_for("blocks")["at_s"]
         for end in ends_of([nodes[0], nodes[2]]):
             assert (end["kind"], end["ranks"], end["step"]) == ("CollectiveTimeout", [1], 8)
-            with whoever_stands_still():
-                assert "after 2 s" in end["text"]
+            assert "after 2 s" in end["text"]
             assert end["at_s"] - hung_s < 2.0 + NOTICED_S
         ranks.tell(1)
         (end,) = ends_of([nodes[1]])
@@ -126,7 +120,6 @@ def test_a_rank_that_starts_seconds_after_the_others_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.5], ids=["at once", "later"])
-@again_where_somebody_stood_still
 def test_a_killed_rank_that_starts_again_forms_the_group_anew_with_the_survivors(pause_s: float) -> None:
     """They use the same names and rounds: nothing of its former life is taken for the new one's."""
     with Ranks(lives, 3, network=NETWORK) as ranks:
@@ -148,7 +141,6 @@ def test_a_killed_rank_that_starts_again_forms_the_group_anew_with_the_survivors
         assert all(before < after for before, after in zip(first.pop(), members.pop(), strict=True))
 
 
-@again_where_somebody_stood_still
 def test_a_rank_killed_while_the_group_forms_is_replaced_by_its_next_start() -> None:
     with Ranks(lives, 3, network=NETWORK) as ranks:
         first, early = ranks.start(0), ranks.start(1)
@@ -160,7 +152,6 @@ def test_a_rank_killed_while_the_group_forms_is_replaced_by_its_next_start() -> 
             assert len(node.all("joined")) == 1
 
 
-@again_where_somebody_stood_still
 def test_ranks_that_die_one_after_the_other_leave_the_last_one_with_the_names_of_both() -> None:
     with Ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
         nodes = ranks.start_all()

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import Run, until
+from bus_helpers import Run
 from group_node import as_ranks
+from patience import eventually
 
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, CollectiveTimeout
@@ -68,7 +69,7 @@ def test_a_collective_goes_on_whether_it_is_awaited_or_not(run: Run, place: dict
             warnings.simplefilter("ignore", RuntimeWarning)  # a handle that is dropped while it runs warns
             group.all_reduce("nobody waits for it", out, out=out)
         await group.barrier()  # says nothing of the other collective, but that its frames are on their way
-        await until(lambda: group.stats.pending == 0)
+        await eventually(lambda: group.stats.pending == 0)
         assert out.tolist() == [1.0] * 4
         await group.barrier("end")
 
@@ -289,9 +290,9 @@ def test_what_was_given_is_let_go_at_the_end_and_the_result_with_its_handle(
             filled = value is given
             del given, value
             if not filled:
-                await until(lambda source=source: source() is None)  # a thread may still be about to return
+                await eventually(lambda source=source: source() is None)  # a thread may still be about to return
             del handle
-            await until(lambda refs=(source, *results): all(ref() is None for ref in refs))
+            await eventually(lambda refs=(source, *results): all(ref() is None for ref in refs))
             await group.barrier()
 
     run(lambda: as_ranks(place, 2, script))
@@ -316,7 +317,7 @@ def test_an_error_that_nobody_awaits_is_no_reason_for_a_complaint(run: Run, plac
     async def script(group: Group) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         handle = group.all_gather("x", b"", timeout_s=0.01)
-        await until(handle.done)
+        await eventually(handle.done)
         await asyncio.sleep(0)
         del handle
         gc.collect()

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import Run, until
+from bus_helpers import Run
 from group_node import LEASE_S, as_ranks, joined
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.collectives import Group, hello_scheduler
@@ -172,7 +173,7 @@ def test_a_rank_that_leaves_in_order_does_not_disturb_those_who_wait_for_a_third
                 return
             late = group.recv("y", source=2)
             assert await group.recv("x", source=0) == b"last words" * 1000
-            await until(lambda: 0 in group.lost)
+            await eventually(lambda: 0 in group.lost)
             assert "left: done" in group.lost[0]
             assert not late.done()
             third.set()
@@ -229,7 +230,7 @@ def test_a_rank_that_leaves_with_an_exception_ends_what_the_others_wait_for_and_
                 assert await between == b"still here"  # that one does not need rank 1
             else:
                 await group.send("y", b"still here", to=0)
-            await until(lambda: group.stats.pending == 0)
+            await eventually(lambda: group.stats.pending == 0)
 
         results = await asyncio.gather(*(_run(place, rank, script) for rank in range(3)), return_exceptions=True)
         assert [type(result) for result in results] == [type(None), Mistake, type(None)]
@@ -258,7 +259,7 @@ def test_who_leaves_because_a_rank_has_died_names_that_rank_to_those_who_have_no
                 await handle
             assert caught.value.ranks == (1,)
         if group.rank == 1:
-            await until(lambda: 2 in group.lost)
+            await eventually(lambda: 2 in group.lost)
 
     waiting = asyncio.Event()
 

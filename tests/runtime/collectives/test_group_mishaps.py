@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bus_helpers import CLIENT, Run, reads, topics_of, until
+from bus_helpers import CLIENT, Run, reads, topics_of
 from group_node import LEASE_S, as_ranks, joined
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -87,7 +88,7 @@ def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
                 with pytest.raises(BusError, match="no reader"):
                     async with gradbus.join_group(bus, rank=0, world=2):
                         raise AssertionError("not reached")
-            await until(lambda: topics_of(bus) == ["train/control"])
+            await eventually(lambda: topics_of(bus) == ["train/control"])
             assert bus._ports == []
             await assert_all_is_heard(bus, other)
             async with gradbus.join_group(bus, rank=0, world=1) as group:
@@ -270,7 +271,7 @@ def test_a_port_whose_close_is_cancelled_during_a_write_is_closed_in_any_case(ru
             closing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await closing
-            await until(lambda: topics_of(bus) == [])
+            await eventually(lambda: topics_of(bus) == [])
             may_return.set()
             assert await writing
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from group_node import Ranks
 from group_scripts import every_collective, steps_until_the_end, traffic_of_collectives
-from stillness import again_where_somebody_stood_still
 
 from gradbus.experiments.namespaces import Host
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 MULTICAST = {"multicast": True, "lease_s": 20.0}
 PAYLOAD_BYTES = 128 << 10  # so few that no receive buffer overflows, and nothing is sent again
-LOST_S = 4.0  # a lease of 1 s, and turns on a busy machine
+LOST_S = 10.0  # of the 20 s of a lease: the kernel tells of it, and a busy machine gives turns late
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -39,10 +38,9 @@ def test_every_collective_is_right_where_each_rank_misses_other_packets_of_a_mul
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "shards"])
-@again_where_somebody_stood_still
 def test_a_rank_killed_while_it_multicasts_a_large_vector_is_named_in_time(algorithm: str) -> None:
     dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
-    network = {"multicast": True, "lease_s": 1.0, "shared_memory": False}
+    network = MULTICAST | {"shared_memory": False}
     with Ranks(steps_until_the_end, 4, network=network, numel=2 << 20, algorithm=algorithm) as ranks:
         nodes = ranks.start_all(rank_1=dies)
         killed_s = nodes[1].wait_for("dies")["at_s"]

@@ -8,11 +8,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from dds_domains import new_domain
+from patience import until
 
 from gradbus.runtime.dds import discovery, peer_processes
 from gradbus.runtime.dds.network import NetworkConfig
@@ -53,13 +54,6 @@ def node() -> Iterator[tuple[Node, int]]:
         yield made, domain
     finally:
         made.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def test_of_a_process_that_has_announced_many_participants_each_is_taken_leave_of_once(

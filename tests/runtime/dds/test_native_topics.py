@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, payload_from, reads, until
+from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, payload_from, reads
+from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
@@ -109,9 +110,9 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
         async with gradbus.connect(**plain, fast=False) as bus, gradbus.connect(**plain, fast=fast) as writer:
             with bus.subscribe(kind):
                 await reads(writer, kind)
-                await until(lambda: len(bus._receiver._channels) == 1)
+                await eventually(lambda: len(bus._receiver._channels) == 1)
                 (reader,) = [channel.reader.entity for channel in bus._receiver._channels]
-                await until(lambda: reader.get_subscription_matched_status().current_count == 1)
+                await eventually(lambda: reader.get_subscription_matched_status().current_count == 1)
                 (handle,) = reader.get_matched_publications()
                 data = reader.get_matched_publication_data(handle)
                 return data.topic_name, data.type_name, str(data.type_id), str(data.qos)
@@ -164,7 +165,7 @@ async def matched_pair(place: dict[str, Any]) -> AsyncIterator[tuple[participant
     async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
         topic = participant.Topic("train/made", "Frame", False, False, 16, 0, 1.0, False, lambda sample: sample)
         writer, reader = one._node.topic_writer(topic), other._node.topic_reader(topic)
-        await until(lambda: writer.entity.get_publication_matched_status().current_count == 1)
+        await eventually(lambda: writer.entity.get_publication_matched_status().current_count == 1)
         try:
             yield writer, reader
         finally:
@@ -179,7 +180,7 @@ async def next_sample(reader: participant.Reader) -> Any:
         taken.extend(reader.take(1))
         return bool(taken)
 
-    await until(has_come)
+    await eventually(has_come)
     return taken[0][0]
 
 

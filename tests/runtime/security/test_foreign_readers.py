@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 from dds_domains import new_domain
 from identities import Identities
+from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
@@ -92,11 +93,6 @@ def run(main: Any) -> None:
     asyncio.run(bounded())
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.01)
-
-
 async def takes(inbox: Any) -> None:
     async for _ in inbox:
         pass
@@ -120,7 +116,7 @@ async def goes_on_beside_strangers(one: Bus, other: Bus, process: subprocess.Pop
         await one.matched(lambda: one.matched_readers(ModelBlob) > participants, timeout_s=20)
         with capture_logs() as logs:
             taken_s = await sends_models(one, 20)  # five times as much as DDS keeps for readers that do not take it
-            await until(lambda: one.matched_readers(ModelBlob) >= 1)
+            await eventually(lambda: one.matched_readers(ModelBlob) >= 1)
         taking.cancel()
     # The process is told when the first of them is shut out. Others that then hold up nothing any more may stay.
     assert 1 <= one.rejected["foreign reader"] <= participants
@@ -208,7 +204,7 @@ def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
-                await until(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
+                await eventually(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
                 member.send_signal(signal.SIGSTOP)
                 sending = asyncio.create_task(sends_models(bus, 12))
                 done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
@@ -252,7 +248,7 @@ def test_who_was_shut_out_and_takes_again_is_found_again_when_the_time_is_over(
                 await sends_models(bus, 12)
                 assert bus.rejected["foreign reader"] == 1
                 guest.send_signal(signal.SIGCONT)
-                await until(lambda: bus.matched_readers(ModelBlob) == 0)
+                await eventually(lambda: bus.matched_readers(ModelBlob) == 0)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
 
     run(main())
@@ -268,12 +264,12 @@ def test_a_member_that_was_shut_out_just_before_its_greeting_was_read_is_found_a
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
-                await until(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
+                await eventually(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
                 (member,) = bus._node.members()  # type: ignore[attr-defined]
                 watch: Any = bus._receiver.watch
                 shuts_out = watch.__self__._shut_out
                 bus._receiver.look_after(lambda: bool(shuts_out({member: ""}, time.monotonic())))
-                await until(lambda: bus.matched_readers(ModelBlob) == 0)
+                await eventually(lambda: bus.matched_readers(ModelBlob) == 0)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
 
     run(main())

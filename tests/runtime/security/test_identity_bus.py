@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from dds_domains import new_domain
 from identities import Identities
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -58,11 +59,6 @@ def run(main: Any) -> None:
     asyncio.run(bounded())
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.002)
-
-
 def raw_writer(bus: Bus, kind: type[Any]) -> Any:
     """What a member does that leaves our program aside: a writer of DDS for bytes that it makes itself."""
     return bus._node.plain_writer(wire_topic(TOPICS[kind]))  # type: ignore[attr-defined]
@@ -94,20 +90,20 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
                 sample = FrameType.prefix(len(head) + len(data)), head, data, signed
                 says = raw_writer(traitor, Control)
-                await until(lambda: matched(says) >= 2)
+                await eventually(lambda: matched(says) >= 2)
                 for _ in range(50):  # past the counters that the controller has used
                     forger.seal("train/control", sample)
                 says.write((), (bytes(forger.seal("train/control", sample)),))
-                await until(lambda: victim.rejected["signature"] == 1)
+                await eventually(lambda: victim.rejected["signature"] == 1)
 
                 update = FrameKey(Kind.UPDATE, 1, 1, 0, 1, 1)  # of client 0
                 await traitor.send_update(update, 10, b"poison")
-                await until(lambda: server.rejected["identity"] == 1)
+                await eventually(lambda: server.rejected["identity"] == 1)
                 mine = OutgoingStreams(keys.outgoing.key, session)
                 says.write((), (bytes(mine.seal("train/control", sample)),))
-                await until(lambda: server.rejected["unknown sender"] == 1)
+                await eventually(lambda: server.rejected["unknown sender"] == 1)
                 await traitor.publish(Identity(0, 1), Leave("client 0 goes, says the traitor"))
-                await until(lambda: server.rejected["identity"] == 2)
+                await eventually(lambda: server.rejected["identity"] == 2)
 
                 await victim.send_update(update, 10, b"update")
                 got = await desk.get()
@@ -137,7 +133,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 server.open_writer(ModelBlob)
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
-                    await until(lambda bus=bus: bus._node.party.keys is not None)
+                    await eventually(lambda bus=bus: bus._node.party.keys is not None)
                 await server.matched(lambda: server.matched_readers(ModelBlob) > 0, timeout_s=10)
                 key = FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1, 1)
                 model = random.randbytes(100_000)
@@ -150,7 +146,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 group = next(iter(traitor._node.party.keys._epochs.values())).key
                 forger = OutgoingStreams(group, traitor._node.party.keys.controller)
                 writer = raw_writer(traitor, ModelBlob)
-                await until(lambda: matched(writer) >= 1)
+                await eventually(lambda: matched(writer) >= 1)
                 poison = random.randbytes(100_000)
                 for _ in range(50):
                     forger.seal("train/model_blob", (b"",))
@@ -200,7 +196,7 @@ def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], mon
                 return hears(data, source, now_s)
 
             party.hear_beacon = hear
-            await until(lambda: len(times) >= 2)
+            await eventually(lambda: len(times) >= 2)
 
     run(main())
 
@@ -210,7 +206,7 @@ def test_a_second_controller_that_hears_too_late_who_holds_the_job_ends_at_its_n
 ) -> None:
     async def main() -> None:
         async with opens("server") as first, opens("server") as second:
-            await until(lambda: second.standing.refusal)
+            await eventually(lambda: second.standing.refusal)
             with pytest.raises(JobTaken, match=r"the job is held by the controller .*\. Stop that one first"):
                 await second.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
             await first.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
@@ -223,7 +219,7 @@ def test_who_is_not_let_in_and_finds_nobody_says_why(opens: Callable[..., Any], 
 
     async def main() -> None:
         async with opens("server"), opens("stranger", role="observer") as bus:
-            await until(lambda: bus.standing.refusal)
+            await eventually(lambda: bus.standing.refusal)
             with bus.subscribe(TrainCmd), pytest.raises(BarrierTimeout, match="stranger is not on the allow list"):
                 await bus.matched(lambda: bus.matched_writers(TrainCmd) > 0, timeout_s=0.01)
 

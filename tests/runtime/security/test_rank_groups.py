@@ -15,6 +15,7 @@ from dds_domains import new_domain
 from group_node import Ranks
 from group_scripts import known_ranks
 from identities import Identities
+from patience import eventually
 
 import gradbus
 from gradbus.experiments.run.status import observe
@@ -70,11 +71,6 @@ async def together(*jobs: Any) -> list[Any]:
     return [task.result() for task in running]
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_group_of_known_processes_works_strangers_stay_out_and_who_is_removed_is_lost_while_the_others_go_on(
     known: Identities,
@@ -105,7 +101,7 @@ async def strangers_stay_out(known: Identities, where: Place) -> None:
     async def join(security: Security) -> None:
         async with gradbus.connect(**where, lease_s=5.0, security=security) as bus:
             with bus.subscribe(Control):
-                await until(lambda: bus.doubt)  # it has heard of the others, however long that takes
+                await eventually(lambda: bus.doubt)  # it has heard of the others, however long that takes
             await sum_of_short(bus)
 
     async def sum_of_short(bus: Bus) -> None:
@@ -142,7 +138,7 @@ def test_processes_of_one_machine_share_its_key_and_a_rank_that_the_list_does_no
         async with opens("server", 0) as zero, opens("server", 1) as one, opens("host-2", 2) as two:
             buses = enumerate((zero, one, two))
             assert await together(*(sum_of(bus, rank, 3) for rank, bus in buses)) == [6.0] * 3
-            await until(lambda: two._node.keys.is_in)
+            await eventually(lambda: two._node.keys.is_in)
             with pytest.raises(
                 ConfigError, match=r"rank 1 is not one of .* gives host-2: 2\. Give this process another"
             ):

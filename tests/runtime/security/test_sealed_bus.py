@@ -15,6 +15,7 @@ import pytest
 import torch
 from dds_domains import new_domain
 from outsider import JOB_TOPICS, Outsider
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -53,11 +54,6 @@ def run(main: Any) -> None:
             await main
 
     asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - the outsider has no loop
-        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
@@ -111,7 +107,7 @@ def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
         async with gradbus.connect(**keyed) as one:
             one.open_writer(ModelBlob, retained_samples=3)
             await one.send_model(FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1), model)
-            await until(lambda: one._node.seal.moment >= 1)  # type: ignore[attr-defined]
+            await eventually(lambda: one._node.seal.moment >= 1)  # type: ignore[attr-defined]
             async with gradbus.connect(**keyed) as late:
                 with late.subscribe(ModelBlob) as inbox:
                     parts = sorted([(m.frame.seq, bytes(m.frame.data)) for m in [await inbox.get() for _ in range(3)]])
@@ -126,7 +122,7 @@ def test_an_outsider_hears_no_word_in_clear_and_is_not_heard(keyed: dict[str, An
         with Outsider(place["job"], place["domain"], echoes=True) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
                 outsider.wait_for_readers(1)
-                await until(lambda: one.matched_readers(Control) > 1)
+                await eventually(lambda: one.matched_readers(Control) > 1)
                 for number in count():
                     await one.publish(CLIENT, Leave(f"word {number}"))
                     assert (await inbox.get()).body == Leave(f"word {number}")
@@ -134,7 +130,7 @@ def test_an_outsider_hears_no_word_in_clear_and_is_not_heard(keyed: dict[str, An
                     if number >= 20 and all(other.rejected[why] for why in ("replay", "tag", "other key")):
                         break
                 assert not inbox._queue
-                await until(lambda: len(outsider.heard) >= 20)  # it hears on a thread of its own
+                await eventually(lambda: len(outsider.heard) >= 20)  # it hears on a thread of its own
         assert outsider.in_clear == []
         assert not any(b"word" in sample for _, sample in outsider.heard)
 
@@ -147,11 +143,11 @@ def test_a_recording_is_not_taken_by_a_process_that_was_started_later(
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                await until(lambda: one.matched_readers(Control) > 1)  # the outsider, too
+                await eventually(lambda: one.matched_readers(Control) > 1)  # the outsider, too
                 await one.publish(CLIENT, Leave("in the first run"))
                 await inbox.get()
-                await until(lambda: any(name == "train/control" for name, _ in outsider.heard))
-                await until(lambda: sum(name == "train/session" for name, _ in outsider.heard) >= 2)
+                await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                await eventually(lambda: sum(name == "train/session" for name, _ in outsider.heard) >= 2)
             recorded = list(outsider.heard)
             async with gradbus.connect(**keyed) as late:
                 with late.subscribe(Control) as inbox:
@@ -159,7 +155,7 @@ def test_a_recording_is_not_taken_by_a_process_that_was_started_later(
                     outsider.wait_for_readers(1, "train/session")
                     outsider.say_all(recorded)
                     outsider.say_all(recorded)  # the second time it is known
-                    await until(lambda: late.rejected["replay"] >= len(recorded))
+                    await eventually(lambda: late.rejected["replay"] >= len(recorded))
                     async with gradbus.connect(**keyed) as one, talking(one, late):
                         await one.publish(CLIENT, Leave("in the second run"))
                         assert (await inbox.get()).body == Leave("in the second run")
@@ -175,14 +171,14 @@ def test_a_recording_of_a_process_that_is_gone_is_not_taken_by_one_that_heard_it
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as other:
                 async with gradbus.connect(**keyed) as one, talking(one, other) as inbox:
-                    await until(lambda: one.matched_readers(Control) > 1)
+                    await eventually(lambda: one.matched_readers(Control) > 1)
                     await one.publish(CLIENT, Leave("once"))
                     await inbox.get()
-                    await until(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                    await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
                 with other.subscribe(Control) as inbox:
-                    await until(lambda: other.matched_writers(Control) == 1)
+                    await eventually(lambda: other.matched_writers(Control) == 1)
                     outsider.say_all(outsider.heard)
-                    await until(lambda: other.rejected["replay"] >= 2)
+                    await eventually(lambda: other.rejected["replay"] >= 2)
                     assert all(not isinstance(item.message, Control) for item in inbox._queue)
 
     run(main())
@@ -199,16 +195,16 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
                 await one.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
                 await one.publish(SERVER, COMMAND)
                 async with gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                    await until(lambda: one.matched_readers(Control) > 1)
+                    await eventually(lambda: one.matched_readers(Control) > 1)
                     await one.publish(CLIENT, Leave("before"))
                     await inbox.get()
-                    await until(lambda: any(name == "train/control" for name, _ in outsider.heard))
-                await until(lambda: one._node.seal.moment >= 1)  # type: ignore[attr-defined]
+                    await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
+                await eventually(lambda: one._node.seal.moment >= 1)  # type: ignore[attr-defined]
                 async with gradbus.connect(**keyed) as again, talking(one, again) as inbox:
                     with again.subscribe(TrainCmd) as commands:
                         assert await commands.get() == COMMAND  # DDS has it still
                     outsider.say_all(heard for heard in outsider.heard if heard[0] == "train/control")
-                    await until(lambda: again.rejected["old"] >= 1)
+                    await eventually(lambda: again.rejected["old"] >= 1)
                     await one.publish(CLIENT, Leave("after"))
                     assert (await inbox.get()).body == Leave("after")
                     assert not inbox._queue
@@ -226,20 +222,20 @@ def test_who_says_words_again_that_a_process_has_missed_and_goes_takes_nobody_al
             outsider = stack.enter_context(Outsider(place["job"], place["domain"]))
             async with gradbus.connect(**keyed) as other, gradbus.connect(**keyed) as one:
                 one.open_writer(Control)
-                await until(lambda: one.matched_readers(Control) > 0)  # the outsider alone
+                await eventually(lambda: one.matched_readers(Control) > 0)  # the outsider alone
                 for number in range(5):
                     await one.publish(CLIENT, Leave(f"unheard {number}"))
-                await until(lambda: sum(name == "train/control" for name, _ in outsider.heard) >= 5)
+                await eventually(lambda: sum(name == "train/control" for name, _ in outsider.heard) >= 5)
                 async with talking(one, other) as inbox:
                     outsider.wait_for_readers(1)
-                    await until(lambda: one.matched_readers(Control) > 1)
+                    await eventually(lambda: one.matched_readers(Control) > 1)
                     await one.publish(CLIENT, Leave("heard"))
                     assert (await inbox.get()).body == Leave("heard")
                     outsider.say_all([heard for heard in outsider.heard if heard[0] == "train/control"][:5])
                     assert [(await inbox.get()).body for _ in range(5)] == [Leave(f"unheard {n}") for n in range(5)]
-                    await until(lambda: other.matched_writers(Control) > 1)
+                    await eventually(lambda: other.matched_writers(Control) > 1)
                     stack.close()
-                    await until(lambda: other.matched_writers(Control) == 1)
+                    await eventually(lambda: other.matched_writers(Control) == 1)
                     await one.publish(CLIENT, Leave("still there"))
                     assert (await inbox.get()).body == Leave("still there")
                     await one.close()
@@ -252,20 +248,20 @@ def test_a_flood_of_a_recording_takes_a_bounded_amount_of_memory(keyed: dict[str
     async def main() -> None:
         with Outsider(place["job"], place["domain"]) as outsider:
             async with gradbus.connect(**keyed) as one, gradbus.connect(**keyed) as other, talking(one, other) as inbox:
-                await until(lambda: one.matched_readers(Control) > 1)
+                await eventually(lambda: one.matched_readers(Control) > 1)
                 for _ in range(100):
                     await one.publish(CLIENT, Leave("x" * 1000))
                     await inbox.get()
-                await until(lambda: len({data for name, data in outsider.heard if name == "train/control"}) >= 100)
+                await eventually(lambda: len({data for name, data in outsider.heard if name == "train/control"}) >= 100)
             recorded = list(dict.fromkeys(outsider.heard))  # it may have heard some twice
             spoken = sum(name == "train/control" for name, _ in recorded)
             outsider.wait_for_nobody()
             async with gradbus.connect(**keyed) as late:
                 with late.subscribe(Control):
-                    await until(lambda: late.matched_writers(Control) > 0)
+                    await eventually(lambda: late.matched_writers(Control) > 0)
                     outsider.wait_for_readers(1)
                     outsider.say_all(recorded)
-                    await until(lambda: late.rejected["unproven"] == spoken - MAX_HELD_EACH)
+                    await eventually(lambda: late.rejected["unproven"] == spoken - MAX_HELD_EACH)
 
     run(main())
 
@@ -277,7 +273,7 @@ def test_two_keys_in_one_job_are_told_of_on_both_sides(place: dict[str, Any], tm
             write_secret_file(tmp_path / name, new_job_key().text)
             members.append({**place, "security": Security(level="psk", key_file=tmp_path / name)})
         async with gradbus.connect(**members[0]) as one, gradbus.connect(**members[1]) as other:
-            await until(lambda: one.rejected["other key"] and other.rejected["other key"])
+            await eventually(lambda: one.rejected["other key"] and other.rejected["other key"])
             for bus in (one, other):
                 with pytest.raises(BarrierTimeout, match="It was heard that a process of this job has another job key"):
                     await bus.matched(lambda: False, timeout_s=0.01)
@@ -291,7 +287,7 @@ def test_a_sealed_and_an_open_process_are_told_of_each_other(keyed: dict[str, An
             async with talking(sealed, plain), talking(plain, sealed):
                 await sealed.publish(CLIENT, Leave("x"))
                 await plain.publish(CLIENT, Leave("x"))
-                await until(lambda: plain.rejected["sealed"] and sealed.rejected["not sealed"])
+                await eventually(lambda: plain.rejected["sealed"] and sealed.rejected["not sealed"])
             assert "set bus.security alike" in plain.doubt
             assert "set bus.security alike" in sealed.doubt
 
@@ -311,7 +307,7 @@ def test_a_sealed_group_adds_up_what_an_outsider_can_neither_read_nor_change(
             for step in range(5):
                 tensor = torch.full((300_000,), float(number + step))
                 total += await group.all_reduce("grad", tensor, round_id=step)
-            await until(lambda: bus.rejected["replay"] > 0)  # the outsider says it all on a thread of its own
+            await eventually(lambda: bus.rejected["replay"] > 0)  # the outsider says it all on a thread of its own
             return total
 
     async def main() -> None:
@@ -320,7 +316,7 @@ def test_a_sealed_group_adds_up_what_an_outsider_can_neither_read_nor_change(
             ready = asyncio.Barrier(2)
             sums = await asyncio.gather(rank(0, ready), rank(1, ready))
             expected = {"train/frame/g/0", "train/frame/g/1", "train/control"}
-            await until(lambda: {name for name, _ in list(outsider.heard)} >= expected)
+            await eventually(lambda: {name for name, _ in list(outsider.heard)} >= expected)
         for total in sums:
             assert torch.equal(total, torch.full((300_000,), 25.0))
         assert outsider.in_clear == []

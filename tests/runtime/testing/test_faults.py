@@ -8,7 +8,8 @@ import threading
 from typing import Any
 
 import pytest
-from bus_helpers import CHIEF, CLIENT, MODEL, UPDATE, Run, payload_from, reads, until
+from bus_helpers import CHIEF, CLIENT, MODEL, UPDATE, Run, payload_from, reads
+from patience import eventually
 
 import gradbus
 from gradbus.experiments.files import ClientFile, load
@@ -115,7 +116,7 @@ def heard(
                     assert isinstance(message, Control)
                     assert isinstance(message.body, Leave)
                     got.append(message.body.reason)
-                await until(lambda: sum(one.rejected.values()) >= rejected)
+                await eventually(lambda: sum(one.rejected.values()) >= rejected)
                 assert isinstance(two, FaultyBus)
                 return got, dict(two.faults.fired), dict(one.rejected)
 
