@@ -105,8 +105,10 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
-test: $(STAMP)  ## run every test
-	$(BIN)/pytest $(ARGS)
+# Most tests wait for processes rather than compute: several workers, each with whole files. Those marked `alone` have the machine.
+test: WORKERS ?= 2
+test: $(STAMP)  ## run every test, with WORKERS=2
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 faults: $(STAMP)  ## the tests in which something fails on purpose
 	$(BIN)/pytest -m faults $(ARGS)

@@ -44,6 +44,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_unconfigure() -> None:
+    if _turns is not None:
+        _turns.close()
     _HOME.cleanup()
 
 
@@ -78,6 +80,12 @@ class _Turns:
         self._keeps = keep
         if not keep:
             fcntl.flock(self._room, fcntl.LOCK_UN)
+
+
+    def close(self) -> None:
+        """At the end of the run."""
+        self._queue.close()
+        self._room.close()
 
 
 _turns: _Turns | None = None

@@ -217,7 +217,7 @@ def _tell_of(rank: Rank, event: str, error: Exception, step: int) -> None:
 async def _tell_of_later_ones(rank: Rank, group: Group) -> None:
     for name in ("later", "later still"):
         try:
-            await group.all_gather(name, b"", timeout_s=10.0)
+            await group.all_gather(name, b"", timeout_s=0.5)
         except (PeerLost, CollectiveTimeout) as error:
             _tell_of(rank, name, error, -1)
 

@@ -23,7 +23,7 @@ from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.bus_thread import BusThread, release
 from gradbus.torch.store import DdsStore
 from gradbus.torch.store_link import Address, StoreLink, _acquire
-from gradbus.torch.store_messages import VERSION, Answer, Join, Message, Request, decode, frame_of
+from gradbus.torch.store_messages import VERSION, Answer, Join, Leave, Message, Request, Welcome, decode, frame_of
 
 TIMEOUT = timedelta(seconds=20)
 _numbers = itertools.count()
@@ -125,6 +125,8 @@ class RawRank(AbstractContextManager["RawRank"]):
         return message
 
     def __exit__(self, *_: object) -> None:
+        if self._told is Welcome:
+            self.say(Leave())  # else it would be waited for as long as its process, which is this one, lives
         self.thread.start(self.port.close()).result(10.0)
         release(self.thread)
 

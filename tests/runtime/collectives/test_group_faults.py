@@ -28,7 +28,7 @@ def ends_of(nodes: list[Node]) -> list[dict[str, Any]]:
 
 
 def assert_later_ones_end_at_once(node: Node, end: dict[str, Any]) -> None:
-    """They have a deadline, and it is not that which ends them."""
+    """They have a deadline of 0.5 s, and it is not that which ends them."""
     later = node.all("later") + node.all("later still")
     assert [(event["kind"], event["ranks"]) for event in later] == [("PeerLost", end["ranks"])] * 2
 
