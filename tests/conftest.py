@@ -81,7 +81,6 @@ class _Turns:
         if not keep:
             fcntl.flock(self._room, fcntl.LOCK_UN)
 
-
     def close(self) -> None:
         """At the end of the run."""
         self._queue.close()
