@@ -16,6 +16,7 @@ from typing import Any
 
 from dds_domains import new_domain
 from patience import until
+
 from gradbus.runtime.bus.raw_endpoints import FramePort
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
