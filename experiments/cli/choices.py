@@ -1,4 +1,8 @@
-"""Options of the command line that take one of a few words. Importing this costs nothing."""
+"""Options of the command line that take one of a few words.
+
+Each table is defined where the words are used. These modules load torch or pydantic, which ``--help`` and completion
+must not wait for: so the words stand here once more, and tests/experiments/test_command_line.py compares the two.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from enum import StrEnum
 
 
 class CodecChoice(StrEnum):
-    """How vectors become bytes; see docs/codecs.md."""
+    """Codecs, as in ``gradbus.codecs.ALL``."""
 
     FP32 = "fp32"
     Q8 = "q8"
@@ -15,28 +19,28 @@ class CodecChoice(StrEnum):
 
 
 class NetworkChoice(StrEnum):
-    """Network profiles; see gradbus.runtime.dds.network."""
+    """Network profiles, as ``bus.network`` has them."""
 
     LOOPBACK = "loopback"
     NETWORK = "network"
 
 
 class FileFormat(StrEnum):
-    """Of a model that is exported."""
+    """Formats of an exported model, as in ``experiments/rundir/export.py``."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
 
 
 class LoopName(StrEnum):
-    """Which event loop runs a command."""
+    """Event loops."""
 
     UVLOOP = "uvloop"
     ASYNCIO = "asyncio"
 
 
 class LogStyle(StrEnum):
-    """How log lines look."""
+    """Styles of log lines, as in ``gradbus.runtime.logs.configure``."""
 
     AUTO = "auto"
     CONSOLE = "console"
@@ -44,9 +48,15 @@ class LogStyle(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """What is worth a log line."""
+    """The least important level that gets a log line."""
 
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+# Options that take other texts besides, such as package.module:attribute.
+DATA_HELP = "mnist, glyphs, auto, or package.module:attribute."
+PARTITION_HELP = "iid, dirichlet:ALPHA, shards, by_label, or JSON."
+ROLE_HELP = "client, observer, controller or worker; see docs/security.md."

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gradbus.experiments.cli.choices import ROLE_HELP
 from gradbus.experiments.run.lifecycle import guard
 
 keys = typer.Typer(
@@ -84,7 +85,7 @@ def allow(
     public_key: Annotated[
         str, typer.Argument(metavar="PUBLIC_KEY", help="As 'gradbus keys show' prints it there.", show_default=False)
     ],
-    role: Annotated[str, typer.Option(help="client, observer, controller or worker; see docs/security.md.")] = "client",
+    role: Annotated[str, typer.Option(help=ROLE_HELP)] = "client",
     ids: Annotated[
         str, typer.Option(metavar="IDS", help="Client ids, or ranks of a worker, that it may use: 0, or 0-3,7.")
     ] = "",

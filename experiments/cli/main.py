@@ -12,7 +12,7 @@ import typer
 
 import gradbus
 from gradbus.experiments.cli import inspection, keys, parallel
-from gradbus.experiments.cli.choices import CodecChoice, LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecChoice, LogLevel, LogStyle, LoopName
 from gradbus.experiments.cli.import_object import add_current_directory_to_path
 from gradbus.experiments.cli.options import (
     Config,
@@ -35,7 +35,6 @@ from gradbus.experiments.run.lifecycle import guard, run_loop
 app = typer.Typer(
     name="gradbus",
     help="Train one model across machines over a DDS data bus.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # the default would take [brackets] for markup, and keep the line ends of docstrings
@@ -63,10 +62,10 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 2,
     samples: Annotated[int, typer.Option(min=0, help="Per client and round; 0: all that the client has.")] = 2000,
-    data: Annotated[str, typer.Option(help="mnist, glyphs, auto, or package.module:attribute.")] = "auto",
+    data: Annotated[str, typer.Option(help=DATA_HELP)] = "auto",
     codec: Annotated[CodecChoice, typer.Option(help="Of the clients' updates.")] = CodecChoice.FP32,
     downlink_codec: Annotated[CodecChoice, typer.Option(help="Of the global model.")] = CodecChoice.FP32,
-    partition: Annotated[str, typer.Option(help="iid, dirichlet:ALPHA, shards, by_label, or JSON.")] = "iid",
+    partition: Annotated[str, typer.Option(help=PARTITION_HELP)] = "iid",
     seed: Annotated[int, typer.Option(min=0, max=0x7FFF_FFFF)] = 0,
     domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
     run_dir: RunDir = None,

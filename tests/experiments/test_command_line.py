@@ -1,0 +1,89 @@
+"""The choices of the command line are those of the program, and a shell can complete them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from gradbus import codecs
+from gradbus.experiments.cli import choices
+from gradbus.experiments.rundir.export import Format
+from gradbus.models import partition
+from gradbus.models.sources import SourceName
+from gradbus.runtime import logs
+from gradbus.runtime.config.federated import BusSettings, FederatedConfig
+from gradbus.runtime.security.identity.allow_list import ROLES
+
+LEVELS = [name.lower() for name in logging.getLevelNamesMapping()]
+
+
+@pytest.mark.parametrize(
+    ("words", "table"),
+    [
+        (choices.CodecChoice, codecs.ALL),
+        (choices.CodecChoice, get_args(FederatedConfig.model_fields["codec"].annotation)),
+        (choices.NetworkChoice, get_args(BusSettings.model_fields["network"].annotation)),
+        (choices.FileFormat, get_args(Format)),
+        (choices.LogStyle, get_args(get_type_hints(logs.configure)["style"])),
+    ],
+)
+def test_the_words_that_an_option_takes_are_those_of_the_table_that_defines_them(
+    words: type[StrEnum], table: Iterable[str]
+) -> None:
+    assert [word.value for word in words] == list(table)
+
+
+def test_log_levels_are_levels_of_logging() -> None:
+    assert [level for level in choices.LogLevel if level not in LEVELS] == []
+    assert inspect.signature(logs.configure).parameters["level"].default in list(choices.LogLevel)
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        (choices.DATA_HELP, get_args(SourceName)),
+        (choices.PARTITION_HELP, partition.KINDS),
+        (choices.ROLE_HELP, ROLES),
+    ],
+)
+def test_the_help_of_an_option_names_all_that_its_table_has(text: str, table: Iterable[str]) -> None:
+    named = re.findall(r"\w+", re.split(r",? or JSON|, or package|;", text)[0])
+    assert sorted(set(named) - {"or", "ALPHA"}) == sorted(table)
+
+
+def shell(line: str, *, shell: str = "complete_bash", **more: str) -> subprocess.CompletedProcess[str]:
+    """What ``gradbus`` answers a shell in which this line is being typed."""
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)} if line else {}
+    environment = {**os.environ, "_GRADBUS_COMPLETE": shell, **words, **more}
+    return subprocess.run(
+        [Path(sys.executable).parent / "gradbus"], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gradbus wo", ["worker"]),
+        ("gradbus keys a", ["allow"]),
+        ("gradbus demo --codec s", ["s4", "sq8"]),
+        ("gradbus doctor --net", ["--network"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_their_values(line: str, expected: list[str]) -> None:
+    assert shell(line).stdout.split() == expected
+
+
+def test_the_script_for_a_shell_asks_gradbus() -> None:
+    script = shell("", shell="source_bash").stdout
+    assert "_GRADBUS_COMPLETE=complete_bash" in script
+    assert script.rstrip().endswith(" gradbus")
