@@ -61,6 +61,7 @@ class Writer:
         self.matched = 0  # readers that are matched, as of the last refresh
         self.has_new_readers = False  # or has lost some, since somebody looked at who they are
         self.awaited_since_s = 0.0  # when somebody began to wait until all readers have taken over all; 0: nobody does
+        self._refused_since_s = 0.0
         self.deleted: Callable[[], None] = _nothing
 
     def refresh(self) -> bool:
@@ -117,7 +118,9 @@ class Writer:
 
     def _is_taken(self, code: int) -> bool:
         if code == libddsc.RETCODE_TIMEOUT:
+            self._refused_since_s = self._refused_since_s or time.monotonic()
             return False
+        self._refused_since_s = 0.0
         if code < 0:
             raise BusError(f"topic {self.topic.name!r}: DDS write returned {code}")
         return True
@@ -130,6 +133,16 @@ class Writer:
     def throttled_s(self) -> float:
         """How long writes have waited for readers, all together."""
         return libddsc.throttled_s(self.entity)
+
+    @property
+    def refused_since_s(self) -> float:
+        """``time.monotonic()`` of the first write that DDS did not take in time, if it has taken none since; else 0."""
+        return self._refused_since_s
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether all matched readers have acknowledged all that was written. Does not wait."""
+        return libddsc.wait_for_acks(self.entity, 0.0)
 
     def wait_for_acks(self, timeout_s: float) -> bool:
         """Whether all matched readers have taken over what was written, within so long. Blocks, without the GIL."""

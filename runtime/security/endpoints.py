@@ -64,6 +64,11 @@ class SealedWriter(MatchedWhileIn, Writer):
         """See :meth:`.dds.Writer.write`. A sample that is written again is sealed again, as a new envelope."""
         return not self._entrance.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
 
+    @property
+    def refused_since_s(self) -> float:
+        """See :attr:`.dds.Writer.refused_since_s`."""
+        return self._wire.refused_since_s
+
     def delete(self) -> None:
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
         self._wire.delete()

@@ -70,9 +70,12 @@ class _Watched:
 
     def is_held_up(self, now_s: float, window_s: float) -> bool:
         """Whether its writes have waited for a good part of the time since this was asked, at least ``window_s``; or
-        somebody has, for so long, until its readers have taken over all."""
+        somebody has, for so long, until its readers have taken over all; or none was taken for so long."""
         awaited_since_s = self.writer.awaited_since_s
         if awaited_since_s and now_s - awaited_since_s > window_s:
+            return True
+        refused_since_s = self.writer.refused_since_s  # who gives up soon and tries again later has hardly waited
+        if refused_since_s and now_s - refused_since_s > window_s and not self.writer.is_acknowledged:
             return True
         if self.throttled_s >= 0 and now_s - self.since_s < window_s:
             return False
@@ -207,7 +210,10 @@ class ForeignReaders:
     def _shut_out(self, out: dict[bytes, str], now_s: float) -> None:
         with ForeignReaders._all_lock:
             elsewhere = [other for other in ForeignReaders._all if other is not self]
-        chosen = [prefix for prefix in out if not any(prefix in (other.members() or ()) for other in elsewhere)]
+        chosen = [
+            prefix for prefix in out
+            if not any(prefix in (other.members() or ()) or other.has_just_shut(prefix, now_s) for other in elsewhere)
+        ]  # fmt: skip
         exclusion = self._exclusion() if chosen else None
         if exclusion is None:
             return
@@ -236,6 +242,12 @@ class ForeignReaders:
         if not self._is_placing:
             self._is_placing = True
             self._receiver.look_after(self._place)
+
+    def has_just_shut(self, prefix: bytes, now_s: float) -> bool:
+        """Whether this bus is shutting a participant out right now, which does so for all buses of this process. DDS
+        has forgotten then who it was."""
+        shut = self._shut.get(prefix)
+        return shut is not None and shut.is_out and now_s < shut.placed_until_s + PLACING_S
 
     def _place(self) -> bool:
         """Put placeholders where participants were, until DDS has taken them. Whether to go on."""

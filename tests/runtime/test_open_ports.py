@@ -4,17 +4,25 @@ what they make Cyclone say does not fill anybody's log."""
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import loopback_bus
 import pytest
+import warm
 from bus_helpers import Run
 from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
+from gradbus.experiments.namespaces import Host, enter_namespace
 from gradbus.runtime.dds import discovery, log_sink
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.messages import Control
@@ -34,6 +42,75 @@ def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(run: Ru
             assert set(devices) == {b"lo"}
 
     run(main)
+
+
+@contextmanager
+def listening(host: Host, *, bound: bool) -> Iterator[tuple[list[int], Iterator[dict[str, Any]]]]:
+    """A bus on ``lo`` of a host: its ports, and the lines that Cyclone writes there."""
+    spec = {"namespace": host.name, "domain": random.randrange(40, 100), "bound": bound}
+    process, pipe, events = warm.fork_that_tells(loopback_bus.run_forked, spec, both_ways=True)
+    try:
+        news = iter(events)
+        yield next(news)["ports"], news
+        pipe.send("end")
+        process.join(10.0)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        pipe.close()
+
+
+def refuses(sender: Host, address: str, ports: list[int]) -> list[bool]:
+    """Send RTPS from a host to ports of another one, again and again, until it answers that nobody listens there, for
+    2 s at most."""
+    refused = []
+
+    def attack() -> None:
+        enter_namespace(sender.name)
+        for port in ports:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+                one.connect((address, port))
+                one.settimeout(0.1)
+                refused.append(_is_refused(one))
+
+    thread = threading.Thread(target=attack)  # which alone is in that network
+    thread.start()
+    thread.join(30.0)
+    return refused
+
+
+def _is_refused(one: socket.socket) -> bool:
+    until_s = time.monotonic() + 2.0
+    while time.monotonic() < until_s:
+        try:
+            for packet in (MALFORMED, discovery.goodbye(bytes(12))):
+                one.send(packet)
+            one.recv(1)
+        except ConnectionRefusedError:
+            return True
+        except TimeoutError:
+            continue
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_packets_of_another_machine_do_not_reach_a_bus_on_loopback(hosts: tuple[Host, Host]) -> None:
+    here, there = hosts
+    with listening(here, bound=True) as (ports, _):
+        assert len(ports) > 1
+        assert all(refuses(there, here.address, ports))  # as where nobody listens
+        assert not any(refuses(here, "127.0.0.1", ports[:1]))  # from within they come
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_without_that_they_would(hosts: tuple[Host, Host]) -> None:
+    """Else the test above would show nothing."""
+    here, there = hosts
+    with listening(here, bound=False) as (ports, lines):
+        assert not any(refuses(there, here.address, ports[:1]))
+        assert "malformed packet" in next(lines)["text"]
 
 
 def test_malformed_packets_write_some_lines_in_the_log_and_their_number_and_nothing_to_stderr(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from structlog.testing import capture_logs
 from torch_node import Place
 
 from gradbus.torch import register
@@ -117,3 +118,35 @@ def exchange_objects(place: Place) -> list[Any]:
             raise TypeError(f"step {step} brought {objects[0]!r}")
         got.append(objects[0])
     return got
+
+
+def exchange_values(place: Place) -> dict[str, Any]:
+    """Each rank sets values and gets those of the other one, from when the test lets it.
+
+    Returns:
+        ``slowest_s``: of one exchange. ``count``: of foreign readers that were shut out; ``named``: process and user
+        of each, as the log has them.
+    """
+    (store, *_) = next(iter(dist.rendezvous(place.options["url"], place.rank, place.world)))
+    store.set(f"here/{place.rank}", "1")
+    store.wait([f"here/{rank}" for rank in range(place.world)])
+    place.say("is in")
+    while not os.path.exists(place.options["gate"]):
+        time.sleep(0.01)
+    taken_s = []
+    with capture_logs() as logs:
+        for step in range(30):
+            began_s = time.monotonic()
+            store.set(f"{step}/{place.rank}", bytes([step]) * (1 << 20))
+            assert store.get(f"{step}/{1 - place.rank}") == bytes([step]) * (1 << 20)
+            taken_s.append(time.monotonic() - began_s)
+        store.set(f"done/{place.rank}", "1")
+        store.wait([f"done/{rank}" for rank in range(place.world)])
+    lines = [line for line in logs if line["event"] == "readers of no member are shut out"]
+    result = {
+        "slowest_s": max(taken_s), "count": store._link._thread.bus.rejected["foreign reader"],
+        "named": [(int(line["pid"]), line["user"]) for line in lines],
+    }  # fmt: skip
+    store.close()
+    assert store._link.finished.wait(15.0)
+    return result

@@ -140,6 +140,11 @@ class IdentityWriter(MatchedWhileIn, Writer):
             return True
         return self._wire.write_sealed(self._clear, fields, parts, lambda fields, parts: sealed)
 
+    @property
+    def refused_since_s(self) -> float:
+        """See :attr:`.dds.Writer.refused_since_s`."""
+        return self._wire.refused_since_s
+
     def delete(self) -> None:
         """See :meth:`.endpoints.SealedWriter.delete`."""
         self._wire.delete()

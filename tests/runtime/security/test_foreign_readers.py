@@ -20,6 +20,7 @@ from dds_domains import new_domain
 from identities import Identities
 from patience import eventually
 from structlog.testing import capture_logs
+from torch_node import Ranks
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -153,17 +154,26 @@ def test_the_same_where_nodes_have_keys_of_their_own(place: dict[str, Any], tmp_
     run(main())
 
 
-def test_collectives_over_dds_go_on_beside_a_stranger_and_blame_no_rank(keyed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("level", ["psk", "identity"])
+def test_collectives_over_dds_go_on_beside_a_stranger_and_blame_no_rank(
+    place: dict[str, Any], tmp_path: Path, level: str
+) -> None:
     network = NetworkConfig(lease_s=LEASE_S, shared_memory=False)
-    place = {key: value for key, value in keyed.items() if key != "lease_s"} | {"network": network}
+    where = {key: value for key, value in place.items() if key != "lease_s"} | {"network": network}
+    write_secret_file(tmp_path / "key", new_job_key().text)
+    known = Identities(tmp_path, clients=0)
+    known.allow_rank("host-1", 1)
+
+    def security(number: int) -> Security:
+        if level == "psk":
+            return Security(level="psk", key_file=tmp_path / "key")
+        return Security(**known.rank_security("host-1" if number else "server", number))
 
     async def rank(bus: Bus, number: int, process: subprocess.Popen[str]) -> None:
         values = torch.full((1 << 20,), number + 1.0)
         async with gradbus.join_group(bus, rank=number, world=2, timeout_s=20, collective_timeout_s=8) as group:
             if number == 0:  # its reader of what goes to all, and of what goes to rank 0
-                assert process.stdout is not None
-                while "train/frame" not in await asyncio.to_thread(process.stdout.readline):
-                    pass
+                await asyncio.to_thread(reads, process, "train/frame")
             await group.barrier("the stranger is there")
             for step in range(20):
                 assert torch.all(await group.all_reduce(f"step {step}", values, op="sum") == 3)
@@ -172,15 +182,45 @@ def test_collectives_over_dds_go_on_beside_a_stranger_and_blame_no_rank(keyed: d
         assert time.monotonic() - left_s < 3
 
     async def main() -> None:
-        with stranger(place["domain"], 1) as process:
+        with stranger(place["domain"], 1) as process, capture_logs() as logs:
             async with AsyncExitStack() as stack:
-                buses = [await stack.enter_async_context(gradbus.connect(**place)) for _ in range(2)]
+                buses = [
+                    await stack.enter_async_context(gradbus.connect(**where, security=security(number)))
+                    for number in range(2)
+                ]
                 async with asyncio.TaskGroup() as ranks:
                     for number, bus in enumerate(buses):
                         ranks.create_task(rank(bus, number, process))
                 assert sum(bus.rejected["foreign reader"] for bus in buses) > 0
+            named = [line for line in logs if line["event"] == "readers of no member are shut out"]
+            assert {(line["pid"], line["user"]) for line in named} == {(str(process.pid), os.getuid())}
 
     run(main())
+
+
+def reads(process: subprocess.Popen[str], topic: str, times: int = 1) -> None:
+    """Wait until the stranger has readers of so many topics with this beginning."""
+    assert process.stdout is not None
+    while times:
+        times -= process.stdout.readline().startswith(topic)
+
+
+def test_a_store_goes_on_beside_a_stranger_and_names_it(tmp_path: Path) -> None:
+    """Ranks that meet at ``dds://``, protected by default: what they ask rank 0, and its answers."""
+    domain = random.randrange(40, 100)
+    url, gate = f"dds://{domain}/beset-{os.getpid()}-{next(_numbers)}", tmp_path / "gate"
+    with (
+        stranger(domain) as process,
+        Ranks("rendezvous_scenes", "exchange_values", url=url, gate=str(gate), just_end=True) as ranks,
+    ):
+        for node in ranks.nodes:
+            node.wait_for("is in", 30.0)
+        reads(process, "train/store", 2)  # that of rank 0, and that of its answers
+        gate.touch()
+        results = ranks.results()
+        assert sum(result["count"] for result in results) > 0
+        assert {(pid, user) for result in results for pid, user in result["named"]} == {(process.pid, os.getuid())}
+        assert max(result["slowest_s"] for result in results) < 10  # 0.2 s without a stranger, for ever without a cure
 
 
 @contextmanager
