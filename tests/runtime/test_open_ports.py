@@ -4,7 +4,6 @@ what they make Cyclone say does not fill anybody's log."""
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import sys
 import threading
@@ -18,6 +17,7 @@ import loopback_bus
 import pytest
 import warm
 from bus_helpers import Run
+from dds_domains import new_domain
 from patience import eventually
 from structlog.testing import capture_logs
 
@@ -47,7 +47,7 @@ def test_sockets_of_a_bus_on_loopback_take_nothing_from_other_interfaces(run: Ru
 @contextmanager
 def listening(host: Host, *, bound: bool) -> Iterator[tuple[list[int], Iterator[dict[str, Any]]]]:
     """A bus on ``lo`` of a host: its ports, and the lines that Cyclone writes there."""
-    spec = {"namespace": host.name, "domain": random.randrange(40, 100), "bound": bound}
+    spec = {"namespace": host.name, "domain": new_domain(), "bound": bound}
     process, pipe, events = warm.fork_that_tells(loopback_bus.run_forked, spec, both_ways=True)
     try:
         news = iter(events)

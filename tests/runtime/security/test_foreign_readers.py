@@ -207,7 +207,7 @@ def reads(process: subprocess.Popen[str], topic: str, times: int = 1) -> None:
 
 def test_a_store_goes_on_beside_a_stranger_and_names_it(tmp_path: Path) -> None:
     """Ranks that meet at ``dds://``, protected by default: what they ask rank 0, and its answers."""
-    domain = random.randrange(40, 100)
+    domain = new_domain()
     url, gate = f"dds://{domain}/beset-{os.getpid()}-{next(_numbers)}", tmp_path / "gate"
     with (
         stranger(domain) as process,
