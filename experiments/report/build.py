@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradbus.experiments.report import compare as report_compare
-from gradbus.experiments.report import federated as report_federated
-from gradbus.experiments.report import parallel as report_parallel
+from gradbus.experiments.amounts import size
+from gradbus.experiments.report import compare, federated, parallel
 from gradbus.experiments.report.page import Page, need_extras, write
-from gradbus.experiments.run.live import size
 from gradbus.experiments.rundir.reading import Run, read_run
 from gradbus.runtime.errors import ConfigError
 
 
 def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None) -> str:
-    """Read, draw and write. Returns a line for the user.
+    """Read the files, draw, and write the page. Returns a line for the user.
 
     Args:
         run_dir: the run; with ``compared`` one more to compare.
@@ -31,16 +29,15 @@ def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None
     if not paths:
         raise ConfigError("which run? Name its directory: gradbus report RUN_DIR, or --compare A B")
     runs = [read_run(path) for path in paths]
-    if len(runs) == 1:
-        page, default = page_of(runs[0]), paths[0] / "report.html"
-    else:
-        page, default = report_compare.page_of(runs), paths[0] / f"compared-with-{runs[-1].name}.html"
-    target = out or default
+    default = "report.html" if len(runs) == 1 else f"compared-with-{runs[-1].name}.html"
+    page, target = page_of(runs), out or paths[0] / default
     written = write(page, target)
     missing = f"; {len(page.notes)} things are missing, it names them" if page.notes else ""
     return f"written to {target} ({size(written)}){missing}"
 
 
-def page_of(run: Run) -> Page:
-    """The report on one run."""
-    return report_federated.page_of(run) if run.kind == "federated" else report_parallel.page_of(run)
+def page_of(runs: Sequence[Run]) -> Page:
+    """The report on one run, or on several side by side. Raises ConfigError: they are of different kinds."""
+    if len(runs) > 1:
+        return compare.page_of(runs)
+    return federated.page_of(runs[0]) if runs[0].kind == "federated" else parallel.page_of(runs[0])

@@ -1,30 +1,68 @@
-"""The figures of a report on a federated run, drawn from its reports alone."""
+"""The drawings of a report: of a federated run, of a data-parallel run, and of several runs side by side.
+
+Each function draws within :func:`style.drawing` and returns None where there is nothing to draw.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
+from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.timeline import ClientTimeline, Piece
 from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
-from gradbus.experiments.report.svg import Picture, new_figure, picture_of
+from gradbus.experiments.rundir.reading import Span
+from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_BARS = 60  # rounds that are drawn as bars; more become an area
-MAX_ROWS = 24  # clients of a timeline
-MAX_LINES = 10  # clients that get a line of their own
+MAX_CLIENTS = 24  # rows of a timeline
+MAX_RANKS = 16  # bars
+MAX_LINES = 10  # clients or ranks that get a line of their own; of more there is the median in a band
+
+Bar = Sequence[tuple[str, str, float]]
+"""A stacked bar: label, colour and length of each part."""
+
+ROUND_PARTS: Sequence[tuple[str, str, Callable[[RoundReport], float]]] = (
+    ("train (slowest)", style.PHASES["train"], lambda report: report.train_s),
+    ("encode (slowest)", style.PHASES["encode"], lambda report: report.encode_s),
+    ("wire and waiting", style.PHASES["upload"], lambda report: report.wire_s),
+    ("decode, aggregate", style.PHASES["aggregate"], lambda report: report.aggregate_s),
+    ("checkpoint", style.PHASES["checkpoint"], lambda report: report.checkpoint_s),
+    ("publish", style.PHASES["send"], lambda report: report.publish_s),
+)
+"""Parts of the time of a round: label, colour, seconds. Their sum is the round, to rounding."""
+
+STEP_PARTS: Mapping[str, tuple[str, str]] = {
+    "compute_s": ("compute", style.PHASES["train"]),
+    "encode_s": ("encode", style.PHASES["encode"]),
+    "wait_s": ("wait", style.PHASES["queue"]),
+    "decode_s": ("decode", style.PHASES["decode"]),
+    "apply_s": ("apply", style.PHASES["aggregate"]),
+    "other_s": ("other", style.PHASES["checkpoint"]),
+}
+"""Parts of a step, as docs/profile.md explains them: label and colour."""
+COLLECTIVE = ("exchange", style.PHASES["upload"])
+
+
+def _new(rows: int = 1, cols: int = 1, *, height_in: float, **options: object) -> tuple[Figure, list[Axes]]:
+    return style.new_figure(rows, cols, width_in=9.0, height_in=height_in, **options)  # as wide as a page
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How good a model was, and what it had cost until then; a value for each report.
+    """How good a model was and what it had cost until then, with a value for each round or epoch.
 
     Attributes:
         look: of its lines. counts: rounds or epochs. num_bytes: sent until then, both ways. seconds: spent until then.
@@ -40,8 +78,8 @@ class Curve:
     eval_loss: Sequence[float]
 
 
-def curve_of(reports: Sequence[RoundReport], look: Look) -> Curve:
-    """Of a federated run. The time has the evaluation in it, as the clock on the wall has."""
+def curve_of_rounds(reports: Sequence[RoundReport], look: Look) -> Curve:
+    """The curve of a federated run. Its time includes the evaluation, as the clock on the wall does."""
     return Curve(
         look,
         [report.round_id for report in reports],
@@ -53,105 +91,98 @@ def curve_of(reports: Sequence[RoundReport], look: Look) -> Curve:
     )
 
 
-def draw_curves(curves: Sequence[Curve], name: str, *, counted: str, sent: str = "sent, up and down") -> Picture | None:
-    """Accuracy and loss over rounds or epochs, over bytes and over time. None: there are none."""
+def curve_of_epochs(reports: Sequence[EpochReport], look: Look) -> Curve:
+    """The curve of a data-parallel run, with the bytes of the rank that reports."""
+    steps = [after - before for before, after in pairwise([0, *(report.step for report in reports)])]
+    sent = (report.bytes_out_per_step * max(0, count) for report, count in zip(reports, steps, strict=True))
+    return Curve(
+        look,
+        [report.epoch + 1 for report in reports],
+        list(accumulate(sent)),
+        list(accumulate(report.seconds for report in reports)),
+        [_or_nan(report.accuracy) for report in reports],
+        [report.loss for report in reports],
+        [_or_nan(report.eval_loss) for report in reports],
+    )
+
+
+def draw_curves(curves: Sequence[Curve], *, counted: str, sent: str) -> Figure | None:
+    """Accuracy and loss over rounds or epochs, over bytes and over time."""
     curves = [curve for curve in curves if curve.counts]
     if not curves:
         return None
     bytes_ = style.byte_unit(max(max(curve.num_bytes) for curve in curves))
     times = style.time_unit(max(max(curve.seconds) for curve in curves))
     many = len(curves) > 1
-    with style.drawing():
-        figure, axes = new_figure(2, 3, height_in=4.6, sharex="col", sharey="row")
-        for curve in curves:
-            across = (
-                list(curve.counts),
-                [value / bytes_.factor for value in curve.num_bytes],
-                [value / times.factor for value in curve.seconds],
-            )
-            line: dict[str, Any] = {
-                "color": curve.look.color,
-                "marker": curve.look.marker if len(curve.counts) <= MAX_BARS else "",
-            }
-            for column, xs in enumerate(across):
-                upper, lower = axes[column], axes[3 + column]
-                known = [(x, 100 * y) for x, y in zip(xs, curve.accuracy, strict=True) if math.isfinite(y)]
-                upper.plot(*zip(*known, strict=True) if known else ([], []), label=curve.look.label, **line)
-                lower.plot(xs, curve.loss, label="training", **line)
-                tested = [(x, y) for x, y in zip(xs, curve.eval_loss, strict=True) if math.isfinite(y)]
-                if tested and not many:
-                    lower.plot(
-                        *zip(*tested, strict=True), label="test", color=style.GREY, linestyle="--",
-                        marker=line["marker"], markerfacecolor="none",
-                    )  # fmt: skip
-        for axis in axes[:3]:
-            axis.margins(y=0.08)
-        losses = [value for curve in curves for value in curve.loss if math.isfinite(value) and value > 0]
-        if losses and max(losses) > 20 * min(losses):
-            axes[3].set_yscale("log")
-        axes[0].set_ylabel("test accuracy / %")
-        axes[3].set_ylabel("training loss" if many else "loss")
-        axes[3].set_xlabel(counted)
-        axes[4].set_xlabel(f"{sent} / {bytes_.name}")
-        axes[5].set_xlabel(f"time / {times.name}")
-        style.whole_numbers(axes[3].xaxis)
-        if many:
-            handles, labels = axes[0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside upper left", ncols=3, columnspacing=1.2)
-        else:
-            axes[5].legend(loc="upper right")
-        return picture_of(figure, name)
+    figure, axes = _new(2, 3, height_in=4.6, sharex="col", sharey="row")
+    for curve in curves:
+        marker = curve.look.marker if len(curve.counts) <= MAX_BARS else ""
+        across = (curve.counts, _scaled(curve.num_bytes, bytes_), _scaled(curve.seconds, times))
+        for upper, lower, xs in zip(axes[:3], axes[3:], across, strict=True):
+            known = [(x, 100 * y) for x, y in zip(xs, curve.accuracy, strict=True) if math.isfinite(y)]
+            _plot(upper, known, color=curve.look.color, marker=marker, label=curve.look.label)
+            lower.plot(xs, curve.loss, label="training", color=curve.look.color, marker=marker)
+            tested = [(x, y) for x, y in zip(xs, curve.eval_loss, strict=True) if math.isfinite(y)]
+            if tested and not many:
+                _plot(lower, tested, label="test", color=style.GREY, linestyle="--", marker=marker, fillstyle="none")
+    for axis in axes[:3]:
+        axis.margins(y=0.08)
+    losses = [value for curve in curves for value in curve.loss if math.isfinite(value) and value > 0]
+    if losses and max(losses) > 20 * min(losses):
+        axes[3].set_yscale("log")
+    axes[0].set_ylabel("test accuracy / %")
+    axes[3].set_ylabel("training loss" if many else "loss")
+    for axis, text in zip(axes[3:], (counted, f"{sent} / {bytes_.name}", f"time / {times.name}"), strict=True):
+        axis.set_xlabel(text)
+    style.whole_numbers(axes[3].xaxis)
+    if many:
+        _legend(figure, axes[0], columns=3)
+    else:
+        axes[5].legend(loc="upper right")
+    return figure
 
 
-PARTS: tuple[tuple[str, str, Callable[[RoundReport], float]], ...] = (
-    ("train (slowest)", style.PHASES["train"], lambda report: report.train_s),
-    ("encode (slowest)", style.PHASES["encode"], lambda report: report.encode_s),
-    ("wire and waiting", style.PHASES["upload"], lambda report: report.wire_s),
-    ("decode, aggregate", style.PHASES["aggregate"], lambda report: report.aggregate_s),
-    ("checkpoint", style.PHASES["checkpoint"], lambda report: report.checkpoint_s),
-    ("publish", style.PHASES["send"], lambda report: report.publish_s),
-)
-"""Parts of a round's time: label, colour, seconds. They add up to the round, to rounding."""
+# -- a federated run ---------------------------------------------------------------------------------------------------
 
 
-def draw_round_times(reports: Sequence[RoundReport], name: str) -> Picture | None:
-    """Where the time of each round went; and once more without training, which hides the rest."""
+def draw_round_times(reports: Sequence[RoundReport]) -> Figure | None:
+    """Where the time of each round went; on the right without training, which hides the rest."""
     if not reports:
         return None
-    rounds = [report.round_id for report in reports]
-    with style.drawing():
-        figure, (whole, rest) = new_figure(1, 2, height_in=3.7)
-        _stack(whole, rounds, [(label, color, [of(r) for r in reports]) for label, color, of in PARTS])
-        overhead = [(label, color, [of(r) for r in reports]) for label, color, of in PARTS[1:]]
-        _stack(rest, rounds, overhead)
-        whole.set_title("all of it")
-        rest.set_title("without training")
-        for axes in (whole, rest):
-            axes.set_xlabel("round")
-            style.whole_numbers(axes.xaxis)
-        style.legend_of_colors(figure, {label: color for label, color, _ in PARTS})
-        return picture_of(figure, name)
+    figure, panels = _new(1, 2, height_in=3.7)
+    for axes, title, parts in zip(
+        panels, ("all of it", "without training"), (ROUND_PARTS, ROUND_PARTS[1:]), strict=True
+    ):
+        _stack(axes, [r.round_id for r in reports], [(color, [of(r) for r in reports]) for _, color, of in parts])
+        axes.set_title(title)
+    style.legend_of_colors(figure, {label: color for label, color, _ in ROUND_PARTS})
+    return figure
 
 
-def _stack(axes: Axes, xs: Sequence[int], parts: Sequence[tuple[str, str, Sequence[float]]]) -> None:
-    """Stacked bars of seconds over rounds; an area where there are too many for bars."""
-    total_s = max((sum(values[i] for _, _, values in parts) for i in range(len(xs))), default=0.0)
-    unit = style.time_unit(total_s)
-    axes.set_ylabel(f"time / {unit.name}")
+def _stack(
+    axes: Axes, rounds: Sequence[int], parts: Sequence[tuple[str, Sequence[float]]], unit: style.Unit | None = None
+) -> None:
+    """Stacked bars over rounds, by default of seconds; an area where there are too many rounds for bars."""
+    if unit is None:
+        unit = style.time_unit(max(sum(values) for values in zip(*(values for _, values in parts), strict=True)))
+        axes.set_ylabel(f"time / {unit.name}")
+    below = [0.0] * len(rounds)
+    for color, values in parts:
+        top = [low + value / unit.factor for low, value in zip(below, values, strict=True)]
+        if len(rounds) > MAX_BARS:
+            axes.fill_between(rounds, below, top, color=color, linewidth=0)
+        else:
+            heights = [high - low for high, low in zip(top, below, strict=True)]
+            axes.bar(rounds, heights, bottom=below, color=color, width=style.bar_width(len(rounds)))
+        below = top
+    axes.set_ylim(bottom=0.0)
     axes.grid(visible=False, axis="x")
-    scaled = [[value / unit.factor for value in values] for _, _, values in parts]
-    if len(xs) > MAX_BARS:
-        labels, colors = [label for label, _, _ in parts], [color for _, color, _ in parts]
-        axes.stackplot(xs, scaled, labels=labels, colors=colors)
-        return
-    below = [0.0] * len(xs)
-    for (label, color, _), values in zip(parts, scaled, strict=True):
-        axes.bar(xs, values, bottom=below, color=color, label=label, width=style.bar_width(len(xs)))
-        below = [low + value for low, value in zip(below, values, strict=True)]
+    axes.set_xlabel("round")
+    style.whole_numbers(axes.xaxis)
 
 
 def typical_rounds(reports: Sequence[RoundReport]) -> list[tuple[str, RoundReport]]:
-    """Rounds whose timelines are worth looking at: the one of median length and the longest; those that have one."""
+    """Of the rounds with a timeline, the one of median length and the longest."""
     known = sorted((report for report in reports if report.timeline), key=lambda report: report.seconds)
     if not known:
         return []
@@ -160,33 +191,35 @@ def typical_rounds(reports: Sequence[RoundReport]) -> list[tuple[str, RoundRepor
     return chosen if longest is median else [*chosen, ("the longest round", longest)]
 
 
-def draw_timeline(report: RoundReport, name: str) -> Picture:
-    """A row for each client, from the command to the sum, and one for the controller; on the right once more from where
-    the training of each ended, and the last update was in."""
-    shown = sorted(sorted(report.timeline, key=lambda c: c.counted_s)[-MAX_ROWS:], key=lambda c: c.client_id)
-    rows = [(f"client {client.client_id}", client.pieces()) for client in shown]
-    rows.append(("controller", list(controller_pieces(report))))
-    own = rows[-1][1]
-    after = [
-        *(list(_after_training(pieces)) for _, pieces in rows[:-1]),
-        [Piece(piece.phase, piece.start_s - own[0].start_s, piece.end_s - own[0].start_s) for piece in own],
-    ]
-    height_in = 1.45 + 0.3 * len(rows)
-    with style.drawing():
-        figure, (whole, rest) = new_figure(1, 2, height_in=height_in, sharey=True, gridspec_kw={"width_ratios": [3, 2]})
-        _rows(whole, [pieces for _, pieces in rows])
-        _rows(rest, after)
-        whole.set_yticks(range(len(rows)), [label for label, _ in rows])
-        whole.invert_yaxis()
-        whole.set_title("from the command")
-        rest.set_title("from the end of training")
-        used = {piece.phase: style.PHASES[piece.phase] for _, pieces in rows for piece in pieces}
-        style.legend_of_colors(figure, {phase: used[phase] for phase in style.PHASES if phase in used})
-        return picture_of(figure, name)
+def draw_timeline(report: RoundReport) -> Figure:
+    """A row for each client, from the command to the sum, and one for the controller.
+
+    On the right the same from the end of each client's training, and for the controller from the last update on.
+    """
+    shown = sorted(sorted(report.timeline, key=lambda c: c.counted_s)[-MAX_CLIENTS:], key=lambda c: c.client_id)
+    own = list(_controller_pieces(report))
+    rows = [*(client.pieces() for client in shown), own]
+    after = [*(list(_after_training(client.pieces())) for client in shown), list(_since(own, own[0].start_s))]
+    options = {"sharey": True, "gridspec_kw": {"width_ratios": [3, 2]}}
+    figure, panels = _new(1, 2, height_in=1.45 + 0.3 * len(rows), **options)
+    for axes, title, pieces in zip(
+        panels, ("from the command", "from the end of training"), (rows, after), strict=True
+    ):
+        unit = style.time_unit(max((piece.end_s for row in pieces for piece in row), default=0.0))
+        for index, row in enumerate(pieces):
+            spans = [(piece.start_s / unit.factor, (piece.end_s - piece.start_s) / unit.factor) for piece in row]
+            axes.broken_barh(spans, (index - 0.36, 0.72), facecolors=[style.PHASES[piece.phase] for piece in row])
+        axes.set_title(title)
+        axes.set_xlim(left=0.0)
+        _across(axes, f"time / {unit.name}")
+    _name_rows(panels[0], [*(f"client {client.client_id}" for client in shown), "controller"])
+    used = {piece.phase for row in rows for piece in row}
+    style.legend_of_colors(figure, {phase: color for phase, color in style.PHASES.items() if phase in used})
+    return figure
 
 
-def controller_pieces(report: RoundReport) -> Iterator[Piece]:
-    """What the controller does when the updates are in: the model, the checkpoint, the message."""
+def _controller_pieces(report: RoundReport) -> Iterator[Piece]:
+    """What the controller does once the updates are in: the model, the checkpoint, the message."""
     end_s = report.seconds - report.command_s
     published_s, saved_s = end_s - report.publish_s, end_s - report.publish_s - report.checkpoint_s
     yield Piece("aggregate", saved_s - report.step_s, saved_s)
@@ -194,117 +227,233 @@ def controller_pieces(report: RoundReport) -> Iterator[Piece]:
     yield Piece("send", published_s, end_s)
 
 
-def _after_training(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    trained_s = None
-    for piece in pieces:
-        if trained_s is not None:
-            yield Piece(piece.phase, piece.start_s - trained_s, piece.end_s - trained_s)
+def _since(pieces: Iterable[Piece], origin_s: float) -> Iterator[Piece]:
+    return (Piece(piece.phase, piece.start_s - origin_s, piece.end_s - origin_s) for piece in pieces)
+
+
+def _after_training(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    for index, piece in enumerate(pieces):
         if piece.phase == "train":
-            trained_s = piece.end_s
+            yield from _since(pieces[index + 1 :], piece.end_s)
 
 
-def _rows(axes: Axes, rows: Sequence[Sequence[Piece]]) -> None:
-    unit = style.time_unit(max((piece.end_s for pieces in rows for piece in pieces), default=0.0))
-    for row, pieces in enumerate(rows):
-        spans = [(piece.start_s / unit.factor, (piece.end_s - piece.start_s) / unit.factor) for piece in pieces]
-        axes.broken_barh(spans, (row - 0.36, 0.72), facecolors=[style.PHASES[piece.phase] for piece in pieces])
-    axes.set_xlabel(f"time / {unit.name}")
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(left=0.0)
-
-
-def draw_bytes(reports: Sequence[RoundReport], name: str, *, up: Look, down: Look) -> Picture | None:
+def draw_bytes(reports: Sequence[RoundReport], *, up: Look, down: Look) -> Figure | None:
     """What each round sent: updates to the controller, models to the clients."""
     if not reports:
         return None
     unit = style.byte_unit(max(max(report.bytes_up, report.bytes_down) for report in reports))
-    rounds = [report.round_id for report in reports]
-    with style.drawing():
-        figure, axes = new_figure(1, 2, height_in=2.9, sharex=True)
-        for axis, title, look, sizes in (
-            (axes[0], "up: the updates that count", up, [report.bytes_up for report in reports]),
-            (axes[1], "down: model times clients", down, [report.bytes_down for report in reports]),
-        ):
-            _stack_bytes(axis, rounds, [size / unit.factor for size in sizes], look)
-            axis.set_title(f"{title} ({look.label})", fontsize=11)
-            style.label(axis, x="round", y="per round", y_unit=unit.name)
-            style.whole_numbers(axis.xaxis)
-        return picture_of(figure, name)
+    figure, (left, right) = _new(1, 2, height_in=2.9, sharex=True)
+    for axes, title, look, sizes in (
+        (left, "up: the updates that count", up, [report.bytes_up for report in reports]),
+        (right, "down: model times clients", down, [report.bytes_down for report in reports]),
+    ):
+        _stack(axes, [report.round_id for report in reports], [(look.color, sizes)], unit)
+        axes.set_title(f"{title} ({look.label})", fontsize=11)
+        axes.set_ylabel(f"per round / {unit.name}")
+    return figure
 
 
-def _stack_bytes(axes: Axes, xs: Sequence[int], values: Sequence[float], look: Look) -> None:
-    axes.grid(visible=False, axis="x")
-    if len(xs) > MAX_BARS:
-        axes.fill_between(xs, values, color=look.color)
-        axes.set_ylim(bottom=0.0)
-    else:
-        axes.bar(xs, values, color=look.color, width=style.bar_width(len(xs)))
-
-
-def draw_norms(reports: Sequence[RoundReport], name: str) -> Picture | None:
-    """How far training moved each client's model, and what its codec owes. None: nothing is known."""
-    clients = sorted({client.client_id for report in reports for client in report.timeline})
-    known = any(client.update_norm is not None for report in reports for client in report.timeline)
-    if not known:
+def draw_norms(reports: Sequence[RoundReport]) -> Figure | None:
+    """How far training moved each client's model, and the residual that its codec keeps."""
+    if not any(client.update_norm is not None for report in reports for client in report.timeline):
         return None
-    with style.drawing():
-        figure, (moved, owed) = new_figure(1, 2, height_in=3.3, sharex=True)
-        for axes, norm in ((moved, _update_norm), (owed, _residual_norm)):
-            if len(clients) <= MAX_LINES:
-                for index, client_id in enumerate(clients):
-                    points = list(_of_client(reports, client_id, norm))
-                    look = style.nth_look(index, f"client {client_id}")
-                    if points:
-                        axes.plot(*zip(*points, strict=True), **look.line)
-            else:
-                _spread(axes, reports, norm)
-            style.label(axes, x="round", y="L2 norm")
-            style.whole_numbers(axes.xaxis)
-        down = [(r.round_id, r.downlink_residual_norm) for r in reports if r.downlink_residual_norm]
-        if down:
-            owed.plot(*zip(*down, strict=True), color=style.BLACK, linestyle="--", label="controller")
-        for axes in (moved, owed):
-            style.from_zero(axes)
-        moved.set_title("of the update")
-        owed.set_title("of what is still owed")
-        handles, labels = owed.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=5, columnspacing=1.2)
-        return picture_of(figure, name)
+    figure, (moved, residual) = _new(1, 2, height_in=3.3, sharex=True)
+    _norm_lines(moved, reports, lambda client: client.update_norm)
+    _norm_lines(residual, reports, lambda client: client.residual_norm)
+    down = [(float(r.round_id), r.downlink_residual_norm) for r in reports if r.downlink_residual_norm]
+    if down:
+        _plot(residual, down, color=style.BLACK, linestyle="--", label="controller")
+    for axes, title in ((moved, "of the update"), (residual, "of the residual")):
+        style.from_zero(axes)
+        axes.set_title(title)
+    _legend(figure, residual, columns=5)
+    return figure
 
 
-def _update_norm(client: ClientTimeline) -> float | None:
-    return client.update_norm
-
-
-def _residual_norm(client: ClientTimeline) -> float | None:
-    return client.residual_norm
-
-
-Norm = Callable[[ClientTimeline], float | None]
-
-
-def _of_client(reports: Sequence[RoundReport], client_id: int, norm: Norm) -> Iterator[tuple[int, float]]:
+def _norm_lines(axes: Axes, reports: Sequence[RoundReport], norm: Callable[[ClientTimeline], float | None]) -> None:
+    lines: dict[int, list[tuple[float, float]]] = {}
     for report in reports:
         for client in report.timeline:
-            value = norm(client)
-            if client.client_id == client_id and value is not None:
-                yield report.round_id, value
+            if (value := norm(client)) is not None:
+                lines.setdefault(client.client_id, []).append((report.round_id, value))
+    _lines(axes, {f"client {number}": lines[number] for number in sorted(lines)}, "all clients")
+    style.label(axes, x="round", y="L2 norm")
+    style.whole_numbers(axes.xaxis)
 
 
-def _spread(axes: Axes, reports: Sequence[RoundReport], norm: Norm) -> None:
-    """The middle one of many clients, and the band from the least to the largest."""
-    known = [(report.round_id, sorted(_known(norm(client) for client in report.timeline))) for report in reports]
-    known = [(round_id, values) for round_id, values in known if values]
-    rounds = [round_id for round_id, _ in known]
-    axes.fill_between(
-        rounds, [values[0] for _, values in known], [values[-1] for _, values in known], color=style.BLUE, alpha=0.25,
-        linewidth=0, label="all clients",
-    )  # fmt: skip
-    axes.plot(rounds, [values[len(values) // 2] for _, values in known], color=style.BLUE, marker="o", label="median")
+# -- a data-parallel run -----------------------------------------------------------------------------------------------
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def draw_step_parts(profiles: Sequence[ProfileSummary]) -> Figure | None:
+    """The mean step of each rank, part by part. Of very many ranks, those that wait least."""
+    shown = sorted(profiles, key=lambda profile: profile.mean.get("wait_s", 0.0))[:MAX_RANKS]
+    shown = sorted((profile for profile in shown if profile.steps), key=lambda profile: profile.rank)
+    if not shown:
+        return None
+    figure, (axes,) = _new(height_in=1.4 + 0.36 * len(shown))
+    used = {key for key in STEP_PARTS if any(_finite(profile.mean.get(key, 0.0)) for profile in shown)}
+    parts = {key: STEP_PARTS[key] for key in STEP_PARTS if key in used}
+    bars = [[(*look, _finite(p.mean.get(key, 0.0))) for key, look in parts.items()] for p in shown]
+    unit = style.time_unit(max(profile.mean.get("step_s", 0.0) for profile in shown))
+    _bars(axes, bars, unit)
+    _name_rows(axes, [f"rank {profile.rank}" for profile in shown])
+    _across(axes, f"mean step / {unit.name}")
+    style.legend_of_colors(figure, dict(parts.values()))
+    return figure
+
+
+def draw_windows(windows: Mapping[int, Sequence[WindowStats]]) -> Figure | None:
+    """Step time and wait over the run, as means of windows of steps."""
+    known = {rank: found for rank, found in windows.items() if found}
+    if not known:
+        return None
+    figure, (steps, waits) = _new(1, 2, height_in=3.2, sharex=True)
+    for axes, key, label in ((steps, "step_s", "step"), (waits, "wait_s", "wait of a step")):
+        unit = style.time_unit(max(_finite(w.mean.get(key, 0.0)) for found in known.values() for w in found))
+        lines = {
+            f"rank {rank}": [(float(w.last_step), w.mean.get(key, 0.0) / unit.factor) for w in found]
+            for rank, found in known.items()
+        }
+        _lines(axes, lines, "all ranks")
+        style.label(axes, x="step", y=label, y_unit=unit.name)
+        style.from_zero(axes)
+        style.whole_numbers(axes.xaxis, most=5)
+    _legend(figure, steps, columns=6)
+    return figure
+
+
+def draw_step(spans: Mapping[int, Sequence[Span]]) -> Figure | None:
+    """One step of each rank: what it computed, and below what was on its way meanwhile."""
+    if not spans:
+        return None
+    unit = style.time_unit(max(span.end_s for found in spans.values() for span in found))
+    used = set()
+    figure, (axes,) = _new(height_in=1.3 + 0.62 * len(spans))
+    for row, found in enumerate(spans.values()):
+        for span in found:
+            if span.row == "step":
+                continue
+            look = COLLECTIVE if span.row == "collectives" else STEP_PARTS.get(f"{span.name}_s", COLLECTIVE)
+            low, height = {"compute": (-0.42, 0.4), "collectives": (0.0, 0.18)}.get(span.row, (0.2, 0.18))
+            width = (span.end_s - span.start_s) / unit.factor
+            axes.broken_barh([(span.start_s / unit.factor, width)], (row + low, height), facecolors=look[1])
+            used.add(look)
+    _name_rows(axes, [f"rank {rank}" for rank in spans])
+    axes.set_xlim(left=0.0)
+    _across(axes, f"time / {unit.name}")
+    style.legend_of_colors(figure, dict(look for look in (*STEP_PARTS.values(), COLLECTIVE) if look in used))
+    return figure
+
+
+def draw_step_bytes(reports: Sequence[EpochReport], look: Look) -> Figure | None:
+    """Bytes that a step handed to the bus, epoch by epoch; and the share of the gradient that was sent."""
+    if not reports:
+        return None
+    unit = style.byte_unit(max(report.bytes_out_per_step for report in reports))
+    epochs = [report.epoch + 1 for report in reports]
+    sparse = any(report.density < 1 for report in reports)
+    figure, axes = _new(1, 2 if sparse else 1, height_in=2.7)
+    values = [report.bytes_out_per_step / unit.factor for report in reports]
+    axes[0].bar(epochs, values, color=look.color, width=style.bar_width(len(epochs)))
+    axes[0].grid(visible=False, axis="x")
+    style.label(axes[0], x="epoch", y="sent per step", y_unit=unit.name)
+    if sparse:
+        axes[1].plot(epochs, [100 * report.density for report in reports], color=look.color, marker=look.marker)
+        axes[1].set_yscale("log")
+        style.label(axes[1], x="epoch", y="share of the gradient", y_unit="%")
+    for axis in axes:
+        style.whole_numbers(axis.xaxis)
+    return figure
+
+
+# -- runs side by side -------------------------------------------------------------------------------------------------
+
+
+def round_bar(reports: Sequence[RoundReport]) -> Bar:
+    """The mean round, part by part."""
+    return [(name, color, sum(map(of, reports)) / len(reports)) for name, color, of in ROUND_PARTS] if reports else []
+
+
+def step_bar(profiles: Sequence[ProfileSummary]) -> Bar:
+    """The mean step of all ranks, part by part."""
+    steps = sum(profile.steps for profile in profiles)
+    if not steps:
+        return []
+    return [
+        (*look, sum(_finite(p.mean.get(key, 0.0)) * p.steps for p in profiles) / steps)
+        for key, look in STEP_PARTS.items()
+    ]
+
+
+def draw_parts(bars: Sequence[Bar], labels: Sequence[str]) -> Figure | None:
+    """A bar for each run; on the right without the first part, which hides the rest."""
+    if not any(bars):
+        return None
+    figure, panels = _new(1, 2, height_in=1.5 + 0.4 * len(labels), sharey=True)
+    for axes, first in zip(panels, (0, 1), strict=True):
+        unit = style.time_unit(max(sum(value for _, _, value in bar[first:]) for bar in bars))
+        _bars(axes, [bar[first:] for bar in bars], unit)
+        _across(axes, f"time / {unit.name}")
+    _name_rows(panels[0], [style.plain(label) for label in labels])
+    style.legend_of_colors(figure, {label: color for bar in bars for label, color, _ in bar})
+    return figure
+
+
+# -- pieces of drawings ------------------------------------------------------------------------------------------------
+
+
+def _plot(axes: Axes, points: Sequence[tuple[float, float]], **line: object) -> None:
+    axes.plot([x for x, _ in points], [y for _, y in points], **line)  # type: ignore[arg-type]
+
+
+def _bars(axes: Axes, bars: Sequence[Bar], unit: style.Unit) -> None:
+    """Horizontal stacked bars, one a row."""
+    for row, bar in enumerate(bars):
+        left = 0.0
+        for _, color, value in bar:
+            axes.barh(row, value / unit.factor, left=left, color=color, height=0.7)
+            left += value / unit.factor
+
+
+def _lines(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]], all_of_them: str) -> None:
+    """A line for each label; of very many the median, and a band from the least to the largest."""
+    if len(lines) <= MAX_LINES:
+        for index, (label, points) in enumerate(lines.items()):
+            look = style.nth_look(index, label)
+            _plot(axes, points, **(look._replace(marker="") if len(points) > MAX_BARS else look).line)
+        return
+    by_x: dict[float, list[float]] = {}
+    for points in lines.values():
+        for x, y in points:
+            by_x.setdefault(x, []).append(_finite(y))
+    ordered = {x: sorted(by_x[x]) for x in sorted(by_x)}
+    least, largest = ([values[end] for values in ordered.values()] for end in (0, -1))
+    axes.fill_between(list(ordered), least, largest, color=style.BLUE, alpha=0.25, linewidth=0, label=all_of_them)
+    _plot(axes, [(x, values[len(values) // 2]) for x, values in ordered.items()], color=style.BLUE, label="median")
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+
+
+def _across(axes: Axes, text: str) -> None:
+    axes.set_xlabel(text)
+    axes.grid(visible=False, axis="y")
+
+
+def _legend(figure: Figure, axes: Axes, *, columns: int) -> None:
+    """The legend of these axes, over the whole figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, columnspacing=1.2)
+
+
+def _scaled(values: Sequence[float], unit: style.Unit) -> list[float]:
+    return [value / unit.factor for value in values]
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def _or_nan(value: float | None) -> float:

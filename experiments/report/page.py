@@ -1,29 +1,34 @@
-"""A page of figures and tables: what it consists of, and how it becomes one HTML file.
+"""A page of figures and tables, and how it becomes one HTML file.
 
-jinja2 is an extra, and is imported where it is needed. The page needs no network, no script and no other file; a policy
-in its head forbids them.
+The page needs no network, no script and no other file; a policy in its head forbids them. Each figure is drawn twice,
+for a light and for a dark page, and the browser takes the one that fits. jinja2 is an extra, imported where needed.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradbus.experiments.amounts import DASH
 from gradbus.experiments.report import style
-from gradbus.experiments.report.svg import Picture
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
 
-DASH = "–"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+MAX_SVG_BYTES = 150_000  # of one figure in one theme; a larger one becomes a PNG
+MAX_ROWS = 400  # of one table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class Tile(NamedTuple):
     """A number that is shown large. ``note``: a few words below it."""
 
     name: str
@@ -31,13 +36,27 @@ class Tile:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A picture with a title and a caption; who cannot see it hears the title. None as a picture: there is nothing."""
+class Figure(NamedTuple):
+    """A drawing with a title and a caption. The title is its text for readers who cannot see it.
 
-    picture: Picture | None
+    Attributes:
+        name: its id on the page: letters, digits and ``-``.
+        draw: makes the drawing; None where there is nothing to draw, and then there is no figure.
+    """
+
+    name: str
+    draw: Callable[[], Drawing | None]
     title: str
     caption: str = ""
+
+
+class Images(NamedTuple):
+    """A drawing for a light and for a dark page as ``data:`` addresses, and its size in CSS pixels."""
+
+    light: str
+    dark: str
+    width: int
+    height: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,33 +64,28 @@ class Table:
     """Rows of text.
 
     Attributes:
-        name: its id on the page. head: names of the columns. rows: cells.
-        numbers: columns from this one on hold numbers, and stand to the right; None: none.
-        marked: numbers of rows that stand out.
+        name: its id on the page. head: names of the columns, with a unit behind a line end. rows: cells.
+        numbers: columns from this one on hold numbers and are right-aligned; None: no column does.
+        marked: numbers of rows in bold.
     """
 
     name: str
-    title: str = ""
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    title: str = ""
     caption: str = ""
-    numbers: int | None = 1
+    numbers: int | None = None
     marked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of a page: its figures, then its tables. One that has nothing is left out."""
+    """A part of a page: its text, its figures, then its tables. An empty one is left out."""
 
     title: str
     text: str = ""
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
-
-    @property
-    def shown(self) -> list[Figure]:
-        """Those that there is a picture of."""
-        return [figure for figure in self.figures if figure.picture is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +93,7 @@ class Page:
     """A whole report.
 
     Attributes:
-        lead: one line below the title. state: how the run ended, in a word or two; good: whether that is well.
+        lead: one line below the title. state: how the run ended, in a word or two; good: whether it ended well.
         notes: what is missing.
     """
 
@@ -89,11 +103,11 @@ class Page:
     good: bool = True
     tiles: Sequence[Tile] = ()
     notes: Sequence[str] = ()
-    sections: Sequence[Section] = field(default_factory=tuple)
+    sections: Sequence[Section] = ()
 
 
 def need_extras() -> None:
-    """Raises ConfigError, which says what to install, if a report cannot be made."""
+    """Raises ConfigError, with the command that installs what is missing, if a report cannot be made."""
     try:
         import jinja2  # noqa: F401
     except ImportError:
@@ -104,29 +118,168 @@ def need_extras() -> None:
 
 
 def render(page: Page) -> str:
-    """The page as HTML. Whatever the run's files say is text in it, never markup; figures are put in as they are."""
+    """The page as HTML, with its figures drawn. Whatever the files of a run contain is text in it, never markup."""
     import jinja2
 
     folder = files("gradbus.experiments.report") / "templates"
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_plain
-    )
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda value: plain_text(value) if type(value) is str else value,  # safe text is of another type
+    )  # fmt: skip
     template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
+    sections = []
+    for section in page.sections:
+        drawn = [(figure, images) for figure in section.figures if (images := images_of(figure)) is not None]
+        if drawn or section.tables or section.text:
+            sections.append((section, drawn))
     css = (folder / "report.css").read_text(encoding="utf-8")
-    return template.render(page=page, css=css, colors=_colors())
+    return template.render(page=page, sections=sections, css=css)
 
 
-def _plain(value: Any) -> Any:
-    return plain_text(value) if type(value) is str else value  # what is marked as safe is of another type
+def images_of(figure: Figure) -> Images | None:
+    """The figure in both themes; None where there is nothing to draw."""
+    addresses = []
+    themes: tuple[style.Theme, ...] = ("light", "dark")
+    for theme in themes:
+        with style.drawing(theme):
+            drawing = figure.draw()
+            if drawing is None:
+                return None
+            addresses.append(_address(drawing))
+            width, height = (round(96 * inches) for inches in drawing.get_size_inches())
+    light, dark = addresses
+    return Images(light, dark, width, height)
 
 
-def _colors() -> dict[str, str]:
-    """The CSS variables of figures, by name, as they are on white."""
-    return {variable: color for color, variable in style.PAGE_COLORS.items()}
+def _address(drawing: Drawing) -> str:
+    """The drawing as a ``data:`` address: SVG with its text as text, PNG where that would be large."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    buffer = io.BytesIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    drawing.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    kind = "svg+xml"
+    if len(buffer.getvalue()) > MAX_SVG_BYTES:
+        kind, buffer = "png", io.BytesIO()
+        drawing.savefig(buffer, format="png", transparent=True, metadata={"Software": None})
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """A column of a table. ``head``: its name, and its unit behind a line end."""
+
+    head: str
+    cells: list[str]
+
+
+def column(
+    name: str, values: Sequence[float | None], *, unit: str = "", factor: float = 1.0, digits: int = 0
+) -> Column:
+    """Numbers in one unit; a dash for None and NaN. ``factor``: of that unit."""
+    return Column(f"{name}\n{unit}", [
+        DASH if value is None or not math.isfinite(value) else f"{value / factor:,.{digits}f}" for value in values
+    ])  # fmt: skip
+
+
+def byte_column(name: str, values: Sequence[float]) -> Column:
+    """Bytes, in the unit that fits the largest."""
+    return _in_unit(name, values, style.byte_unit)
+
+
+def time_column(name: str, values: Sequence[float | None]) -> Column:
+    """Times in seconds, shown in seconds or less where none is as long as that."""
+    return _in_unit(name, values, style.time_unit)
+
+
+def _in_unit(name: str, values: Sequence[float | None], unit_for: Callable[[float], style.Unit]) -> Column:
+    largest = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
+    unit = unit_for(largest)
+    digits = 2 if largest / unit.factor < 10 else 1 if largest / unit.factor < 1000 else 0  # three that count
+    return column(name, values, unit=unit.name, factor=unit.factor, digits=digits)
+
+
+def column_table(
+    name: str, columns: Sequence[Column], counted: str, *, file: str = "", title: str = "", caption: str = ""
+) -> Table:
+    """A table of columns, the first of which names the row. Arguments as for :func:`row_table`."""
+    heads, rows = [column.head for column in columns], list(zip(*(column.cells for column in columns), strict=True))
+    return row_table(name, heads, rows, counted, file=file, title=title, caption=caption, numbers=1)
+
+
+def row_table(
+    name: str, head: Sequence[str], rows: Sequence[Sequence[str]], counted: str, *, most: int = MAX_ROWS,
+    file: str = "", title: str = "", caption: str = "", numbers: int | None = None,
+) -> Table:  # fmt: skip
+    """A table that shows the first and the last rows where there are more than ``most``.
+
+    Args:
+        counted: the rows, in the plural, for the sentence on how many are left out. file: holds all of them.
+    """
+    if (left_out := len(rows) - most) > 0:
+        gap = ["…", *[""] * (len(head) - 1)]
+        rows = [*rows[: most // 2], gap, *rows[-(most - most // 2) :]]
+        where = f"; {file} has all of them" if file else ""
+        caption = f"{caption} {left_out} {counted} are left out{where}.".lstrip()
+    return Table(name=name, head=head, rows=rows, title=title, caption=caption, numbers=numbers)
+
+
+def text_of(value: Any) -> str:
+    """A setting as one cell."""
+    match value:
+        case None:
+            return DASH
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:g}"
+        case Mapping():
+            return ", ".join(f"{key}: {text_of(entry)}" for key, entry in value.items()) or "none"
+        case list() | tuple():
+            return ", ".join(map(text_of, value)) or "none"
+    return str(value)
+
+
+def settings_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Section:
+    """A table for each section of a configuration. What differs from the default is in bold."""
+    tables = []
+    for section, values in config.items():
+        if isinstance(values, Mapping):
+            usual = defaults.get(section, {})
+            tables.append(Table(
+                name=f"settings-{section}", title=section, head=("setting", "value"),
+                rows=[[str(key), text_of(value)] for key, value in values.items()],
+                marked=frozenset(i for i, (key, value) in enumerate(values.items()) if usual.get(key) != value),
+            ))  # fmt: skip
+    text = "Settings in bold are not the default." if tables else ""
+    return Section(title="Configuration", text=text, tables=tables)
+
+
+def facts_section(summary: Mapping[str, Any]) -> Section:
+    """Versions, machine and data of the run."""
+    facts: dict[str, Any] = {**_mapping(summary, "versions")}
+    for key, value in _mapping(summary, "machine").items():
+        if key == "memory_bytes" and isinstance(value, int):
+            value = f"{value / 2**30:.1f} GiB"
+        facts[{"cpu": "processor", "memory_bytes": "memory"}.get(key, key)] = value
+    for key, name in {"platform": "system", "data": "data", "finished": "written"}.items():
+        if summary.get(key) is not None:
+            facts[name] = summary[key]
+    rows = [[str(name), text_of(value)] for name, value in facts.items()]
+    tables = [Table(name="versions", head=("what", "value"), rows=rows)] if summary else []
+    return Section(title="Versions and machine", tables=tables)
+
+
+def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = values.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def write(page: Page, out: Path) -> int:
-    """Write it, whole or not at all. Returns its bytes. Raises ConfigError: that cannot be done."""
+    """Write the page, whole or not at all. Returns its size in bytes. Raises ConfigError: it cannot be written."""
     data = render(page).encode("utf-8")
     temporary = out.with_name(f"{out.name}.tmp")
     try:
@@ -136,142 +289,3 @@ def write(page: Page, out: Path) -> int:
     except OSError as error:
         raise ConfigError(f"report {out} cannot be written: {error.strerror}. Name another file (--out)") from None
     return len(data)
-
-
-def duration(seconds: float | None) -> str:
-    """A time as a person reads it: 3 digits, and a unit that fits."""
-    if seconds is None or not math.isfinite(seconds):
-        return DASH
-    if seconds >= 6000:
-        return f"{seconds / 3600:.1f} h"
-    if seconds >= 100:
-        return f"{seconds / 60:.1f} min"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1000 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"
-
-
-def text_of(value: Any) -> str:
-    """A setting as one cell."""
-    if value is None:
-        return DASH
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {text_of(entry)}" for key, entry in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(text_of(entry) for entry in value) or "none"
-    return str(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """Numbers of a table in one unit, which stands in the head.
-
-    Attributes:
-        values: None and NaN become a dash. unit: of the values as they are shown. factor: of that unit.
-        digits: behind the point.
-    """
-
-    name: str
-    values: Sequence[float | None]
-    unit: str = ""
-    factor: float = 1.0
-    digits: int = 0
-
-    @classmethod
-    def of_bytes(cls, name: str, values: Sequence[float]) -> Column:
-        """In the unit that fits the largest."""
-        unit = style.byte_unit(max(values, default=0))
-        return cls(
-            name=name,
-            values=values,
-            unit=unit.name,
-            factor=unit.factor,
-            digits=_digits(max(values, default=0) / unit.factor),
-        )
-
-    @classmethod
-    def of_times(cls, name: str, values: Sequence[float | None]) -> Column:
-        """In seconds, or less where none is as long as that."""
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        unit = style.time_unit(max(known, default=0.0))
-        largest = max(known, default=0.0) / unit.factor
-        return cls(name=name, values=values, unit=unit.name, factor=unit.factor, digits=_digits(largest))
-
-    @property
-    def head(self) -> str:
-        """Name and unit, which the page puts below it."""
-        return f"{self.name}\n{self.unit}"
-
-    def cells(self) -> list[str]:
-        """As text."""
-        return [
-            DASH if value is None or not math.isfinite(value) else f"{value / self.factor:,.{self.digits}f}"
-            for value in self.values
-        ]
-
-
-def _digits(largest: float) -> int:
-    """Behind the point, so that there are three that count in the largest."""
-    return 2 if largest < 10 else 1 if largest < 1000 else 0
-
-
-def rows_of(columns: Sequence[Column]) -> list[list[str]]:
-    """Cells, row by row."""
-    return [list(row) for row in zip(*(column.cells() for column in columns), strict=True)]
-
-
-def settings_tables(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Table]:
-    """A table for each section of a configuration; what is not as by default stands out."""
-    tables = []
-    for section, values in config.items():
-        if not isinstance(values, Mapping):
-            continue
-        usual = defaults.get(section, {})
-        marked = frozenset(i for i, (key, value) in enumerate(values.items()) if usual.get(key) != value)
-        rows = [[str(key), text_of(value)] for key, value in values.items()]
-        tables.append(
-            Table(name=f"settings-{section}", title=section, head=("setting", "value"), rows=rows, numbers=None,
-                  marked=marked)
-        )  # fmt: skip
-    return tables
-
-
-def facts_table(summary: Mapping[str, Any]) -> Table:
-    """With what, and where the run was done."""
-    rows = [[str(name), text_of(version)] for name, version in _mapping(summary, "versions").items()]
-    rows += [[_FACTS.get(key, str(key)), _fact(key, value)] for key, value in _mapping(summary, "machine").items()]
-    rows += [[name, text_of(summary[key])] for key, name in _OF_SUMMARY.items() if summary.get(key) is not None]
-    return Table(name="versions", head=("what", "value"), rows=rows, numbers=None)
-
-
-_FACTS = {"cpu": "processor", "cores": "cores", "memory_bytes": "memory"}
-_OF_SUMMARY = {"platform": "system", "data": "data", "finished": "written"}
-
-
-def _fact(key: str, value: Any) -> str:
-    return f"{value / 2**30:.1f} GiB" if key == "memory_bytes" and isinstance(value, int) else text_of(value)
-
-
-def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key)
-    return found if isinstance(found, Mapping) else {}
-
-
-def thinned(rows: Sequence[Sequence[str]], most: int) -> tuple[list[Sequence[str]], int]:
-    """The first and the last rows of a long table, and how many are left out between them."""
-    if len(rows) <= most:
-        return list(rows), 0
-    left_out = len(rows) - most
-    gap = ["…", *[""] * (len(rows[0]) - 1)]
-    return [*rows[: most // 2], gap, *rows[-(most - most // 2) :]], left_out
-
-
-def listed(values: Iterable[Any], most: int = 8) -> str:
-    """Some of many: "1, 2, 3 and 7 more"."""
-    found = [str(value) for value in values]
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more

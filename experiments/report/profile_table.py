@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradbus.experiments.run.live import size
+from gradbus.experiments.amounts import size
 from gradbus.experiments.rundir.traces import merge_traces, readable
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
 

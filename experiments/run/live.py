@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gradbus.experiments.amounts import number, percent, ranges, size
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.runtime.plain_text import plain_line
 
@@ -136,17 +137,6 @@ def _now(progress: Progress, clients: int, width: int) -> Text:
     return text.append(f" | {here}" if fits else f"\n{here}", style="default")
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers in short: ``0-97, 99, 100``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if run[-1] > run[0] + 1 else ", ".join(map(str, run)) for run in runs)
-
-
 def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Table:
     """The rounds as a table, one row each. ``width``: characters there are; columns that do not fit are left out."""
     columns: dict[str, Callable[[RoundReport], str]] = {
@@ -184,23 +174,3 @@ def fitted_table(
     for row in zip(*cells.values(), strict=True):
         table.add_row(*row)
     return table
-
-
-def number(value: float | None, digits: int) -> str:
-    """With so many digits behind the point, or a dash."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def percent(share: float | None) -> str:
-    """0.9876 as 98.76 %."""
-    return "-" if share is None else f"{100 * share:.2f} %"
-
-
-def size(count: int) -> str:
-    """Bytes as a person reads them; decimal units, as networks count."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradbus.experiments.run.live import percent, ranges, size
+from gradbus.experiments.amounts import percent, ranges, size
 from gradbus.runtime.plain_text import plain_line
 
 MAX_LINES = 40  # clients, or ranks of one group, that get a line of their own

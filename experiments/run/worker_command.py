@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradbus.experiments.amounts import percent, size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
 from gradbus.experiments.figures import draw_epochs
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.lifecycle import run_loop
-from gradbus.experiments.run.live import percent, size
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.experiments.run.rank_environment import Place, find_place
 from gradbus.experiments.run.screen import Screen

@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradbus.experiments.run.live import fitted_table, head, number, percent, size, warning
+from gradbus.experiments.amounts import number, percent, size
+from gradbus.experiments.run.live import fitted_table, head, warning
 from gradbus.experiments.run.logfile import LogFile
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
 from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.actors.state_dict import copy_state
+from gradbus.experiments.amounts import size
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
-from gradbus.experiments.run.live import size
 from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.experiments.tasks import ConfiguredShardTask, ConfiguredTask
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore

@@ -71,8 +71,20 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """The name of its directory."""
         return self.path.resolve().name
+
+    @property
+    def job(self) -> str:
+        """The name of its job, else of its directory."""
+        return str(self.summary.get("job") or self.setting("bus", "job") or self.name)
+
+    @property
+    def task(self) -> str:
+        """Model and data in a few words; "" if neither is known."""
+        model = self.setting("task", "task") or self.setting("task", "model")
+        data = str(self.summary.get("data") or "").split(" from ")[0]  # the rest says where the files lie
+        return " on ".join(str(part) for part in (model, data) if part)
 
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """One key of the configuration."""

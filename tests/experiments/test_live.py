@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import EpochReport, Progress, RoundReport
-from gradbus.experiments.run.live import LiveTable, ranges, rounds_table
+from gradbus.experiments.amounts import ranges
+from gradbus.experiments.run.live import LiveTable, rounds_table
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.experiments.run.worker_live import epochs_table
 

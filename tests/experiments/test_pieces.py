@@ -19,13 +19,14 @@ from gradbus.actors import Progress, RoundReport
 from gradbus.actors.federated.quarantine import Strike
 from gradbus.actors.federated.timeline import ClientTimeline
 from gradbus.experiments import bench_rows
+from gradbus.experiments.amounts import size
 from gradbus.experiments.cli import import_object
 from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
 from gradbus.experiments.demo import DemoOptions, plan
 from gradbus.experiments.doctor.local_bus import Measured
 from gradbus.experiments.doctor.machine import Verdict
 from gradbus.experiments.doctor.report import judge
-from gradbus.experiments.run.live import LiveTable, PlainLines, rounds_table, size
+from gradbus.experiments.run.live import LiveTable, PlainLines, rounds_table
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.experiments.rundir import versions
 from gradbus.experiments.rundir.directory import RunDirectory

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,11 @@ import pytest
 from gradbus.actors.federated.quarantine import Conduct
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.timeline import ClientTimeline
+from gradbus.experiments.amounts import duration
 from gradbus.experiments.report.build import page_of
-from gradbus.experiments.report.page import Column, duration, render, thinned
+from gradbus.experiments.report.page import byte_column, render, row_table, time_column
 from gradbus.experiments.rundir.directory import RunDirectory, json_text
-from gradbus.experiments.rundir.reading import read_run
+from gradbus.experiments.rundir.reading import Run, read_run
 from gradbus.runtime.errors import ConfigError
 
 FEDERATED_FIGURES = ["learning", "round-times", "timeline-1", "timeline-2", "bytes", "norms"]
@@ -34,6 +37,14 @@ def figures_of(html: str) -> list[str]:
     return re.findall(r'<figure id="([^"]+)"', html)
 
 
+def drawing_of(html: str, name: str, theme: str) -> str:
+    """The SVG of a figure."""
+    part = html[html.index(f'<figure id="{name}"') :]
+    found = re.search(rf'{"srcset" if theme == "dark" else "src"}="data:image/svg\+xml;base64,([^"]*)"', part)
+    assert found is not None, name
+    return base64.b64decode(found[1]).decode()
+
+
 def rows_of(html: str, table: str) -> list[list[str]]:
     body = re.search(rf'<table id="{table}".*?<tbody>(.*?)</tbody>', html, re.DOTALL)
     assert body is not None, table
@@ -43,6 +54,12 @@ def rows_of(html: str, table: str) -> list[list[str]]:
 def notes_of(html: str) -> str:
     found = re.search(r'id="missing".*?</section>', html, re.DOTALL)
     return "" if found is None else found[0]
+
+
+def without_figures(run: Run) -> str:
+    """Drawing takes most of the time of a report."""
+    page = page_of([run])
+    return render(replace(page, sections=[replace(section, figures=()) for section in page.sections]))
 
 
 def test_a_federated_run_becomes_one_file_with_its_figures_and_every_round(invoke, federated: Path) -> None:
@@ -72,16 +89,17 @@ def test_a_data_parallel_run_becomes_one_file_with_its_figures_every_epoch_and_r
     assert [row[0] for row in rows_of(html, "epochs")] == ["1", "2", "3"]
     assert [row[:2] for row in rows_of(html, "ranks")] == [["0", "15"], ["1", "15"]]
     assert ["exchange", "dgc"] in rows_of(html, "settings-worker")
-    assert "exchange" in html[html.index('id="step-spans"') :]
+    for theme in ("light", "dark"):
+        assert ">exchange<" in drawing_of(html, "step-spans", theme)
     assert notes_of(html) == ""
 
 
 @pytest.mark.parametrize("kind", ["federated", "parallel"])
 def test_the_file_needs_nothing_but_itself(kind: str, request: pytest.FixtureRequest) -> None:
-    html = render(page_of(read_run(request.getfixturevalue(kind))))
+    html = render(page_of([read_run(request.getfixturevalue(kind))]))
     assert "<script" not in html
     assert not re.search(r"https?://(?!www\.w3\.org/)", html)
-    assert set(re.findall(r'(?:src|href)="([^"#][^"]{0,10})', html)) <= {"data:,", "data:image/p"}
+    assert set(re.findall(r'(?:src|srcset|href)="([^";,]*)', html)) <= {"data:", "data:image/svg+xml", "data:image/png"}
     assert "default-src 'none'" in html
     ids = re.findall(r' id="([^"]*)"', html)
     assert len(ids) == len(set(ids))
@@ -134,7 +152,7 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_went(broken: Path) -> None:
     del lines[4]
     lines[2] = '{"round_id": 3, "accuracy": "high"}'
     (broken / "rounds.jsonl").write_text("\n".join(lines)[:-200])
-    html = render(page_of(read_run(broken)))
+    html = render(page_of([read_run(broken)]))
     assert [row[0] for row in rows_of(html, "rounds")] == ["1", "2", "4", "6", "7", "8", "9"]
     assert figures_of(html) == FEDERATED_FIGURES
     notes = notes_of(html)
@@ -151,13 +169,13 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_went(broken: Path) -> None:
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"federated": {"rounds": 3}, "bus": {"job": "young"}}')
-    html = render(page_of(read_run(tmp_path)))
+    html = render(page_of([read_run(tmp_path)]))
     assert figures_of(html) == []
     assert "rounds.jsonl is not there: nothing was finished" in notes_of(html)
     (tmp_path / "config.json").write_text('{"worker": {"epochs": 3}}')
     (tmp_path / "profile-rank-0.jsonl").write_text('{"kind": "start", "rank": 0}\n{"kind": "win')
     (tmp_path / "trace-rank-0.json").write_text("{")
-    notes = notes_of(render(page_of(read_run(tmp_path))))
+    notes = notes_of(without_figures(read_run(tmp_path)))
     assert "epochs.jsonl is not there: nothing was finished" in notes
     assert "trace-rank-0.json cannot be read" in notes
 
@@ -168,7 +186,7 @@ def test_reports_of_an_older_program_make_a_report_without_timelines(broken: Pat
         for key in ("timeline", "step_s", "command_s", "downlink_residual_norm"):
             del entry[key]
     (broken / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    html = render(page_of(read_run(broken)))
+    html = render(page_of([read_run(broken)]))
     assert figures_of(html) == ["learning", "round-times", "bytes"]
     assert "There are no timelines of clients" in notes_of(html)
 
@@ -183,8 +201,9 @@ def test_whatever_the_files_say_stays_text(broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     config["federated"]["codec"] = name
     (broken / "config.json").write_text(json.dumps(config))
-    html = render(page_of(read_run(broken)))
+    html = render(page_of([read_run(broken)]))
     assert "<script" not in html
+    assert "<script" not in drawing_of(html, "bytes", "light")
     assert "&lt;script&gt;alert" in html
     assert figures_of(html) == FEDERATED_FIGURES
 
@@ -198,12 +217,12 @@ def test_drops_and_faults_are_shown_by_reason_with_their_meaning(tmp_path: Path)
     with RunDirectory(tmp_path) as run:
         run.add(reports)
         run.finish(reports, outcome="failed", seconds=3.0)
-    html = render(page_of(read_run(tmp_path)))
+    html = without_figures(read_run(tmp_path))
     assert rows_of(html, "dropped") == [
         ["stale", "3", "1, 2", "offered for a round that was not open any more"],
         ["client lost", "1", "1", "died, or left, while its update was expected"],
     ]
-    assert rows_of(html, "bumpy") == [["1", "1 of 2", "2", "deadline"]]
+    assert rows_of(html, "uneven") == [["1", "1 of 2", "2", "deadline"]]
 
 
 def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> None:
@@ -222,7 +241,7 @@ def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> No
     found = read_run(tmp_path)
     assert [r.strikes for r in found.rounds] == [r.strikes for r in reports]
     assert [r.marks for r in found.rounds] == [r.marks for r in reports]
-    html = render(page_of(found))
+    html = without_figures(found)
     assert rows_of(html, "strikes") == [
         ["1", "1", "3", "samples", "&lt;b&gt;samples&lt;/b&gt; of 1", "no"],
         ["7", "2", "1, 2", "non-finite", "&lt;b&gt;non-finite&lt;/b&gt; of 7", "3 to 5"],
@@ -245,7 +264,7 @@ def test_a_long_run_with_many_clients_stays_small_and_says_what_is_left_out(tmp_
                 bytes_up=10**6, timeline=few if round_id % 50 == 0 else (),
             )  # fmt: skip
             file.write(json_text(report.to_json()) + "\n")
-    html = render(page_of(read_run(tmp_path)))
+    html = render(page_of([read_run(tmp_path)]))
     assert len(html) < 3_000_000
     assert "100 rounds are left out; rounds.jsonl has all of them" in html
     assert "Of 200 clients the 24 that counted last" in html
@@ -280,13 +299,11 @@ def test_times_are_said_in_a_unit_that_fits(seconds: float | None, text: str) ->
 
 
 def test_columns_have_one_unit_and_gaps_where_nothing_is_known() -> None:
-    column = Column.of_times("train", [0.5, 12.25, None, math.nan])
-    assert (column.head, column.cells()) == ("train\ns", ["0.5", "12.2", "–", "–"])
-    assert Column.of_bytes("up", [1_500_000, 10]).cells() == ["1.50", "0.00"]
+    assert time_column("train", [0.5, 12.25, None, math.nan]) == ("train\ns", ["0.5", "12.2", "–", "–"])
+    assert byte_column("up", [1_500_000, 10]).cells == ["1.50", "0.00"]
 
 
 def test_of_a_long_table_the_first_and_the_last_rows_are_shown() -> None:
-    rows = [[str(i), "x"] for i in range(10)]
-    shown, left_out = thinned(rows, 4)
-    assert [row[0] for row in shown] == ["0", "1", "…", "8", "9"]
-    assert left_out == 6
+    table = row_table("rounds", ("round", ""), [[str(i), "x"] for i in range(10)], "rounds", most=4, file="all.jsonl")
+    assert [row[0] for row in table.rows] == ["0", "1", "…", "8", "9"]
+    assert table.caption == "6 rounds are left out; all.jsonl has all of them."

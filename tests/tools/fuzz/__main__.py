@@ -25,7 +25,7 @@ from rich.table import Table
 
 from fuzz.catalogue import BROKEN, NAMES, TARGETS
 from fuzz.target import RESIDENT_SLACK_BYTES
-from gradbus.experiments.run.live import size
+from gradbus.experiments.amounts import size
 from gradbus.runtime.needs import install_line
 
 _START_S = 120.0  # on top of the time given: imports, seeds, and a corpus of an earlier run
