@@ -110,6 +110,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _turns.leave(keep=_is_alone(item) and _is_alone(nextitem))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a test that failed what its processes wrote."""
+    report = yield
+    if "warm" in sys.modules and (written := sys.modules["warm"].output()) and report.failed:
+        report.sections.append((f"Processes, until the end of {report.when}", written))
+    return report
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""

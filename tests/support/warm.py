@@ -6,9 +6,11 @@ in each helper, most processes of a whole run loaded half of their modules thems
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -17,10 +19,32 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _PATH = "PYTHONPATH"
+_output = tempfile.TemporaryFile("ab+")  # noqa: SIM115 - of the server and all processes that it forks
+atexit.register(_output.close)
 
 
 def start() -> None:
     """Start the server, unless it runs; does not wait until it has loaded everything."""
+    terminal = [os.dup(number) for number in (1, 2)]
+    for number in (1, 2):
+        os.dup2(_output.fileno(), number)
+    try:
+        _start()
+    finally:
+        for number, kept in zip((1, 2), terminal, strict=True):
+            os.dup2(kept, number)
+            os.close(kept)
+
+
+def output() -> str:
+    """What processes have written to stdout and stderr since this was asked last."""
+    size = os.fstat(_output.fileno()).st_size
+    text = os.pread(_output.fileno(), size, 0).decode(errors="replace")
+    _output.truncate(0)  # all append to it
+    return text
+
+
+def _start() -> None:
     _context.set_forkserver_preload(["warm_modules"])
     before = os.environ.get(_PATH)
     # The server knows sys.path only with Python 3.13, and would pass over a module that it does not find.
