@@ -246,7 +246,7 @@ def test_a_file_on_disk_is_refused(tmp_path: Path) -> None:
 def test_a_forked_child_keeps_nothing_open() -> None:
     segment = Segment(SIZE)
     text = "import sys; sys.path[:0] = [sys.argv[1]]; import memory_maps; print(memory_maps.open_files())"
-    support = str(Path(__file__).parents[1] / "support")
+    support = str(Path(__file__).parents[2] / "support")
     ran = subprocess.run([sys.executable, "-c", text, support], capture_output=True, check=True, close_fds=False)
     assert ran.stdout.split() == [b"0"]
     assert np.count_nonzero(segment.memory[FREE_FROM:]) == 0

@@ -21,7 +21,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "frames.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "frames.json"
 REASONS = {"short", "magic", "version", "kind", "limits", "crc", "name"}
 
 

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support"))
 
 from bus_helpers import BODIES, CHIEF, CLIENT, MIB, MODEL, UPDATE, delays_of_the_loop, payload_from, reads
 
