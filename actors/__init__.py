@@ -1,7 +1,7 @@
 """The actors: a controller and its clients, workers, and the pure decision objects beside them."""
 
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.aggregation.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy
 from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.data_parallel.worker import Worker

@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import Limited
-from gradbus.actors.aggregation.norms import l2_norm
+from gradbus.actors.aggregation.clipping import Limited, l2_norm
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.aggregation.strategy import FedAvg, Strategy
+from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.experiments import bench_parts
 from gradbus.experiments.bench_parts import Part, Taken

@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.json_text import parse_json, read_text
@@ -356,3 +356,15 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@torch.no_grad()
+def copy_state(model: nn.Module) -> dict[str, Any]:
+    """What ``model.state_dict()`` has, as tensors of their own on the CPU, for ``load_state_dict`` of such a model.
+
+    Tied parameters are there under all their names, each with a copy: file formats have no place for ties.
+    """
+    return {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+        for name, value in model.state_dict().items()
+    }

@@ -242,7 +242,7 @@ def file_of(name: str) -> str | None:
 
 def test_a_client_needs_nothing_of_the_controllers_half() -> None:
     controllers = {
-        f"actors/federated/{name}.py" for name in ("publish", "update_receiver", "clients", "liveness", "dispatch")
+        f"actors/federated/{name}.py" for name in ("publish", "updates_in", "clients", "liveness", "dispatch")
     }
     assert needs("actors/federated/controller.py") >= controllers
     assert needs("actors/federated/client.py") & controllers == set()

@@ -3,6 +3,14 @@
 A client that lies can still turn its update in any direction; with a limit on the norm it moves the model no further
 than an honest one (Sun et al., Can You Really Backdoor Federated Learning?, arXiv:1911.07963), and with a limit on the
 samples it has no more weight.
+
+The number of samples that a client announces cannot be checked, so by default it counts up to a multiple of the median.
+The median is that of all clients that have counted in the run so far, each with its newest announcement: as the
+controller committed it, so it is known before a round begins, does not depend on the order in which updates come, and
+is the same after a restart. Only the first round has nothing to go by. There updates wait, where they are, until all
+expected clients have offered theirs, and the median is that of these offers. The same holds while only one client has
+counted. Two numbers are enough against one client that lies: of an even number the median is the lower of the two in
+the middle.
 """
 
 from __future__ import annotations
@@ -11,13 +19,83 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 from torch import Tensor
 
-from gradbus.actors.aggregation.sample_cap import CAPPED
-from gradbus.actors.aggregation.strategy import Strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.codecs import DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import FederatedConfig
+
+_BLOCK_ELEMS = 30 * 1024  # stays in the cache
+
+
+def l2_norm(vector: Tensor) -> float:
+    """Of a float32 vector on the CPU; infinite or NaN where it is too large or not finite."""
+    values = vector.detach().numpy()
+    blocks = (values[start : start + _BLOCK_ELEMS] for start in range(0, len(values), _BLOCK_ELEMS))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(sum(float(np.dot(block, block)) for block in blocks))
+
+
+def l2_distance(a: Tensor, b: Tensor) -> float:
+    """The norm of ``a - b``, float32 vectors of one shape (D,) on the CPU."""
+    left, right = a.detach().numpy(), b.detach().numpy()
+    scratch = np.empty(min(_BLOCK_ELEMS, len(left)), np.float32)
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(left), _BLOCK_ELEMS):
+            block = scratch[: len(left) - start]
+            np.subtract(left[start : start + len(block)], right[start : start + len(block)], out=block)
+            total += float(np.dot(block, block))
+    return math.sqrt(total)
+
+
+CAPPED = "samples capped"  # in the marks of a round's report
+ENOUGH = 2  # clients whose samples are known, to say what is typical
+
+
+class SampleCap:
+    """The cap of one round at a time. Without ``times`` there is none.
+
+    Attributes:
+        cap: most samples that an update counts as; None: there is no limit, or it is not known yet.
+    """
+
+    def __init__(self, times: float | None) -> None:
+        """``times``: how many typical clients one may weigh, 1 or more."""
+        self._times = times
+        self._round_id = -1
+        self._known: Mapping[int, int] = {}
+        self.cap: int | None = None
+
+    def begin(self, round_id: int, known: Mapping[int, int]) -> None:
+        """A round begins, or another attempt at it, which changes nothing. ``known``: samples of each client that has
+        counted before."""
+        if round_id != self._round_id:
+            self._round_id, self._known, self.cap = round_id, known, None
+            if len(known) >= ENOUGH:
+                self.settle({})
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether updates can be weighed now."""
+        return self._times is None or self.cap is not None
+
+    def clients(self, announced: Mapping[int, int]) -> int:
+        """Of how many clients the samples are known, with these offers."""
+        return len(self._known.keys() | announced.keys())
+
+    def settle(self, announced: Mapping[int, int]) -> None:
+        """Too little is known of earlier rounds: by these offers as well, then; samples of each client."""
+        ordered = sorted({**self._known, **announced}.values())
+        if not self.is_settled and self._times is not None and ordered:
+            self.cap = max(1, int(self._times * ordered[(len(ordered) - 1) // 2]))
+
+    def weight(self, num_samples: int) -> int:
+        """What an update of so many samples counts as."""
+        return num_samples if self.cap is None else min(num_samples, self.cap)
+
 
 _BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
 
@@ -105,3 +183,18 @@ def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -
             yield block
         else:
             yield DenseBlock(block.start, block.values - base[block.start : block.start + block.values.numel()])
+
+
+def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
+    """The strategy, behind the limits that the configuration sets, if it sets any. A cap on samples that goes by the
+    median is the intake's business: see :func:`sample_cap`."""
+    fixed = None if config.cap_samples == "median" else config.cap_samples
+    if config.clip_norm is None and fixed is None:
+        return strategy
+    return Limited(strategy, clip_norm=config.clip_norm, cap_samples=fixed)
+
+
+def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
+    """The cap on samples that goes by the median, where it is set and the strategy weighs samples at all."""
+    by_median = config.cap_samples == "median" and strategy.weighs_samples
+    return SampleCap(config.cap_times_median if by_median else None)

@@ -1,16 +1,171 @@
-"""Which strategy the configuration names, and the limits in front of it."""
+"""What the controller makes of the updates of a round: a strategy with begin, add and finish.
+
+All strategies here see the exact weighted mean ``delta`` of the clients' differences and treat it as a pseudo-gradient
+(Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2):
+
+    FedAvg    w <- w + delta                                  McMahan et al., AISTATS 2017
+    FedAvgM   v <- beta v + delta;  w <- w + eta v            Hsu et al., arXiv:1909.06335
+    FedAdam   m <- beta1 m + (1 - beta1) delta
+              v <- beta2 v + (1 - beta2) delta^2;  w <- w + eta m / (sqrt(v) + tau)
+"""
 
 from __future__ import annotations
 
-from gradbus.actors.aggregation.clipping import Limited
-from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from gradbus.actors.aggregation.sample_cap import SampleCap
-from gradbus.actors.aggregation.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradbus.actors.aggregation.exact_sum import ExactMean
+from gradbus.codecs import Parsed
 from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.errors import CheckpointError
+
+
+class NoRoom(ValueError):
+    """There is no memory for one more update. Its client is not to blame."""
+
+
+class Strategy(ABC):
+    """Turns the updates of a round into the next model. Called from the compute thread, one call at a time.
+
+    Attributes:
+        weighs_samples: an update of more samples weighs more. False: their number does not matter.
+    """
+
+    weighs_samples = True
+
+    @abstractmethod
+    def begin(self, round_id: int, base: Tensor) -> None:
+        """Start a round, or start it again.
+
+        Args:
+            round_id: the round.
+            base: float32, shape (D,): the model that the clients hold. It stays as it is until the round is finished.
+        """
+
+    @abstractmethod
+    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+        """Take in one update. It either counts in full or, with an exception, not at all.
+
+        Raises:
+            ValueError: the update cannot be used; the text says why.
+        """
+
+    @abstractmethod
+    def finish(self, weights: Tensor) -> None:
+        """Change ``weights``, float32, shape (D,), in place to the next model. At least one update has been added."""
+
+    @property
+    def name(self) -> str:
+        """For reports and checkpoints."""
+        return type(self).__name__
+
+    def check(self, config: FederatedConfig) -> None:  # noqa: B027 - most strategies work by any rules
+        """Asked once, before a run. Raises ConfigError: it cannot work by these rules."""
+
+    def marks(self) -> Mapping[str, tuple[int, ...]]:
+        """Clients of this round whose updates it did not take as they were, by what it did: for the round's report."""
+        return {}
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Tensors that have to be kept from round to round."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - a strategy without state has nothing to do
+        """Put back what :meth:`state` gave. Raises CheckpointError where it does not fit."""
+
+
+class FedAvg(Strategy):
+    """The mean of the clients' models, weighted by their samples."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._mean: ExactMean | None = None  # made at the first round: a controller that waits needs no sum
+        self._base: Tensor | None = None
+
+    def begin(self, round_id: int, base: Tensor) -> None:
+        if self._mean is None:
+            self._mean = ExactMean(self._dim)
+        self._mean.reset()
+        self._base = base
+
+    def add(self, client_id: int, update: Parsed, num_samples: int) -> None:
+        assert self._mean is not None, "begin() comes first"
+        assert self._base is not None
+        self._mean.add(update, base=self._base, num_samples=num_samples)
+
+    def finish(self, weights: Tensor) -> None:
+        assert self._mean is not None, "begin() comes first"
+        for place, delta in self._mean.blocks():
+            self._step(place, delta, weights[place])
+
+    def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
+        """Change one piece of the weights; ``delta`` is float64 and may be used up."""
+        weights.copy_(delta.add_(weights))
+
+
+class _WithBuffers(FedAvg):
+    """A strategy with float32 buffers of the size of the model."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self._buffers = {name: torch.zeros(dim) for name in self.names}
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self._buffers
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._buffers.items():
+            if name not in state or (state[name].shape, state[name].dtype) != (buffer.shape, buffer.dtype):
+                raise CheckpointError(
+                    f"the checkpoint holds no {name!r} of {self._dim} values for {type(self).__name__}: made with "
+                    f"another strategy or model. Use the same, or start afresh in another state directory"
+                )
+            buffer.copy_(state[name])
+
+
+class FedAvgM(_WithBuffers):
+    """FedAvg with momentum at the server."""
+
+    names = ("server_momentum",)
+
+    def __init__(self, dim: int, *, lr: float = 1.0, momentum: float = 0.9) -> None:
+        super().__init__(dim)
+        self._lr, self._momentum = lr, momentum
+
+    def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
+        velocity = self._buffers["server_momentum"][place]
+        velocity.mul_(self._momentum).add_(delta)
+        weights.add_(velocity, alpha=self._lr)
+
+
+class FedAdam(_WithBuffers):
+    """Adam at the server, without bias correction, as in the paper."""
+
+    names = ("server_m", "server_v")
+
+    def __init__(
+        self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
+    ) -> None:
+        super().__init__(dim)
+        self._lr, self._beta1, self._beta2, self._tau = lr, beta1, beta2, tau
+
+    def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
+        m, v = self._buffers["server_m"][place], self._buffers["server_v"][place]
+        delta32 = delta.to(torch.float32)
+        m.mul_(self._beta1).add_(delta32, alpha=1 - self._beta1)
+        v.mul_(self._beta2).addcmul_(delta32, delta32, value=1 - self._beta2)
+        weights.addcdiv_(m, v.sqrt().add_(self._tau), value=self._lr)
 
 
 def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
     """The strategy that the configuration names."""
+    from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+
     f, budget_bytes = config.byzantine, config.robust_budget_bytes
     match config.strategy:
         case "fedavg":
@@ -29,18 +184,3 @@ def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
             return Krum(dim, byzantine=f, budget_bytes=budget_bytes)
         case "multi_krum":
             return MultiKrum(dim, byzantine=f, keep=config.krum_keep, budget_bytes=budget_bytes)
-
-
-def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
-    """The strategy, behind the limits that the configuration sets, if it sets any. A cap on samples that goes by the
-    median is the intake's business: see :func:`sample_cap`."""
-    fixed = None if config.cap_samples == "median" else config.cap_samples
-    if config.clip_norm is None and fixed is None:
-        return strategy
-    return Limited(strategy, clip_norm=config.clip_norm, cap_samples=fixed)
-
-
-def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
-    """The cap on samples that goes by the median, where it is set and the strategy weighs samples at all."""
-    by_median = config.cap_samples == "median" and strategy.weighs_samples
-    return SampleCap(config.cap_times_median if by_median else None)

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.exchange import Exchange, ExchangeLabel, OwnState
+from gradbus.actors.data_parallel.exchanges.base import Exchange, ExchangeLabel, OwnState
 from gradbus.actors.data_parallel.replicas import describe_layout
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.runtime.checkpoint import (
@@ -28,8 +28,11 @@ from gradbus.runtime.checkpoint import (
     restore_random_numbers,
     tensor_of,
 )
+from gradbus.runtime.collectives import Group
+from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError
+from gradbus.runtime.logs import get_logger
 
 # What a run cannot change on its way: the state would not fit, or the place within the epoch would mean other batches.
 _KEPT = ("seed", "accumulation_steps")
@@ -274,3 +277,62 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+log = get_logger("worker")
+
+
+async def find_checkpoint(
+    group: Group, compute: ComputeThread, state: WorkerState, steps: Sequence[Sequence[int]], *,
+    has_completed: bool, timeout_s: float,
+) -> Checkpoint | None:  # fmt: skip
+    """This rank's part of the newest checkpoint that is there and whole on all ranks; None if no rank has any.
+
+    Args:
+        steps: those that each rank has.
+        has_completed: some rank knows of a checkpoint that all ranks had.
+
+    Raises:
+        CheckpointError: there are some, but none that all ranks can go on from.
+    """
+    faults: list[str] = []
+    if any(steps) and not all(steps) and not has_completed:
+        log.warning("starting afresh: the first checkpoint was never complete", steps=list(map(list, steps)))
+        await compute.run(state.forget_after, -1)
+        return None
+    for step in newest_common(steps):
+        checkpoint, fault, fits = None, "", True
+        try:
+            checkpoint = await compute.run(state.load, step)
+        except CheckpointError as error:
+            fault, fits = str(error), not isinstance(error, Misfit)
+        run_id = None if checkpoint is None else SavedRank.of(checkpoint).run_id
+        found = await group.all_gather_object(
+            "worker/checkpoint", [run_id, fault, fits], round_id=step, timeout_s=timeout_s
+        )
+        here = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
+        if not all(fits for _, _, fits in found):
+            raise Misfit("; ".join(here))
+        if here:
+            faults += here
+            continue
+        _check_one_run(step, [run for run, _, _ in found])
+        if faults:
+            log.warning("using an older checkpoint", step=step, damaged=faults)
+        assert checkpoint is not None
+        await compute.run(state.forget_after, step)
+        return checkpoint
+    if faults:
+        raise CheckpointError(
+            f"all checkpoints are damaged on some rank ({'; '.join(faults)}). Restore them from a backup, or move the "
+            f"state directories away to start afresh"
+        )
+    return None
+
+
+def _check_one_run(step: int, run_ids: list[Any]) -> None:
+    if len(set(run_ids)) > 1:
+        told = ", ".join(f"rank {rank} of run {run}" for rank, run in enumerate(run_ids))
+        raise CheckpointError(
+            f"the checkpoints of step {step} are of different runs: {told}. Give each rank the state_dir it had"
+        )

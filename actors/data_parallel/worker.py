@@ -17,21 +17,19 @@ from typing import Any
 
 from torch import nn
 
-from gradbus.actors.data_parallel.epoch_plan import EpochPlan
 from gradbus.actors.data_parallel.replicas import Replicas, check_equal, check_equal_layouts, describe_layout
 from gradbus.actors.data_parallel.report import EpochReport, WorkerSummary
-from gradbus.actors.data_parallel.resume import find_checkpoint
 from gradbus.actors.data_parallel.state import (
     Position,
     SavedRank,
     WorkerState,
+    find_checkpoint,
     position_of,
     restore_run,
 )
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import MakeExchange, Sending, ShardTraining
-from gradbus.actors.state_dict import copy_state
-from gradbus.runtime.checkpoint import Checkpoint
+from gradbus.actors.data_parallel.training import EpochPlan, MakeExchange, Sending, ShardTraining
+from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.data_parallel import DataParallelConfig

@@ -14,18 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from gradbus.actors.federated.client_heartbeat import Greeting
-from gradbus.actors.federated.client_status import Phase
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import Diverged, LocalTraining
-from gradbus.actors.federated.model_replica import ModelCopy
+from gradbus.actors.federated.global_model import ModelCopy, ModelMemory
+from gradbus.actors.federated.local_training import Diverged, LocalTraining, Residuals
 from gradbus.actors.federated.report import ClientSummary
-from gradbus.actors.federated.residuals import Residuals
 from gradbus.actors.federated.rounds import TRAINING_FAILED
-from gradbus.actors.federated.session import Orders
-from gradbus.actors.federated.shared_model_reader import ModelMemory
+from gradbus.actors.federated.session import Greeting, Orders, Phase
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.update_sender import ANSWERS, REPEAT_AFTER_S, Delivery
+from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, Delivery
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig

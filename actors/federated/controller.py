@@ -14,47 +14,150 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradbus import codecs
-from gradbus.actors.aggregation.sample_cap import CAPPED
-from gradbus.actors.aggregation.strategies import make_strategy, sample_cap, within_limits
-from gradbus.actors.aggregation.strategy import Strategy
+from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limits
+from gradbus.actors.aggregation.strategies import Strategy, make_strategy
 from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.codec_options import codec_options
-from gradbus.actors.federated.controller_status import MAX_NAMED
-from gradbus.actors.federated.dispatch import Reception
-from gradbus.actors.federated.duplicate_controller import Rivals, claim_job
-from gradbus.actors.federated.evaluation import Evaluation
-from gradbus.actors.federated.failures import Failures
+from gradbus.actors.federated.dispatch import Failures, Reception
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.liveness import Presence, unless_taken
-from gradbus.actors.federated.participation import NO_UPDATE
+from gradbus.actors.federated.liveness import MAX_NAMED, Presence, Rivals, claim_job, unless_taken
+from gradbus.actors.federated.local_training import codec_options
+from gradbus.actors.federated.participation import FOR_GOOD, NO_UPDATE, Conduct, Strike
 from gradbus.actors.federated.publish import Downlink
 from gradbus.actors.federated.report import Progress, RoundReport, report_of
-from gradbus.actors.federated.rounds import CLIENT_LOST, CLIENT_SILENT, FAILURES, TRAINING_FAILED, Outcome, Round
-from gradbus.actors.federated.selection import Attendance
+from gradbus.actors.federated.rounds import (
+    CLIENT_LOST,
+    CLIENT_SILENT,
+    FAILURES,
+    TRAINING_FAILED,
+    Gathering,
+    Outcome,
+    Round,
+)
 from gradbus.actors.federated.state import RunState
-from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.update_receiver import Intake
-from gradbus.actors.state_dict import copy_state
+from gradbus.actors.federated.task import EvalOutcome, FederatedTask
+from gradbus.actors.federated.updates_in import Intake
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.checkpoint import copy_state
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
+from gradbus.runtime.dds.missing_peers import WaitLog
+from gradbus.runtime.errors import BusError, GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import Failed
+from gradbus.runtime.wire.control import Failed, Refused
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
+_SHOWN = 20  # clients that a line names
+
 log = get_logger("controller")
+
+
+class Attendance:
+    """Waits for clients, and keeps those out whose conduct asks for it."""
+
+    def __init__(
+        self, bus: Bus, identity: Identity, members: Members, conduct: Conduct, config: FederatedConfig,
+        progress: Progress, *, sleep_until: Callable[[float], Awaitable[None]], changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``sleep_until``: waits until something happened, or until that time by ``time.monotonic``. ``changed``: the
+        table of members did."""
+        self._bus = bus
+        self._identity = identity
+        self._members = members
+        self._conduct = conduct
+        self._config = config
+        self._progress = progress
+        self._sleep_until = sleep_until
+        self._changed = changed
+
+    async def gather(self, round_id: int, accepted: Collection[int] = ()) -> None:
+        """The subscription barrier: enough clients are matched both ways and have been welcomed.
+
+        ``accepted``: clients that need not be there, for their updates count already.
+
+        Raises:
+            BarrierTimeout: they were not, for too long.
+        """
+        config, out = self._config, self._conduct.out(round_id)
+        self._progress.phase = "waiting"
+        kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
+        gathering = Gathering(
+            minimum=config.min_clients, expected=config.num_clients, now_s=time.monotonic(),
+            timeout_s=config.start_timeout_s, grace_s=config.start_grace_s,
+            what=f"round {round_id} cannot start{kept_out}: clients", excused=out,
+            doubt=lambda: self._bus.doubt, hint=self._bus.reach.advice,
+        )  # fmt: skip
+        waiting = WaitLog(log, self._bus.reach, job=self._bus.job, round=round_id)
+        while not gathering.may_start(ready := sorted({*accepted, *self.ready(round_id)}), time.monotonic()):
+            waiting.look(self._absent(gathering.missing(ready)), doubt=self._bus.doubt)
+            # Nothing tells when our own side has matched, which may be after the client's last word.
+            await self._sleep_until(min(gathering.next_check_s(), time.monotonic() + config.heartbeat_s))
+        if len(ready) < (config.num_clients or 0) - len(out):
+            log.warning("starting without all clients", ready=ready, expected=config.num_clients)
+
+    def _absent(self, missing: Collection[int]) -> list[str]:
+        """Clients that are waited for, for a line; one that has come and loads its data is no stranger."""
+        here = {member.client_id for member in self._members}
+        named = [f"client {number}{' (is here, not ready yet)' * (number in here)}" for number in missing]
+        return named[:_SHOWN] or ["some client"]
+
+    def ready(self, round_id: int) -> list[int]:
+        """Clients that said they are ready, as far as our own side is matched as well."""
+        ready = self._members.ready(round_id)
+        # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
+        return ready if self._bus.matched_readers(TrainCmd) and self._bus.matched_writers(ClientUpdate) else []
+
+    async def on_strike(self, strike: Strike) -> None:
+        """A client has sent a bad update."""
+        facts = {"client": strike.client_id, "round": strike.round_id, "reason": strike.reason, "strikes": strike.count}
+        if not strike.out_until:
+            log.warning("strike", **facts)
+            return
+        until = "for good" if strike.out_until == FOR_GOOD else f"until round {strike.out_until}"
+        log.error("client in quarantine", **facts, out=until, detail=strike.detail)
+        self._members.keep_out(strike.client_id, strike.out_until)
+        incarnation = self._members.incarnation_of(strike.client_id)
+        if strike.out_until == FOR_GOOD and incarnation is not None:
+            self._members.remove(strike.client_id, incarnation)
+            with contextlib.suppress(BusError):  # its next Hello is refused as well
+                await self._bus.publish(self._identity, Refused(strike.client_id, incarnation, strike.sentence))
+        self._changed()
+
+
+class Evaluation:
+    """Evaluates after every so many rounds, and after the last."""
+
+    def __init__(
+        self, task: FederatedTask, model: FlatModel, weights: Tensor, compute: ComputeThread, config: FederatedConfig
+    ) -> None:
+        self._task = task
+        self._model = model
+        self._weights = weights
+        self._compute = compute
+        self._config = config
+
+    async def after(self, round_id: int, progress: Progress) -> EvalOutcome | None:
+        """Quality of the weights as they are now, after this round; None if it is not due, or if the task has no way to
+        tell."""
+        every = self._config.eval_every
+        if not every or (round_id % every and round_id != self._config.rounds):
+            return None
+        progress.phase = "evaluating"
+        return await self._compute.run(self._evaluate)
+
+    def _evaluate(self) -> EvalOutcome | None:
+        self._model.hold(self._weights)
+        return self._task.evaluate(self._model.module)
 
 
 class Controller:

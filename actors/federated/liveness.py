@@ -1,24 +1,142 @@
-"""The controller's voice: that it lives, where it stands, and that it is over."""
+"""The controller's heartbeat, the watch over its clients, and the claim that it is the only controller of its job.
+
+Two controllers would pull the clients to and fro. So a controller listens before it sends anything: whoever
+commands this job already has a writer of commands, and publishes its status with every heartbeat. A controller that
+has died has neither, so that its successor need not wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.controller_status import status_of
-from gradbus.actors.federated.duplicate_controller import claim_job
 from gradbus.actors.federated.report import Progress
 from gradbus.actors.federated.rounds import Round
-from gradbus.actors.federated.update_receiver import Intake
+from gradbus.actors.federated.updates_in import Intake
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import Bye
+from gradbus.runtime.wire.control import Bye, Status
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import Identity, new_incarnation, process_name
+from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation, process_name
+
+MAX_NAMED = 64  # clients of each list, and half as many reasons: it is said twice a second
+
+
+def status_of(
+    progress: Progress,
+    round_: Round | None,
+    members: Members,
+    dropped: Mapping[str, int],
+    *,
+    run_id: int,
+    host: str,
+    now_s: float,
+) -> Status:
+    """What to say now.
+
+    Args:
+        round_: the open one, if there is one.
+        dropped: what was not counted since the last report.
+        host: this process, for people. now_s: ``time.monotonic``.
+    """
+    waited_for = [] if round_ is None else sorted(round_.open)[:MAX_NAMED]
+    last = progress.reports[-1] if progress.reports else None
+    total = Counter(progress.dropped) + Counter(dropped)
+    return Status(
+        run_id, progress.round_id, progress.phase, progress.ready, progress.expected, host,
+        minimum=progress.minimum, rounds=progress.rounds, clients=len(members),
+        round_s=0.0 if round_ is None else max(0.0, now_s - round_.opened_at_s),
+        left_s=0.0 if round_ is None else max(0.0, round_.deadline_at_s - now_s),
+        waited_for=waited_for, silent_s=[_silent_s(members, client_id, now_s) for client_id in waited_for],
+        out=sorted(progress.out)[:MAX_NAMED],
+        dropped={reason[:64]: count for reason, count in total.most_common(MAX_NAMED // 2)},
+        last_s=0.0 if last is None else last.seconds,
+        bytes_up=0 if last is None else last.bytes_up, bytes_down=0 if last is None else last.bytes_down,
+        accuracy=-1.0 if progress.accuracy is None else progress.accuracy,
+    )  # fmt: skip
+
+
+def _silent_s(members: Members, client_id: int, now_s: float) -> float:
+    heard_s = members.heard_at_s(client_id)
+    return 0.0 if heard_s is None else max(0.0, now_s - heard_s)
+
+
+LISTEN_S = 0.25  # with nobody there: discovery takes some tens of milliseconds
+HEARTBEATS = 3.5  # of ours, at least, with somebody there who says nothing
+_TICK_S = 0.05  # of listening at a time: however long one takes where this process stands still, it counts as no more
+_TIMES = 2  # heard once may be the last word of one that is gone
+
+
+class Rivals:
+    """Which other controllers are heard, as a pure object."""
+
+    def __init__(self, job: str, identity: Identity) -> None:
+        self._job = job
+        self._identity = identity
+        self._heard: dict[int, int] = {}
+
+    def hear(self, message: Message) -> JobTaken | None:
+        """What another controller's word means: the error that says who holds the job, if that is sure."""
+        if not isinstance(message, Control) or message.sender != CONTROLLER:
+            return None
+        other = message.incarnation
+        if other == self._identity.incarnation:
+            return None
+        if isinstance(message.body, Bye):
+            self._heard.pop(other, None)
+        if not isinstance(message.body, Status):
+            return None
+        self._heard = {other: self._heard.get(other, 0) + 1}
+        if self._heard[other] < _TIMES:
+            return None
+        status = message.body
+        return JobTaken(
+            f"job {self._job!r} has a controller already: {status.host or 'of an unknown host'}, {status.phase}, round "
+            f"{status.round_id} of run {status.run_id:016x}. Stop that one first, or choose another job (bus.job)"
+        )
+
+    def hear_early(self, message: Message) -> JobTaken | None:
+        """The same while two that began together both wait for clients: the one that began first goes on."""
+        earlier = isinstance(message, Control) and message.incarnation < self._identity.incarnation
+        return self.hear(message) if earlier else None
+
+
+async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_after_s: float = 0.0) -> None:
+    """Make sure that nobody else commands this job.
+
+    Args:
+        heartbeat_s: how often a controller says where it stands.
+        hangs_after_s: one that lives and has said nothing for so long hangs, and its job is taken over. An evaluation
+            in one call into C may hold its interpreter for seconds.
+
+    Raises:
+        JobTaken: somebody does.
+        ConfigError: this process is not the controller, as its key says.
+    """
+    rivals = Rivals(bus.job, identity)
+    own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
+    looked_s = time.monotonic()
+    heard_s = 0.0  # for how long this process has listened
+    until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s, hangs_after_s)
+    with bus.subscribe(Control, TrainCmd) as inbox:
+        while True:
+            bus.standing.check_controller()
+            now_s = time.monotonic()
+            heard_s, looked_s = heard_s + min(now_s - looked_s, _TICK_S), now_s
+            if heard_s >= until_s:  # also where clients talk without a pause
+                if heard_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
+                    return
+                until_s = min(longest_s, heard_s + LISTEN_S)  # for one that has died it is over when DDS knows
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(until_s - heard_s, _TICK_S)):
+                    if (taken := rivals.hear(await inbox.get())) is not None:
+                        raise taken
+
 
 BYE_S = 2.0  # how long clients are waited for at the end
 

@@ -1,16 +1,130 @@
-"""What has come of each client in this run: how often it counted, of how many samples it is, and why it did not.
+"""What has come of each client: strikes and quarantine, and how often its updates counted.
 
-A pure table, part of the checkpoint: a restart of the controller changes neither what a client may weigh nor who is
-named at the end of the run as never counted.
+An update is bad if no honest client can have made it: not what the codec writes, NaN or infinity, more bytes than the
+model needs, a number of samples out of range, values that the strategy cannot use. To come late, to be cut off, or to
+report that training failed is no strike.
+
+Pure tables, part of the checkpoint: a restart of the controller forgives nothing, and changes neither the weight of a
+client nor the list of those that never counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from pydantic import Field
+
+FOR_GOOD = 0x7FFF_FFFF  # a round that never comes
+MAX_TEXT = 200  # characters of a reason that are kept: part of it comes from the wire
+MAX_TOLD = 64  # strikes of a round that its report names
+MAX_KNOWN = 65_536  # clients with strikes: whoever can make up ids cannot make the table grow without end
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A bad update, and what follows from it.
+
+    Attributes:
+        client_id: whose. round_id: in which round.
+        reason: as in ``RoundReport.dropped``. detail: what exactly was wrong.
+        count: strikes that the client has with this one.
+        out_until: the first round in which it may take part again; 0: it goes on; FOR_GOOD: none.
+    """
+
+    client_id: int
+    round_id: int
+    reason: str
+    detail: str
+    count: int
+    out_until: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        what = f"strike {self.count} in round {self.round_id}: {self.reason}, {self.detail}"
+        if self.out_until == FOR_GOOD:
+            return f"out for good after {what}"
+        return f"out until round {self.out_until} after {what}" if self.out_until else what
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+class Conduct:
+    """Strikes by client id.
+
+    Back from quarantine a client has one strike less than it takes: the next one puts it back. One round brings a
+    client at most one strike, however often it tries.
+    """
+
+    def __init__(self, max_strikes: int, quarantine_rounds: int) -> None:
+        """A clean table.
+
+        Args:
+            max_strikes: with so many a client is kept out; 0: never.
+            quarantine_rounds: for so many rounds after this one; 0: for good.
+        """
+        self._max_strikes = max_strikes
+        self._quarantine_rounds = quarantine_rounds
+        self._last: dict[int, Strike] = {}  # in the order of the last strike
+        self._new: list[Strike] = []
+
+    def strike(self, client_id: int, round_id: int, reason: str, detail: str) -> Strike | None:
+        """A bad update has come. None: this client has got its strike of this round, or strikes are switched off."""
+        last = self._last.get(client_id)
+        if not self._max_strikes or (last is not None and last.round_id == round_id):
+            return None
+        count = 1 if last is None else min(last.count, self._max_strikes - bool(last.out_until)) + 1
+        out_until = 0
+        if count >= self._max_strikes:
+            out_until = min(round_id + 1 + self._quarantine_rounds, FOR_GOOD) if self._quarantine_rounds else FOR_GOOD
+        strike = Strike(client_id, round_id, reason, detail[:MAX_TEXT], count, out_until)
+        self._last.pop(client_id, None)
+        self._last[client_id] = strike
+        if len(self._last) > MAX_KNOWN:
+            self._forget_one(round_id)
+        if len(self._new) < MAX_TOLD:
+            self._new.append(strike)
+        return strike
+
+    def _forget_one(self, round_id: int) -> None:
+        at_large = (client_id for client_id, strike in self._last.items() if strike.out_until <= round_id)
+        del self._last[next(at_large, next(iter(self._last)))]
+
+    def out_until(self, client_id: int) -> int:
+        """The first round in which this client may take part, as far as its conduct goes; FOR_GOOD: none."""
+        last = self._last.get(client_id)
+        return 0 if last is None else last.out_until
+
+    def why_out(self, client_id: int, round_id: int) -> str | None:
+        """Why this client may not take part in a round; None: it may."""
+        last = self._last.get(client_id)
+        if last is None or last.out_until <= round_id:
+            return None
+        return f"client {client_id} is in quarantine, {last.sentence}"
+
+    def out(self, round_id: int) -> dict[int, int]:
+        """Clients that may not take part in a round, and until which."""
+        return {i: strike.out_until for i, strike in sorted(self._last.items()) if strike.out_until > round_id}
+
+    def take_new(self) -> tuple[Strike, ...]:
+        """Strikes since this was asked last, oldest first: the first MAX_TOLD of them."""
+        new, self._new = tuple(self._new), []
+        return new
+
+    def state(self) -> list[dict[str, Any]]:
+        """What a restart has to know, for JSON."""
+        return [strike.to_json() for strike in list(self._last.values())]
+
+    def load_state(self, state: Iterable[Strike]) -> None:
+        """Put back what :meth:`state` gave. Nothing, where strikes are switched off by now."""
+        if not self._max_strikes:
+            return
+        self._last = {strike.client_id: strike for strike in state}
+
 
 MAX_KNOWN = 65_536  # clients: whoever can make up ids cannot make the table grow without end
 MAX_TURNED_AWAY = 1024  # as long as so many are known

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.actors.aggregation.norms import l2_norm
+from gradbus.actors.aggregation.clipping import l2_norm
 from gradbus.actors.federated.clients import Members
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport

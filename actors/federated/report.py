@@ -1,17 +1,203 @@
-"""What a round leaves behind: one object, for a table, a log line, a file or a metric."""
+"""What a round leaves behind: one report, for a table, a log line, a file or a metric, with a timeline for each client.
+
+Clocks of different machines are not compared. The controller notes by its own clock when it gave the command, when a
+client's offer came, when it granted, had all bytes and had added them. A client reports in its offer how long it
+waited, trained and encoded, as durations by *its* clock. Laid together: a client's own durations end where its offer
+came in, for it offers as soon as it has encoded. What is left between the command and them is the way of the two small
+messages, which nobody can tell apart without a common clock; it is called ``send`` and put in front. These durations
+are only drawn, never used: those that do not fit between command and offer are scaled down.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradbus.actors.federated.quarantine import Strike
-from gradbus.actors.federated.timeline import ClientTimeline
+from gradbus.actors.federated.participation import Strike
+from gradbus.runtime.wire.control import Offer
 
 if TYPE_CHECKING:
     from gradbus.actors.federated.rounds import Outcome, Round
-    from gradbus.actors.federated.update_receiver import Intake
+    from gradbus.actors.federated.updates_in import Intake
+
+MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports
+ROUND_S = 6  # digits: microseconds
+
+
+class Piece(NamedTuple):
+    """One part of a timeline.
+
+    Attributes:
+        phase: send, wait, train, encode, queue, upload or decode.
+        start_s, end_s: since the round's first command.
+    """
+
+    phase: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTimeline:
+    """How the update of one client came to count in a round.
+
+    Moments are seconds since the round's first command, by the controller's clock.
+
+    Attributes:
+        client_id: who. num_bytes: of the encoded update.
+        commanded_s: the command that it answers was given; later than 0 when the round was tried again.
+        offered_s: its offer came in. granted_s: it was told to send; None if its update was read without sending.
+        received_s: all of the update was there. adding_s: its turn to be decoded and added. counted_s: it was in the
+            sum.
+        wait_s: from hearing the command to the start of training: for the model, or for work before to end.
+        train_s: training. encode_s: encoding. These three are durations by the client's clock, in this order.
+        update_norm: L2 norm of the difference that training made. residual_norm: of what the codec still owes after
+            this update. None where the client did not say, or said nothing finite.
+    """
+
+    client_id: int
+    num_bytes: int = 0
+    commanded_s: float = 0.0
+    offered_s: float = 0.0
+    granted_s: float | None = None
+    received_s: float = 0.0
+    adding_s: float = 0.0
+    counted_s: float = 0.0
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    encode_s: float = 0.0
+    update_norm: float | None = None
+    residual_norm: float | None = None
+
+    def pieces(self) -> list[Piece]:
+        """From the command to the sum without a gap, in order; those of no length are left out."""
+        span_s = max(0.0, self.offered_s - self.commanded_s)
+        own_s = [max(0.0, self.wait_s), max(0.0, self.train_s), max(0.0, self.encode_s)]
+        scale = min(1.0, span_s / sum(own_s)) if sum(own_s) > 0 else 0.0
+        wait_s, train_s, encode_s = (scale * duration_s for duration_s in own_s)
+        granted_s = self.received_s if self.granted_s is None else self.granted_s
+        ends = {
+            "send": self.offered_s - encode_s - train_s - wait_s,
+            "wait": self.offered_s - encode_s - train_s,
+            "train": self.offered_s - encode_s,
+            "encode": self.offered_s,
+            "queue": granted_s,
+            "upload": self.received_s,
+            "queue to be added": self.adding_s,
+            "decode": self.counted_s,
+        }
+        found, at_s = [], self.commanded_s
+        for phase, end_s in ends.items():
+            if end_s > at_s:
+                found.append(Piece(phase.split()[0], at_s, end_s))
+                at_s = end_s
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object, times to the microsecond."""
+        return {k: round(v, ROUND_S) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+@dataclass(slots=True)
+class _Marks:
+    transfer: tuple[int, int]  # incarnation, number
+    offered_s: float
+    granted_s: float | None = None
+    received_s: float | None = None
+    adding_s: float | None = None
+
+
+class RoundTiming:
+    """Notes the moments of one round after another, on the controller's clock. It decides nothing.
+
+    There is at most one entry for each client that may send in the round, and :data:`MAX_CLIENTS` timelines: those that
+    counted last, for it is they that the round waited for.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._origin_s: float | None = None  # the first command
+        self._commands: deque[float] = deque(maxlen=16)  # one for each attempt, the newest
+        self._marks: dict[int, _Marks] = {}
+        self._done: deque[ClientTimeline] = deque(maxlen=MAX_CLIENTS)
+
+    def begin(self) -> None:
+        """A new round."""
+        self._origin_s = None
+        self._commands.clear()
+        self._marks.clear()
+        self._done.clear()
+
+    def commanded(self) -> None:
+        """A command is about to be sent."""
+        self._commands.append(self._clock())
+        if self._origin_s is None:
+            self._origin_s = self._commands[0]
+
+    def offered(self, client_id: int, incarnation: int, offer: Offer) -> None:
+        """An offer came in. One that is repeated counts from the first time on."""
+        known = self._marks.get(client_id)
+        if known is None or known.transfer != (incarnation, offer.transfer):
+            self._marks[client_id] = _Marks((incarnation, offer.transfer), self._clock())
+
+    def granted(self, client_id: int) -> None:
+        """The client is told to send; said again, it counts from the first time on."""
+        marks = self._marks.get(client_id)
+        if marks is not None and marks.granted_s is None:
+            marks.granted_s = self._clock()
+
+    def received(self, client_id: int) -> None:
+        """All bytes are there."""
+        marks = self._marks.get(client_id)
+        if marks is not None:
+            marks.received_s = self._clock()
+
+    def adding(self, client_id: int) -> None:
+        """The update is being decoded and added."""
+        marks = self._marks.get(client_id)
+        if marks is not None:
+            marks.adding_s = self._clock()
+
+    def counted(self, client_id: int, offer: Offer) -> None:
+        """It is in the sum."""
+        marks = self._marks.pop(client_id, None)
+        if marks is None or self._origin_s is None:
+            return
+        origin_s, now_s = self._origin_s, self._clock()
+        adding_s = now_s if marks.adding_s is None else marks.adding_s
+        received_s = adding_s if marks.received_s is None else marks.received_s
+        # A command that is given again is no news to a client at work. The newest that leaves room for its work is the
+        # one that it answers.
+        began_s = marks.offered_s - offer.wait_s - offer.train_s - offer.encode_s
+        commanded_s = next((at_s for at_s in reversed(self._commands) if at_s <= began_s), origin_s)
+        timeline = ClientTimeline(
+            client_id=client_id, num_bytes=offer.total_bytes,
+            commanded_s=commanded_s - origin_s, offered_s=marks.offered_s - origin_s,
+            granted_s=None if marks.granted_s is None else marks.granted_s - origin_s,
+            received_s=received_s - origin_s, adding_s=adding_s - origin_s, counted_s=now_s - origin_s,
+            wait_s=offer.wait_s, train_s=offer.train_s, encode_s=offer.encode_s,
+            update_norm=_norm(offer.update_norm), residual_norm=_norm(offer.residual_norm),
+        )  # fmt: skip
+        self._done.append(timeline)
+
+    def timelines(self) -> tuple[ClientTimeline, ...]:
+        """Of the clients that count so far, by client id."""
+        return tuple(sorted(self._done, key=lambda timeline: timeline.client_id))
+
+    @property
+    def first_command_s(self) -> float:
+        """When the round's first command was given, by this object's clock; now, if there was none yet."""
+        return self._clock() if self._origin_s is None else self._origin_s
+
+
+def _norm(said: float) -> float | None:
+    """What a client said, if it is a norm at all; -1 stands for none."""
+    return said if math.isfinite(said) and said >= 0 else None
+
 
 TIMELINES_IN_MEMORY = 16  # newest rounds whose timelines stay in a list of reports; run directories keep all
 NAMED_IN_CHECKPOINT = 16  # newest rounds of which a checkpoint names clients; it is written in every round

@@ -16,10 +16,9 @@ import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor, nn
 
-from gradbus.actors.aggregation.strategy import Strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.participation import Entry, Participation
-from gradbus.actors.federated.quarantine import MAX_KNOWN, Conduct, Strike
+from gradbus.actors.federated.participation import MAX_KNOWN, Conduct, Entry, Participation, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
 from gradbus.runtime.checkpoint import (
     Checkpoint,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.actors.data_parallel.exchange import OwnState, load_optimizer_tensors, optimizer_tensors
+from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs.finite import are_finite
 from gradbus.codecs.quantize import quantize
 from gradbus.runtime.collectives import Group, Handle

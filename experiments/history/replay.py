@@ -63,8 +63,8 @@ class _Replay:
     def __init__(self, run: RunHistory, finding: InvariantResult, opening: Event) -> None:
         import numpy as np
 
-        from gradbus.actors.aggregation.strategies import make_strategy, within_limits
-        from gradbus.actors.aggregation.strategy import FedAvg
+        from gradbus.actors.aggregation.clipping import within_limits
+        from gradbus.actors.aggregation.strategies import FedAvg, make_strategy
         from gradbus.runtime.config.federated import FederatedConfig
 
         self._folder = run.directory / "payloads"

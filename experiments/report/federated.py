@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import median_high
 
-from gradbus.actors.federated.quarantine import FOR_GOOD, Strike
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.participation import FOR_GOOD, Strike
+from gradbus.actors.federated.report import MAX_CLIENTS, ClientTimeline, RoundReport
 from gradbus.actors.federated.rounds import Outcome
-from gradbus.actors.federated.timeline import MAX_CLIENTS, ClientTimeline
 from gradbus.experiments.amounts import duration, listed, percent, size
 from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as draw

@@ -12,8 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from gradbus.actors.data_parallel.report import EpochReport
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.timeline import ClientTimeline, Piece
+from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
 from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.reading import Span

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport
-from gradbus.actors.federated.controller_status import MAX_NAMED
-from gradbus.actors.federated.liveness import say_ended
+from gradbus.actors.federated.liveness import MAX_NAMED, say_ended
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.report.scalars import Scalars

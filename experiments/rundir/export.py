@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.state import SavedRank, restore_model
 from gradbus.actors.federated.state import SavedRun, restore_weights
-from gradbus.actors.state_dict import copy_state
 from gradbus.experiments.amounts import size
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.experiments.tasks import ConfiguredShardTask, ConfiguredTask
-from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore
+from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, copy_state
 from gradbus.runtime.config.federated import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 

@@ -106,7 +106,7 @@ class FederatedConfig(Settings):
         byzantine: how many of the clients of a round these shall bear; it decides the least ``min_clients``.
         krum_keep: updates that multi_krum averages; None: as many as it may.
         robust_budget_bytes: memory that these may take for the updates of a round.
-        server_lr, server_momentum, server_beta2, server_tau: its constants; see gradbus.actors.aggregation.strategy.
+        server_lr, server_momentum, server_beta2, server_tau: its constants; see gradbus.actors.aggregation.strategies.
         state_dir: where checkpoints go; None: none are made. keep_checkpoints: how many.
         resume: continue from the newest checkpoint in ``state_dir``, if there is one.
         init_path: safetensors file with the initial weights: one of our checkpoints, or the named tensors of the model.
@@ -119,7 +119,7 @@ class FederatedConfig(Settings):
             as they are announced, and one client may decide the model by a lie.
         cap_times_median: how many typical clients one may weigh at most, with ``cap_samples="median"``.
         clip_norm: an update whose L2 norm is larger is scaled down to it; None: none is.
-        max_strikes: a client with so many bad updates is kept out; 0: none is. See gradbus.actors.federated.quarantine.
+        max_strikes: a client with so many bad updates is kept out; 0: none is.
         quarantine_rounds: for so many rounds; 0: for good.
         history_dir: where what happened is noted, for ``gradbus check``; see testing/journal.py. None:
             nowhere. history_payloads: keep the bytes of all updates and models as well, so that every round can be

@@ -19,8 +19,9 @@ from patience import eventually
 from structlog.testing import capture_logs
 
 import gradbus
-from gradbus.actors.federated import publish, shared_model_reader
-from gradbus.actors.federated.timeline import RoundTiming
+from gradbus.actors.federated import global_model as shared_model_reader
+from gradbus.actors.federated import publish
+from gradbus.actors.federated.report import RoundTiming
 from gradbus.models import NullTask
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.shm import shared_payload

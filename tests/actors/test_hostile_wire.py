@@ -13,7 +13,8 @@ from dds_domains import new_domain
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.federated import session, update_sender
+from gradbus.actors.federated import session
+from gradbus.actors.federated import updates_out as update_sender
 from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.models import NullTask
 from gradbus.runtime.shm.segment import machine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from joining_hall import ONE, Hall
 
-from gradbus.actors.federated.model_replica import ModelCopy
+from gradbus.actors.federated.global_model import ModelCopy
 from gradbus.runtime.security.identity.model_signature import sign_model
 from gradbus.runtime.security.identity.node import ControllerStanding, MemberStanding
 from gradbus.runtime.wire import frames

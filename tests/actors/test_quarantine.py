@@ -14,10 +14,10 @@ import torch
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import selection
+from gradbus.actors.federated import controller as selection
 from gradbus.actors.federated.local_training import LocalTraining
-from gradbus.actors.federated.quarantine import FOR_GOOD
-from gradbus.actors.federated.start_condition import Gathering
+from gradbus.actors.federated.participation import FOR_GOOD
+from gradbus.actors.federated.rounds import Gathering
 from gradbus.models import NullTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import make_strategy
-from gradbus.actors.data_parallel.exchange import ExchangeLabel
+from gradbus.actors.data_parallel.exchanges.base import ExchangeLabel
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import (
     Position,
@@ -27,9 +27,9 @@ from gradbus.actors.data_parallel.state import (
     restore_run,
 )
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.quarantine import Strike
+from gradbus.actors.federated.local_training import Residuals
+from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.residuals import Residuals
 from gradbus.actors.federated.state import RunState, SavedRun
 from gradbus.experiments.rundir.directory import json_text, totals
 from gradbus.runtime import checkpoint as module

@@ -23,7 +23,8 @@ from patience import PATIENT_S, soonest
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradbus
-from gradbus.actors.federated import update_receiver, update_sender
+from gradbus.actors.federated import updates_in as update_receiver
+from gradbus.actors.federated import updates_out as update_sender
 from gradbus.experiments.examples.embed_aiohttp import FederatedService, make_app
 from gradbus.models import NullTask
 

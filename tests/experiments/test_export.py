@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gradbus.actors.aggregation.strategies import make_strategy
-from gradbus.actors.data_parallel.exchange import ExchangeLabel
+from gradbus.actors.data_parallel.exchanges.base import ExchangeLabel
 from gradbus.actors.data_parallel.state import Position, WorkerState
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.report import RoundReport

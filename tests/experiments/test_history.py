@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.aggregation.strategy import FedAvg
+from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from gradbus.actors import Progress, RoundReport
-from gradbus.actors.federated.quarantine import Strike
-from gradbus.actors.federated.timeline import ClientTimeline
+from gradbus.actors.federated.participation import Strike
+from gradbus.actors.federated.report import ClientTimeline
 from gradbus.experiments import bench_rows
 from gradbus.experiments.amounts import size
 from gradbus.experiments.cli import import_object

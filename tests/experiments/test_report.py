@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.actors.federated.quarantine import Conduct
-from gradbus.actors.federated.report import RoundReport
-from gradbus.actors.federated.timeline import ClientTimeline
+from gradbus.actors.federated.participation import Conduct
+from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.experiments.amounts import duration
 from gradbus.experiments.report.build import page_of
 from gradbus.experiments.report.page import byte_column, render, row_table, time_column

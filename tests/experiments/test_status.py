@@ -19,7 +19,8 @@ from identities import Identities
 from patience import PATIENT_S
 
 import gradbus
-from gradbus.actors.federated import update_receiver, update_sender
+from gradbus.actors.federated import updates_in as update_receiver
+from gradbus.actors.federated import updates_out as update_sender
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status

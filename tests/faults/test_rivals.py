@@ -19,8 +19,8 @@ from federation import Federation
 from patience import until
 
 import gradbus
-from gradbus.actors.federated import duplicate_controller
-from gradbus.actors.federated.duplicate_controller import Rivals, claim_job
+from gradbus.actors.federated import liveness as duplicate_controller
+from gradbus.actors.federated.liveness import Rivals, claim_job
 from gradbus.experiments.history.reader import read_history
 from gradbus.runtime.errors import JobTaken
 from gradbus.runtime.wire.control import Bye, Leave, Status

@@ -19,8 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.clients import Answer, Members
-from gradbus.actors.federated.rounds import Outcome, Round
-from gradbus.actors.federated.start_condition import Gathering
+from gradbus.actors.federated.rounds import Gathering, Outcome, Round
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 

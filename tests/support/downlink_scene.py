@@ -17,7 +17,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.federated import publish as downlink_module
 from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.model_replica import ModelCopy
+from gradbus.actors.federated.global_model import ModelCopy
 from gradbus.actors.federated.publish import Downlink
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread

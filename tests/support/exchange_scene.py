@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.dense_exchange import DenseExchange
-from gradbus.actors.data_parallel.dgc_exchange import DgcExchange
-from gradbus.actors.data_parallel.exchange import Exchange
+from gradbus.actors.data_parallel.exchanges.base import Exchange
+from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
+from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 

@@ -33,7 +33,9 @@ import torch
 import gradbus
 from gradbus.actors import Client, Controller
 from gradbus.actors.federated import controller as controller_module
-from gradbus.actors.federated import liveness, shared_model_reader, update_receiver
+from gradbus.actors.federated import global_model as shared_model_reader
+from gradbus.actors.federated import liveness
+from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated.clients import Answer, Members
 from gradbus.actors.federated.rounds import Round
 from gradbus.models import NullTask

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategy import FedAvg
-from gradbus.actors.federated import update_receiver as intake_module
-from gradbus.actors.federated.quarantine import Conduct, Strike
+from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.federated import updates_in as intake_module
+from gradbus.actors.federated.participation import Conduct, Strike
 from gradbus.actors.federated.rounds import Round
-from gradbus.actors.federated.update_receiver import Intake
+from gradbus.actors.federated.updates_in import Intake
 from gradbus.codecs import Parsed
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.shm.shared_payload import PayloadMemory

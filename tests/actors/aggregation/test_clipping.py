@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import Limited, clipped
+from gradbus.actors.aggregation.clipping import Limited, clipped, within_limits
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.robust import CoordinateMedian
-from gradbus.actors.aggregation.strategies import within_limits
-from gradbus.actors.aggregation.strategy import FedAdam, FedAvg
+from gradbus.actors.aggregation.strategies import FedAdam, FedAvg
 from gradbus.codecs import DenseBlock, Parsed
 from gradbus.runtime.config.federated import FederatedConfig
 

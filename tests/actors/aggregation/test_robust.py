@@ -16,10 +16,16 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation import robust
 from gradbus.actors.aggregation.exact_sum import OutOfRange
-from gradbus.actors.aggregation.order_statistics import sort_rows, sorting_network
-from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, Robust, TrimmedMean
-from gradbus.actors.aggregation.strategies import make_strategy
-from gradbus.actors.aggregation.strategy import NoRoom
+from gradbus.actors.aggregation.robust import (
+    CoordinateMedian,
+    Krum,
+    MultiKrum,
+    Robust,
+    TrimmedMean,
+    sort_rows,
+    sorting_network,
+)
+from gradbus.actors.aggregation.strategies import NoRoom, make_strategy
 from gradbus.codecs import Parsed
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError

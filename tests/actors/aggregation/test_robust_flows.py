@@ -16,7 +16,8 @@ from dds_domains import new_domain
 
 import gradbus
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import make_strategy, within_limits
+from gradbus.actors.aggregation.clipping import within_limits
+from gradbus.actors.aggregation.strategies import make_strategy
 from gradbus.models import NullTask
 from gradbus.runtime.errors import ConfigError
 

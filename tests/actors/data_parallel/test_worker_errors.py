@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from gradbus.actors import Worker
-from gradbus.actors.data_parallel.dense_exchange import DenseExchange
+from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
 from gradbus.models import ClassificationTask
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig

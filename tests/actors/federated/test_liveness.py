@@ -14,9 +14,8 @@ import pytest
 from gradbus.actors.federated import dispatch as reception_module
 from gradbus.actors.federated import liveness
 from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.controller_status import status_of
 from gradbus.actors.federated.dispatch import Reception
-from gradbus.actors.federated.liveness import Presence
+from gradbus.actors.federated.liveness import Presence, status_of
 from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
 from gradbus.runtime.wire.frames import CONTROLLER

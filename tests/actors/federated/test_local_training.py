@@ -13,8 +13,7 @@ from torch import nn
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import LocalTraining, Update
-from gradbus.actors.federated.residuals import Residuals
+from gradbus.actors.federated.local_training import LocalTraining, Residuals, Update
 from gradbus.models.results import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.wire.control import Receipt, Welcome

@@ -11,14 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import make_strategy
-from gradbus.actors.aggregation.strategy import Strategy
+from gradbus.actors.aggregation.strategies import Strategy, make_strategy
 from gradbus.actors.federated import state as state_module
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.quarantine import Strike
-from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.participation import Strike
+from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.actors.federated.state import RunState
-from gradbus.actors.federated.timeline import ClientTimeline
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError

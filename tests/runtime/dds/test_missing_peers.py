@@ -10,7 +10,8 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import client, selection
+from gradbus.actors.federated import client
+from gradbus.actors.federated import controller as selection
 from gradbus.models import NullTask
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.dds import missing_peers

@@ -14,7 +14,7 @@ from intake_hall import DIM, MAX_SAMPLES, RUN, Hall, Sender, deliver, hall_of, r
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategy import NoRoom
+from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.federated.rounds import Round
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt

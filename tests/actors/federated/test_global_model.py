@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.federated import model_replica
-from gradbus.actors.federated.model_replica import ModelCopy
+from gradbus.actors.federated import global_model as model_replica
+from gradbus.actors.federated.global_model import ModelCopy
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob

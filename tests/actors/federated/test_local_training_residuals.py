@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbus.actors.federated.residuals import Residuals
+from gradbus.actors.federated.local_training import Residuals
 from gradbus.runtime.errors import CheckpointError
 
 RUN = 0xABC

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated import quarantine as module
-from gradbus.actors.federated.quarantine import FOR_GOOD, MAX_TEXT, MAX_TOLD, Conduct, Strike
+from gradbus.actors.federated import participation as module
+from gradbus.actors.federated.participation import FOR_GOOD, MAX_TEXT, MAX_TOLD, Conduct, Strike
 
 
 def struck(conduct: Conduct, client_id: int, *rounds: int) -> None:

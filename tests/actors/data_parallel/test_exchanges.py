@@ -9,8 +9,8 @@ import torch
 from exchange_scene import Calls, Scene, network
 
 from gradbus import codecs
-from gradbus.actors.data_parallel.dgc_exchange import DgcExchange, warmup_schedule
-from gradbus.actors.data_parallel.exchange import OwnState
+from gradbus.actors.data_parallel.exchanges.base import OwnState
+from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange, warmup_schedule
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, CollectiveError
 

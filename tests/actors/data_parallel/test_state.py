@@ -14,7 +14,7 @@ from ddp_scene import Outcome, make_task, succeeded, train
 from torch import nn
 
 from gradbus.actors import Worker
-from gradbus.actors.data_parallel.dense_exchange import DenseExchange
+from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
 from gradbus.actors.data_parallel.state import WorkerState, newest_common
 from gradbus.models import ClassificationTask
 from gradbus.runtime.checkpoint import CheckpointStore

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradbus import codecs
-from gradbus.actors.aggregation.sample_cap import ENOUGH, SampleCap
-from gradbus.actors.aggregation.strategy import NoRoom, Strategy
-from gradbus.actors.federated.quarantine import Conduct, Strike
-from gradbus.actors.federated.round_totals import Tally
-from gradbus.actors.federated.rounds import Round
-from gradbus.actors.federated.timeline import RoundTiming
+from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
+from gradbus.actors.aggregation.strategies import NoRoom, Strategy
+from gradbus.actors.federated.participation import Conduct, Strike
+from gradbus.actors.federated.report import RoundTiming
+from gradbus.actors.federated.rounds import Round, Tally
 from gradbus.codecs import CodecError, NonFiniteError
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.compute import ComputeThread

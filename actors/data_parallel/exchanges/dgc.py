@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.data_parallel.exchange import OwnState, load_optimizer_tensors, optimizer_tensors
+from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs import CodecError
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.config.data_parallel import DataParallelConfig

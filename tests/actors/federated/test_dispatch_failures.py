@@ -13,8 +13,8 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import failures
-from gradbus.actors.federated.failures import MAX_DISTINCT, MAX_TEXT, Failures
+from gradbus.actors.federated import dispatch as failures
+from gradbus.actors.federated.dispatch import MAX_DISTINCT, MAX_TEXT, Failures
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Round
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.models import NullTask
@@ -133,7 +133,7 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
     assert error.clients == (0, 1)
     here = "ZeroDivisionError: the user's own mistake, at "
     assert f"training failed on clients 0, 1: {here}" in str(error)
-    assert "test_failures.py:" in str(error)
+    assert "test_dispatch_failures.py:" in str(error)
     assert "Mend it there" in str(error)
     assert [f"training failed here: {here}" in str(end) for end in ends] == [True, True]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradbus
 from gradbus.actors import Client, Controller
-from gradbus.actors.aggregation.sample_cap import SampleCap
+from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round
 from gradbus.models import NullTask, TrainResult
 

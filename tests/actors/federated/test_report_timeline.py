@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.report import TIMELINES_IN_MEMORY, Progress, RoundReport
-from gradbus.actors.federated.timeline import MAX_CLIENTS, ClientTimeline, RoundTiming
+from gradbus.actors.federated.report import (
+    MAX_CLIENTS,
+    TIMELINES_IN_MEMORY,
+    ClientTimeline,
+    Progress,
+    RoundReport,
+    RoundTiming,
+)
 from gradbus.runtime.wire.control import Offer
 
 OFFER = Offer(5, 1, 7, 4_000, 600, 0.25, 2.0, 0.5, "", 1.0, 3.0, 0.75)  # waits 1 s, trains 2 s, encodes 0.5 s

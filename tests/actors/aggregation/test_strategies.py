@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import make_strategy
-from gradbus.actors.aggregation.strategy import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy, make_strategy
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 

@@ -16,7 +16,7 @@ import torch
 from intake_hall import DIM, Hall, Sender, deliver, hall_of, run_with
 
 from gradbus import codecs
-from gradbus.actors.federated import update_receiver
+from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated.rounds import Round
 from gradbus.runtime.dds.topics import TOPICS, ClientUpdate
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradbus.actors.federated.start_condition import Gathering
+from gradbus.actors.federated.rounds import Gathering
 from gradbus.runtime.errors import BarrierTimeout
 
 TIMEOUT_S = 120.0

@@ -1,0 +1,1 @@
+"""How the gradients of all ranks become one step of the optimizer: one file for each exchange."""
