@@ -81,8 +81,8 @@ def demo(
     hint: list[str] = []
 
     def action() -> None:
-        from gradbus.experiments.demo import DemoOptions
         from gradbus.experiments.run.commands import demo_run
+        from gradbus.experiments.run.demo import DemoOptions
 
         add_current_directory_to_path()
         options = DemoOptions(

@@ -1,7 +1,7 @@
-"""Plain UDP packets between two doctors, past DDS: what passes which way, up to which size, how the other is set up.
+"""Plain UDP datagrams between two doctors, past DDS: which pass which way, up to which size, and the other's settings.
 
-Each says several times a second who it is and whom it has heard, to the last pair of ports of its DDS domain, which
-the firewall rule for DDS lets through. Nothing that comes in decides about anything but lines of the report.
+Each sends its identity and those that it has received several times a second, to the last pair of ports of its DDS
+domain, which the firewall rule for DDS lets through. Whatever arrives affects nothing but lines of the report.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """How a doctor is set up.
+class DoctorIdentity:
+    """The settings of a doctor, as it sends them.
 
     Attributes:
-        name: random, of this start of it. host: of its machine. address: of its interface.
+        name: random, of this start. host: of its machine. address: of its interface.
         domain, job, profile: of its bus. security: level and id of the key.
     """
 
@@ -53,18 +53,19 @@ class Card:
 
 
 @dataclass(slots=True)
-class Heard:
-    """Another doctor.
+class RemoteDoctor:
+    """Another doctor, whose datagrams arrive here.
 
     Attributes:
-        hears_us: it says so. largest: bytes of the largest datagram of ours that it has got; ``got``: of its, here.
+        receives_us: our datagrams arrive there. largest_there: bytes of the largest of them; ``largest_here``: of the
+            largest that has arrived here.
     """
 
-    card: Card
+    identity: DoctorIdentity
     source: tuple[str, int]
-    hears_us: bool = False
-    largest: int = 0
-    got: int = 0
+    receives_us: bool = False
+    largest_there: int = 0
+    largest_here: int = 0
 
 
 def probe_ports(domain: int) -> tuple[int, int]:
@@ -74,17 +75,17 @@ def probe_ports(domain: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Packets:
-    """Sends and listens while :meth:`run` does.
+class Datagrams:
+    """Sends and receives while :meth:`run` does.
 
     Attributes:
-        heard: doctors by name. unreachable: why packets to an address cannot be sent, or are refused.
+        others: doctors by name. unreachable: why datagrams to an address cannot be sent, or are refused.
     """
 
-    card: Card
+    identity: DoctorIdentity
     peers: Sequence[str]
     size_bytes: int
-    heard: dict[str, Heard] = field(default_factory=dict)
+    others: dict[str, RemoteDoctor] = field(default_factory=dict)
     unreachable: dict[str, str] = field(default_factory=dict)
     _swept_s: float = 0.0
 
@@ -95,19 +96,19 @@ class Packets:
             listening = undo.enter_context(self._bound())
             loop.add_reader(listening, self._read, listening)
             undo.callback(loop.remove_reader, listening)
-            asking = {peer: undo.enter_context(_connected(peer, self.card.domain)) for peer in self.peers}
+            asking = {peer: undo.enter_context(_connected(peer, self.identity.domain)) for peer in self.peers}
             while True:
-                self._say(listening)
-                for peer, probe in asking.items():  # a connected socket is told when it is refused
+                self._announce(listening)
+                for peer, probe in asking.items():  # a connected socket gets an error when it is refused
                     self._ask(peer, probe)
                 await asyncio.sleep(_EVERY_S)
 
-    def of(self, address: str) -> Heard | None:
+    def of(self, address: str) -> RemoteDoctor | None:
         """The doctor at an address."""
-        return next((one for one in self.heard.values() if address in (one.card.address, one.source[0])), None)
+        return next((one for one in self.others.values() if address in (one.identity.address, one.source[0])), None)
 
     def _bound(self) -> socket.socket:
-        for port in probe_ports(self.card.domain):
+        for port in probe_ports(self.identity.domain):
             bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             bound.setblocking(False)
             try:
@@ -119,9 +120,9 @@ class Packets:
                 return bound
         raise last
 
-    def _say(self, sock: socket.socket) -> None:
-        targets = {(peer, port) for peer in self.peers for port in probe_ports(self.card.domain)}
-        targets |= {one.source for one in self.heard.values()}
+    def _announce(self, sock: socket.socket) -> None:
+        targets = {(peer, port) for peer in self.peers for port in probe_ports(self.identity.domain)}
+        targets |= {one.source for one in self.others.values()}
         for target in targets:
             self._send(sock, target)
             self._send(sock, target, self.size_bytes)
@@ -129,12 +130,12 @@ class Packets:
             self._swept_s = time.monotonic()
             for peer in self.peers:
                 for domain in range(_DOMAINS):
-                    if domain != self.card.domain:
+                    if domain != self.identity.domain:
                         self._send(sock, (peer, probe_ports(domain)[0]))
 
     def _send(self, sock: socket.socket, target: tuple[str, int], size: int = 0) -> None:
-        heard = {name: one.got for name, one in self.heard.items()}
-        fields = {**{name: getattr(self.card, name) for name in Card.__slots__}, "heard": heard}
+        received = {name: one.largest_here for name, one in self.others.items()}
+        fields = {**{name: getattr(self.identity, name) for name in DoctorIdentity.__slots__}, "heard": received}
         try:
             sock.sendto(self.packet_of(fields).ljust(size), target)
         except OSError as error:
@@ -159,17 +160,17 @@ class Packets:
                 data, source = sock.recvfrom(65_536)
             except BlockingIOError:
                 return
-            except OSError:  # what was sent before has been refused
+            except OSError:  # a datagram sent before was refused
                 continue
             self.take(data, source)
 
     @staticmethod
     def packet_of(fields: dict[str, Any]) -> bytes:
-        """The bytes of what a doctor says."""
+        """The bytes of a datagram."""
         return _MAGIC + json.dumps(fields).encode()
 
     def take(self, data: bytes, source: tuple[str, int]) -> None:
-        """A datagram has come, from a doctor or from anybody."""
+        """Take a datagram from any source; those that no doctor has sent are ignored."""
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not from a doctor
             self._on_packet(data, source)
 
@@ -177,22 +178,24 @@ class Packets:
         if not data.startswith(_MAGIC) or len(data) <= len(_MAGIC):
             return
         fields: dict[str, Any] = parse_json(data[len(_MAGIC) : len(_MAGIC) + 8192].decode().rstrip())
-        heard = fields.pop("heard")
-        texts = {name: plain_line(str(fields[name]))[:_MAX_TEXT] for name in Card.__slots__ if name != "domain"}
-        card = Card(**texts, domain=int(fields["domain"]))
-        if card.name == self.card.name or (card.name not in self.heard and len(self.heard) >= _MAX_DOCTORS):
+        received = fields.pop("heard")
+        texts = {
+            name: plain_line(str(fields[name]))[:_MAX_TEXT] for name in DoctorIdentity.__slots__ if name != "domain"
+        }
+        identity, own = DoctorIdentity(**texts, domain=int(fields["domain"])), self.identity.name
+        if identity.name == own or (identity.name not in self.others and len(self.others) >= _MAX_DOCTORS):
             return
-        one = self.heard.setdefault(card.name, Heard(card, source))
-        one.card, one.source = card, source
-        one.got = max(one.got, len(data))
-        one.hears_us = self.card.name in heard
-        one.largest = max(one.largest, int(heard.get(self.card.name, 0)))
+        one = self.others.setdefault(identity.name, RemoteDoctor(identity, source))
+        one.identity, one.source = identity, source
+        one.largest_here = max(one.largest_here, len(data))
+        one.receives_us = own in received
+        one.largest_there = max(one.largest_there, int(received.get(own, 0)))
 
 
 @contextlib.contextmanager
 def _connected(peer: str, domain: int) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.setblocking(False)
-        with contextlib.suppress(OSError):  # sending says why
+        with contextlib.suppress(OSError):  # sending raises the reason
             probe.connect((peer, probe_ports(domain)[0]))
         yield probe

@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 
 from gradbus.experiments.buses import open_bus
-from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Link
+from gradbus.experiments.peer_link import END, GOT, HERE, PEER, PING, ROOT, Arrivals, Link
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.errors import BusError
-from gradbus.runtime.wire.messages import Control
+from gradbus.runtime.wire.messages import Control, ModelBlob
 
 MET_WITHIN_S = 15.0  # of it some seconds are the start of a Python process, where the machine is busy
 _PING_BYTES = 64
@@ -22,17 +22,18 @@ _TRIPS = 200
 _TRANSFER_BYTES = 32 << 20
 _MEASURE_S = 1.5
 _STEP_S = 2.5  # deadline of a single answer
+_PEER_LIFETIME_S = 20.0  # even where the doctor is killed
 
 
 @dataclass(slots=True)
-class Measured:
-    """What came out; None: it did not come to that.
+class LocalMeasurement:
+    """The measurement with a second process of this machine; None: it ended before that.
 
     Attributes:
         fast_path: samples go through libddsc without the GIL.
-        discovery_s: from the moment that the second process opens its bus until its first word is here.
+        discovery_s: from the moment that the second process opens its bus until its first sample arrives.
         round_trip_s: of 64 bytes, median. throughput: bytes per second, in frames of 1 MiB.
-        fault: what went wrong, in words.
+        fault: the error, as text.
     """
 
     fast_path: bool | None = None
@@ -43,20 +44,20 @@ class Measured:
     met: bool = False
 
 
-async def measure(settings: BusSettings) -> Measured:
+async def measure(settings: BusSettings) -> LocalMeasurement:
     """Measure with these settings, in a job of its own.
 
     Raises:
         ConfigError, BusError: the bus cannot be opened.
     """
     settings = settings.model_copy(update={"job": f"doctor-{secrets.token_hex(4)}"})
-    found = Measured()
+    found = LocalMeasurement()
     async with open_bus(settings) as bus:
         found.fast_path = bus.fast_path
         with bus.subscribe(Control) as inbox:
             link = Link(bus, ROOT, inbox)
             peer = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "gradbus.experiments.doctor.local_peer", settings.model_dump_json(),
+                sys.executable, "-P", "-m", "gradbus.experiments.doctor.local_bus", settings.model_dump_json(),
                 stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             try:
@@ -68,7 +69,7 @@ async def measure(settings: BusSettings) -> Measured:
     return found
 
 
-async def _talk(link: Link, found: Measured) -> None:
+async def _talk(link: Link, found: LocalMeasurement) -> None:
     async with asyncio.timeout(MET_WITHIN_S):
         word = await link.meet(HERE)
     found.met = True
@@ -99,7 +100,7 @@ async def _expect(link: Link, wanted: str) -> None:
             pass
 
 
-async def _end(peer: asyncio.subprocess.Process, found: Measured) -> None:
+async def _end(peer: asyncio.subprocess.Process, found: LocalMeasurement) -> None:
     """The peer leaves by itself if it was told to; else it is ended, and its last line kept."""
     try:
         async with asyncio.timeout(1.0 if found.throughput is not None else 0.0):
@@ -110,3 +111,36 @@ async def _end(peer: asyncio.subprocess.Process, found: Measured) -> None:
     _, errors = await peer.communicate()
     if not found.met and errors.strip():
         found.fault = f"the second process ended with: {errors.decode(errors='replace').strip().splitlines()[-1]}"
+
+
+async def serve(settings: BusSettings) -> None:
+    """The second process: echo words and acknowledge transfers until the doctor ends it."""
+    opened_ns = time.monotonic_ns()  # the same clock for all processes of a machine
+    async with open_bus(settings) as bus:
+        with bus.subscribe(Control, ModelBlob) as inbox:
+            link = Link(bus, PEER, inbox)
+            answers: asyncio.Queue[str] = asyncio.Queue()  # bounded by the doctor, which waits for each
+            arrivals = Arrivals(lambda last: answers.put_nowait(f"{GOT} {last.frame.key.transfer}"))
+
+            async def answer() -> None:
+                while True:
+                    await link.say(await answers.get())
+
+            answering = asyncio.create_task(answer(), name="answer")
+            try:
+                word = await link.meet(f"{HERE} {opened_ns}")
+                while word != END:
+                    if word != HERE:
+                        await link.say(word)
+                    _, word = await link.hear(arrivals)
+            finally:
+                answering.cancel()
+
+
+async def _peer(settings: BusSettings) -> None:
+    async with asyncio.timeout(_PEER_LIFETIME_S):
+        await serve(settings)
+
+
+if __name__ == "__main__":
+    asyncio.run(_peer(BusSettings.model_validate_json(sys.argv[1])))

@@ -17,7 +17,7 @@ WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of data
 _JUMBO_MTU = 9000
 
 
-class Verdict(Enum):
+class Severity(Enum):
     """How good a finding is. Only BAD makes the doctor's exit code other than 0."""
 
     OK = "ok"
@@ -31,14 +31,14 @@ class Finding:
 
     name: str
     value: str
-    verdict: Verdict = Verdict.OK
+    severity: Severity = Severity.OK
     cure: str = ""
 
 
 def packages() -> list[Finding]:
     """Whether torch and Cyclone DDS can be loaded; nothing where they can."""
     faults = {name: fault_of(module) for name, module in (("torch", "torch"), ("cyclonedds", "cyclonedds.domain"))}
-    return [Finding(name, "cannot be used", Verdict.BAD, fault) for name, fault in faults.items() if fault]
+    return [Finding(name, "cannot be used", Severity.BAD, fault) for name, fault in faults.items() if fault]
 
 
 def machine(settings: BusSettings) -> list[Finding]:
@@ -52,7 +52,7 @@ def machine(settings: BusSettings) -> list[Finding]:
             Finding(
                 "CYCLONEDDS_URI",
                 f"{shown} (merged over gradbus's settings)",
-                Verdict.ADVICE,
+                Severity.ADVICE,
                 "CYCLONEDDS_URI changes the network settings of every job; unset it if that is not meant",
             )
         )
@@ -67,12 +67,12 @@ def _network(settings: BusSettings) -> Finding:
         value += f", peers {', '.join(settings.peers)}"
     if profile == "loopback" and name != "lo" and mtu is not None and mtu < _JUMBO_MTU:
         return Finding(
-            "network", value, Verdict.ADVICE,
+            "network", value, Severity.ADVICE,
             f"profile loopback sends datagrams of 65,500 bytes, too large for MTU {mtu}: use --network network",
         )  # fmt: skip
     if profile == "network" and name == "lo":
         return Finding(
-            "network", value, Verdict.ADVICE,
+            "network", value, Severity.ADVICE,
             "interface lo reaches this machine alone: name the one that leads to the others (--interface)",
         )  # fmt: skip
     return Finding("network", value)
@@ -87,7 +87,7 @@ def _buffer() -> Finding:
         return Finding("receive buffer", value)
     limit = _read(Path("/proc/sys/net/core/rmem_max"))
     return Finding(
-        "receive buffer", value, Verdict.ADVICE,
+        "receive buffer", value, Severity.ADVICE,
         f"bursts may be lost and sent again (net.core.rmem_max is {limit or 'unknown'}): "
         f"sudo sysctl -w net.core.rmem_max={WANTED_BUFFER_BYTES}",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradbus.experiments.cli.choices import LoopName
-from gradbus.experiments.doctor.machine import Finding, Verdict, machine, packages
+from gradbus.experiments.doctor.machine import Finding, Severity, machine, packages
 from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.missing_peers import address_of, port_range
@@ -22,10 +22,10 @@ from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
 
 if TYPE_CHECKING:
-    from gradbus.experiments.doctor.local_bus import Measured
+    from gradbus.experiments.doctor.local_bus import LocalMeasurement
 
 DEFAULT_WAIT_S = 60.0  # for the doctor of another machine, which somebody has to start there
-_STYLES = {Verdict.OK: "green", Verdict.ADVICE: "yellow", Verdict.BAD: "red"}
+_STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.BAD: "red"}
 
 
 def examine(
@@ -44,10 +44,10 @@ def examine(
     """
     console = Console()
     findings = [*packages(), *machine(settings)]
-    if all(finding.verdict is not Verdict.BAD for finding in findings):
+    if all(finding.severity is not Severity.BAD for finding in findings):
         findings += _on_the_bus(console, settings, loop, key_file, wait_s, trusted)
     _print(console, findings)
-    return all(finding.verdict is not Verdict.BAD for finding in findings)
+    return all(finding.severity is not Severity.BAD for finding in findings)
 
 
 def _on_the_bus(
@@ -71,7 +71,7 @@ def _on_the_bus(
             named = asked.model_copy(update={"job": name})
             findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=lambda text: _say(console, text)), loop)
     except (ConfigError, BusError) as error:
-        findings.append(Finding("data bus", "cannot be opened", Verdict.BAD, str(error)))
+        findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
     return findings
 
 
@@ -79,7 +79,7 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def judge(found: Measured, settings: BusSettings) -> list[Finding]:
+def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
     """What the measurement means."""
     if found.fast_path:
         findings = [Finding("fast path", "works: samples go to libddsc without the GIL")]
@@ -88,7 +88,7 @@ def judge(found: Measured, settings: BusSettings) -> list[Finding]:
             Finding(
                 "fast path",
                 "does not work: samples go through the Python binding",
-                Verdict.ADVICE,
+                Severity.ADVICE,
                 f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}",
             )
         ]
@@ -99,7 +99,7 @@ def judge(found: Measured, settings: BusSettings) -> list[Finding]:
         )
         if found.fault and found.fault.startswith("the second"):
             cure = found.fault
-        return [*findings, Finding("discovery", "failed", Verdict.BAD, cure)]
+        return [*findings, Finding("discovery", "failed", Severity.BAD, cure)]
     if found.discovery_s is not None:
         findings.append(Finding("discovery", f"{1000 * found.discovery_s:.0f} ms"))
     if found.round_trip_s is not None:
@@ -111,7 +111,7 @@ def judge(found: Measured, settings: BusSettings) -> list[Finding]:
             Finding(
                 "measurement",
                 "broken off",
-                Verdict.BAD,
+                Severity.BAD,
                 f"{found.fault}: the machine is overloaded, or large datagrams are lost (try --network network)",
             )
         )
@@ -122,12 +122,12 @@ def _print(console: Console, findings: list[Finding]) -> None:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         table.add_row(
-            finding.name, Text(plain_text(finding.value)), Text(finding.verdict.value, style=_STYLES[finding.verdict])
+            finding.name, Text(plain_text(finding.value)), Text(finding.severity.value, style=_STYLES[finding.severity])
         )
     console.print(table)
     for finding in findings:
         if finding.cure:
-            text = Text(f"{finding.name}: ", style=_STYLES[finding.verdict])
+            text = Text(f"{finding.name}: ", style=_STYLES[finding.severity])
             console.print(text.append(plain_text(finding.cure), style="default"), soft_wrap=True)
-    well = all(finding.verdict is not Verdict.BAD for finding in findings)
+    well = all(finding.severity is not Severity.BAD for finding in findings)
     console.print("all well" if well else "not well: see above", style="green" if well else "red")

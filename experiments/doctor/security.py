@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradbus.experiments.buses import document_of, open_bus
-from gradbus.experiments.doctor.machine import Finding, Verdict
+from gradbus.experiments.doctor.machine import Finding, Severity
 from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.run.status_settings import BusFile
 from gradbus.runtime.config.federated import BusSettings, load_settings
@@ -69,10 +69,10 @@ async def _identity(settings: BusSettings) -> Finding:
             trip_s = await _trip_s(settings, ranks=(0, 1))
             value = f"{key.name} is the controller, {nodes}. A rank with its key joins it, {1000 * trip_s:.0f} ms"
     except (ConfigError, BusError) as error:
-        return Finding("security", "identity: does not work", Verdict.BAD, str(error))
+        return Finding("security", "identity: does not work", Severity.BAD, str(error))
     except TimeoutError:
         cure = f"the key is well, but a rank with the same key was not let in within {TRIP_S:g} s: see discovery"
-        return Finding("security", "identity: nobody gets in", Verdict.BAD, cure)
+        return Finding("security", "identity: nobody gets in", Severity.BAD, cure)
     return Finding("security", f"identity: {value}; measured with a key of this moment")
 
 
@@ -91,10 +91,10 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
         key, origin = load_key(level, settings.key_file)
         trip_s = await _trip_s(settings)
     except (ConfigError, BusError) as error:
-        return Finding("security", f"{level}: does not work", Verdict.BAD, str(error))
+        return Finding("security", f"{level}: does not work", Severity.BAD, str(error))
     except TimeoutError:
         cure = f"key {key.id.hex()} is well, but no sealed sample came back within {TRIP_S:g} s: see discovery"
-        return Finding("security", f"{level}: no sealed sample came back", Verdict.BAD, cure)
+        return Finding("security", f"{level}: no sealed sample came back", Severity.BAD, cure)
     return Finding("security", f"{level}, key {key.id.hex()}: works, {1000 * trip_s:.0f} ms; from {origin}")
 
 
@@ -103,20 +103,20 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
     document = document_of(settings)
     if not trusted and (leaves_machine(document) or has_peers_elsewhere(document)):
         return Finding(
-            "security", "none, on a network", Verdict.BAD,
+            "security", "none, on a network", Severity.BAD,
             "anybody there could read the data and join in, so no job starts: make a key with 'gradbus keys new "
             "job.key', copy it to all machines, and give --key-file job.key (bus.key_file); --insecure does without "
             "where everybody is trusted",
         )  # fmt: skip
     if settings.security == "none" and names_key(settings.key_file):
         return Finding(
-            "security", "none, though there is a key", Verdict.ADVICE,
+            "security", "none, though there is a key", Severity.ADVICE,
             "no job uses that key: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
         )  # fmt: skip
     others = other_users()
     if settings.security == "none" and settings.interface == "lo" and others:
         return Finding(
-            "security", f"none, and this machine has other users ({', '.join(others)})", Verdict.ADVICE,
+            "security", f"none, and this machine has other users ({', '.join(others)})", Severity.ADVICE,
             "they can read the data and join in: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
         )  # fmt: skip
     return Finding("security", "none: for a machine of your own, or a network where you trust everybody")

@@ -26,8 +26,8 @@ from gradbus.actors import FederatedTask, Progress
 from gradbus.experiments.buses import check, open_bus
 from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.report.metrics import JobCollector, Totals
+from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import guard, say
-from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
 

@@ -1,15 +1,14 @@
-"""What must be true of every run, whatever has failed in it: seven invariants, checked in what it has left.
+"""The seven invariants of every run, whatever has failed in it, checked in the event journals that it has left.
 
     I1  an update counts at most once
-    I2  rounds follow one another, each with one model, and all who take that model have the same bits
+    I2  rounds follow one another, each with one model, and all clients with that model have the same bits
     I3  the model of a round is what its counted updates give when they are added up again
     I4  no round that was committed is lost when a controller dies
     I5  the parameters of all ranks are equal after each step that was compared
     I6  memory, descriptors and threads do not grow
     I7  what is counted, or taken for a model, is byte for byte what the other side has sent
 
-Nothing here runs while the run does, and nothing here asks the code that it checks, but for I3 with a strategy other
-than fedavg (history_replay.py).
+This runs after the run, and uses no code that it checks, except for I3 with a strategy other than fedavg (replay.py).
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ TITLES = {
 
 @dataclass(slots=True)
 class InvariantResult:
-    """One invariant.
+    """The outcome of one invariant.
 
     Attributes:
-        name: I1 to I7. checked: how many facts were compared; 0: the histories have nothing to say of it.
+        name: I1 to I7. checked: number of facts that were compared; 0: the journals hold none of them.
         violations: one sentence each.
     """
 
@@ -52,32 +51,32 @@ class InvariantResult:
     violations: list[str] = field(default_factory=list)
 
     def expect(self, holds: bool, otherwise: str) -> None:
-        """Count one comparison."""
+        """Count one comparison, and note a violation where it does not hold."""
         self.checked += 1
         if not holds:
             self.violations.append(otherwise)
 
 
 def check(run: RunHistory) -> list[InvariantResult]:
-    """All seven."""
+    """Check all seven. Events that are not as their writer makes them count as a violation."""
     from gradbus.experiments.history.replay import replay  # loads torch, where there is something to compute
 
     rules: dict[str, Callable[[RunHistory, InvariantResult], None]] = {
         "I1": _counts_once, "I2": _one_model, "I3": replay, "I4": _nothing_lost, "I5": _equal_ranks,
         "I6": _flat, "I7": _as_sent,
     }  # fmt: skip
-    findings = []
+    results = []
     for name, rule in rules.items():
-        finding = InvariantResult(name)
+        result = InvariantResult(name)
         try:
-            rule(run, finding)
+            rule(run, result)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            finding.expect(False, f"an event is not as its writer makes it: {type(error).__name__} {error}"[:200])
-        findings.append(finding)
-    return findings
+            result.expect(False, f"an event is not as its writer makes it: {type(error).__name__} {error}"[:200])
+        results.append(result)
+    return results
 
 
-def _counts_once(run: RunHistory, finding: InvariantResult) -> None:
+def _counts_once(run: RunHistory, result: InvariantResult) -> None:
     counted: set[tuple[str, int, int, int, int]] = set()
     round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever it says of its round
     for start in run.controller:
@@ -89,38 +88,38 @@ def _counts_once(run: RunHistory, finding: InvariantResult) -> None:
                              event["transfer"]))  # fmt: skip
                 update = (start.opening["run"], event["client"], event["incarnation"], event["transfer"])
                 first = round_of.setdefault(update, event["round"])
-                finding.expect(
+                result.expect(
                     first == event["round"],
                     f"an update of client {event['client']} counted in round {first} and in round {event['round']}",
                 )
             elif event["event"] == "committed":
                 updates = in_round[event["round"]]
                 clients = sorted(update["client"] for update in updates)
-                finding.expect(
+                result.expect(
                     clients == event["clients"],
                     f"round {event['round']} was committed with clients {event['clients']}, counted were {clients}",
                 )
                 samples = sum(update["num_samples"] for update in updates)
-                finding.expect(
+                result.expect(
                     samples == event["num_samples"],
                     f"round {event['round']} says {event['num_samples']} samples, counted were {samples}",
                 )
         for round_id, updates in in_round.items():
             for client, times in Counter(update["client"] for update in updates).items():
-                finding.expect(times == 1, f"client {client} counted {times} times in round {round_id}")
+                result.expect(times == 1, f"client {client} counted {times} times in round {round_id}")
     if not run.controller:
         return
     for client, starts in run.clients.items():
         for start in starts:
             for event in start.all("receipt"):
                 key = (event["run"], event["round"], client, start.opening["incarnation"], event["transfer"])
-                finding.expect(
+                result.expect(
                     not event["accepted"] or key in counted,
                     f"client {client} has a receipt for round {event['round']} that was not counted",
                 )
 
 
-def _one_model(run: RunHistory, finding: InvariantResult) -> None:
+def _one_model(run: RunHistory, result: InvariantResult) -> None:
     held: dict[tuple[str, int], set[int]] = defaultdict(set)  # by clients; with a lossy codec not the weights
     weights: dict[tuple[str, int], set[int]] = defaultdict(set)
     for start in run.controller:
@@ -128,24 +127,24 @@ def _one_model(run: RunHistory, finding: InvariantResult) -> None:
         held[name, last].add(start.opening["held_crc32"])
         weights[name, last].add(start.opening["crc32"])
         for event in start.all("committed"):
-            finding.expect(event["round"] == last + 1, f"round {event['round']} was committed after round {last}")
+            result.expect(event["round"] == last + 1, f"round {event['round']} was committed after round {last}")
             last = event["round"]
             held[name, last].add(event["held_crc32"])
             weights[name, last].add(event["crc32"])
     for found, what in ((weights, "models"), (held, "models at the clients")):
         for (_, round_id), models in found.items():
-            finding.expect(len(models) == 1, f"round {round_id} has {len(models)} {what}")
+            result.expect(len(models) == 1, f"round {round_id} has {len(models)} {what}")
     for client, starts in run.clients.items():
         for start in starts:
             for event in start.all("decoded"):
                 models = held.get((event["run"], event["round"]), set())
-                finding.expect(
+                result.expect(
                     event["crc32"] in models or not run.controller,
                     f"client {client} holds another model of round {event['round']} than the controller committed",
                 )
 
 
-def _nothing_lost(run: RunHistory, finding: InvariantResult) -> None:
+def _nothing_lost(run: RunHistory, result: InvariantResult) -> None:
     newest: dict[str, Event] = {}
     before: Start | None = None
     for start in run.controller:
@@ -153,20 +152,20 @@ def _nothing_lost(run: RunHistory, finding: InvariantResult) -> None:
         name, durable = opening["run"], opening["federated"]["state_dir"] is not None
         if before is not None and durable and opening["federated"]["resume"]:
             same_place = before.opening["federated"]["state_dir"] == opening["federated"]["state_dir"]
-            finding.expect(
+            result.expect(
                 name == before.opening["run"] or not same_place or not any(before.all("commanded")),
                 f"run {before.opening['run']} was not continued: a start from the same directory began run {name}",
             )
         if (last := newest.get(name)) is not None and durable:
-            finding.expect(
+            result.expect(
                 opening["round"] >= last["round"],
                 f"round {last['round']} was committed, but the next start went on from round {opening['round']}",
             )
-            finding.expect(
+            result.expect(
                 opening["round"] <= last["round"] + 1,  # that one may have died before it noted its last commit
                 f"round {last['round']} was committed last, but the next start went on from round {opening['round']}",
             )
-            finding.expect(
+            result.expect(
                 opening["round"] != last["round"] or opening["crc32"] == last["crc32"],
                 f"the model of round {last['round']} is not the one that was committed",
             )
@@ -175,7 +174,7 @@ def _nothing_lost(run: RunHistory, finding: InvariantResult) -> None:
         before = start
 
 
-def _equal_ranks(run: RunHistory, finding: InvariantResult) -> None:
+def _equal_ranks(run: RunHistory, result: InvariantResult) -> None:
     hashes: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, starts in run.ranks.items():
         for start in starts:
@@ -183,17 +182,17 @@ def _equal_ranks(run: RunHistory, finding: InvariantResult) -> None:
                 hashes[start.opening["run"], event["step"]][event["hash"]].append(rank)
     for (_, step), found in sorted(hashes.items()):
         if sum(map(len, found.values())) < 2:
-            continue  # there was nobody to compare it with
-        told = ", ".join(f"ranks {sorted(set(ranks))} have {value}" for value, ranks in found.items())
-        finding.expect(len(found) == 1, f"step {step}: {told}")
+            continue  # there was no other rank to compare it with
+        values = ", ".join(f"ranks {sorted(set(ranks))} have {value}" for value, ranks in found.items())
+        result.expect(len(found) == 1, f"step {step}: {values}")
 
 
-def _flat(run: RunHistory, finding: InvariantResult) -> None:
+def _flat(run: RunHistory, result: InvariantResult) -> None:
     work = _at_work(run)
-    for (who, pid), samples in sorted(_by_process(run).items()):
+    for (process, pid), samples in sorted(_by_process(run).items()):
         # A rank that still waits for the others has a thread and a descriptor less than one at work, and 26 MiB of 513.
         # Where a machine takes 20 s to start them, the rest was compared with that. And to end takes some of each, too.
-        began_s, over_s = work.get((who, pid), (-inf, inf))
+        began_s, over_s = work.get((process, pid), (-inf, inf))
         samples = [sample for sample in samples if began_s <= sample["at_s"] < over_s]
         if not samples:
             continue
@@ -204,27 +203,27 @@ def _flat(run: RunHistory, finding: InvariantResult) -> None:
         third = len(kept) // 3
         first, last = kept[:third], kept[-third:]
         before, after = (median(sample["rss_bytes"] for sample in part) for part in (first, last))
-        finding.expect(
+        result.expect(
             after <= before * (1 + MAX_GROWTH),
-            f"{who} (process {pid}) grew from {before / 2**20:.1f} to {after / 2**20:.1f} MiB, "
+            f"{process} (pid {pid}) grew from {before / 2**20:.1f} to {after / 2**20:.1f} MiB, "
             f"{after / before - 1:+.1%}",
         )
         for what in ("fds", "threads"):
             before, after = (median(sample[what] for sample in part) for part in (first, last))
-            finding.expect(after <= before, f"{who} (process {pid}): {what} grew from {before:g} to {after:g}")
+            result.expect(after <= before, f"{process} (pid {pid}): {what} grew from {before:g} to {after:g}")
 
 
 def _at_work(run: RunHistory) -> dict[tuple[str, int], tuple[float, float]]:
-    """From when to when each process was at work, by who it was and its number, as far as it has said so."""
+    """From when to when each process was at work, by its name and pid, as far as its journal has it."""
     named = {"controller": run.controller}
     named |= {f"client-{number}": starts for number, starts in run.clients.items()}
     named |= {f"rank-{number}": starts for number, starts in run.ranks.items()}
     return {
-        (who, start.opening["pid"]): (
+        (process, start.opening["pid"]): (
             start.opening["at_s"],
             min((event["at_s"] for event in start.events if event["event"] in ("failed", "ended")), default=inf),
         )
-        for who, starts in named.items()
+        for process, starts in named.items()
         for start in starts
         if {"pid", "at_s"} <= start.opening.keys()
     }
@@ -233,11 +232,11 @@ def _at_work(run: RunHistory) -> dict[tuple[str, int], tuple[float, float]]:
 def _by_process(run: RunHistory) -> dict[tuple[str, int], list[Event]]:
     found: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for sample in run.resources:
-        found[sample["who"], sample["pid"]].append(sample)
+        found[sample["process"], sample["pid"]].append(sample)
     return found
 
 
-def _as_sent(run: RunHistory, finding: InvariantResult) -> None:
+def _as_sent(run: RunHistory, result: InvariantResult) -> None:
     sent: dict[tuple[str, int, int, int, int], Event] = {}
     for client, starts in run.clients.items():
         for start in starts:
@@ -249,7 +248,7 @@ def _as_sent(run: RunHistory, finding: InvariantResult) -> None:
             key = (start.opening["run"], event["round"], event["client"], event["incarnation"], event["transfer"])
             if event["client"] in run.clients:
                 offer = sent.get(key)
-                finding.expect(
+                result.expect(
                     offer is not None and all(offer[name] == event[name] for name in ("crc32", "num_samples")),
                     f"what counted for client {event['client']} in round {event['round']} is not what it offered",
                 )

@@ -1,6 +1,6 @@
-"""Reading the histories that the processes of a run have left: all of them together, and start by start.
+"""Reads the event journals that the processes of a run have left, start by start.
 
-What writes them is :mod:`gradbus.runtime.testing.journal`; what must be true of them is in history_check.py.
+They are written by :mod:`gradbus.runtime.testing.journal`; the invariants that must hold in them are in invariants.py.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Start:
 
 @dataclass(slots=True)
 class RunHistory:
-    """What all processes of a run have noted.
+    """The events of all processes of a run.
 
     Attributes:
         directory: where it was found.
         controller: starts of the controller. clients, ranks: of the clients and ranks, by number.
-        resources: samples of memory, descriptors and threads, where somebody has taken them.
+        resources: samples of memory, descriptors and threads, where a soak has taken them.
         cut_short: lines that could not be read: a process was killed while it wrote them.
         without_start: events of processes that have noted no start.
     """
@@ -58,7 +58,7 @@ class RunHistory:
 
 
 def read_history(path: Path) -> RunHistory:
-    """The histories in this directory, or in its folder ``history``.
+    """Read the journals in this directory, or in its folder ``history``.
 
     Raises:
         ConfigError: there are none.

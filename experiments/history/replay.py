@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 _ONE = float(1 << 30)  # of the fixed point
 
 
-def replay(run: RunHistory, finding: InvariantResult) -> None:
-    """Compute again what can be: runs that kept their payloads, from their first round on."""
+def replay(run: RunHistory, result: InvariantResult) -> None:
+    """Compute again the rounds of runs that kept their payloads, from their first round on."""
     folder = run.directory / "payloads"
     runs: dict[str, list[tuple[Event, list[Event]]]] = {}
     openings: dict[str, Event] = {}
-    before: dict[str, dict[int, list[Event]]] = {}  # what the start before has counted
+    before: dict[str, dict[int, list[Event]]] = {}  # updates that the start before has counted
     for start in run.controller:
         name = start.opening["run"]
         openings.setdefault(name, start.opening)
         rounds, last = runs.setdefault(name, []), start.opening["round"]
         if last == (rounds[-1][0] if rounds else openings[name])["round"] + 1:
-            # The start before has committed it, and died before it could say so: this one says what came of it.
+            # The start before has committed it, and died before it could say so: this one has its outcome.
             rounds.append((start.opening, before[name].get(last, [])))
         counted: dict[int, list[Event]] = {}
         before[name] = counted
@@ -43,7 +43,7 @@ def replay(run: RunHistory, finding: InvariantResult) -> None:
     for name, rounds in runs.items():
         opening = openings[name]
         if (folder / weights_name(int(name, 16), opening["round"])).exists() and _has_all(opening):
-            _Replay(run, finding, opening).all(rounds)
+            _Replay(run, result, opening).all(rounds)
 
 
 def _has_all(opening: Event) -> bool:
@@ -54,13 +54,13 @@ def _has_all(opening: Event) -> bool:
 
 
 def _weight(update: Event) -> int:
-    """What it counted as: fewer samples than its client has announced, where these are capped."""
+    """The samples that it counted as: fewer than its client has announced, where these are capped."""
     weight: int = update["weight"] if "weight" in update else update["num_samples"]
     return weight
 
 
 class _Replay:
-    def __init__(self, run: RunHistory, finding: InvariantResult, opening: Event) -> None:
+    def __init__(self, run: RunHistory, result: InvariantResult, opening: Event) -> None:
         import numpy as np
 
         from gradbus.actors.aggregation.clipping import within_limits
@@ -68,7 +68,7 @@ class _Replay:
         from gradbus.runtime.config.federated import FederatedConfig
 
         self._folder = run.directory / "payloads"
-        self._finding = finding
+        self._result = result
         self._run_id = int(opening["run"], 16)
         config = FederatedConfig.model_validate(opening["federated"])
         data = (self._folder / weights_name(self._run_id, opening["round"])).read_bytes()
@@ -81,15 +81,15 @@ class _Replay:
         done = 0
         for commit, updates in rounds:
             if commit["round"] <= done:
-                continue  # committed again, which is another invariant's business
+                continue  # committed again, which another invariant checks
             done = commit["round"]
             try:
                 self._round(done, sorted(updates, key=lambda update: update["client"]))
             except (OSError, ValueError) as error:
-                self._finding.expect(False, f"round {done} cannot be computed again: {error}")
+                self._result.expect(False, f"round {done} cannot be computed again: {error}")
                 return
             crc32 = zlib.crc32(self._weights.data)
-            self._finding.expect(
+            self._result.expect(
                 crc32 == commit["crc32"],
                 f"round {done}: its updates give a model with CRC-32 {crc32:08x}, committed is {commit['crc32']:08x}",
             )
@@ -130,7 +130,7 @@ class _Replay:
         self._weights[:] = total * (1.0 / (samples * _ONE)) + self._weights
 
     def _follow(self, round_id: int) -> None:
-        """With a lossy codec on the way down: what the clients hold after this round."""
+        """With a lossy codec on the way down: update the weights that the clients hold after this round."""
         if self._held is None:
             return
         import torch

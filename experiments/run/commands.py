@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from gradbus.experiments.amounts import percent, size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
-from gradbus.experiments.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.figures import draw_accuracy
 from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.report.scalars import open_scalars
+from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.experiments.run.screen import Screen
 from gradbus.experiments.rundir.directory import RunDirectory, finished, new_path

@@ -18,13 +18,13 @@ from gradbus.actors import EpochReport, Worker, WorkerSummary
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report.scalars import Scalars
+from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.rank_environment import Place
 from gradbus.experiments.run.worker_live import EpochDisplay, NoDisplay
 from gradbus.experiments.rundir.traces import merge_traces
 from gradbus.experiments.rundir.versions import cores
 from gradbus.experiments.rundir.worker_directory import WorkerDirectory
-from gradbus.experiments.tasks import ConfiguredShardTask
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError

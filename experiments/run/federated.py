@@ -13,10 +13,10 @@ from gradbus.actors.federated.liveness import MAX_NAMED, say_ended
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.report.scalars import Scalars
+from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import RunDirectory
-from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradbus.experiments.files import ClientFile, ControllerFile, load
-from gradbus.experiments.tasks import ConfiguredTask
+from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.runtime.config.job_name import user_name
 from gradbus.runtime.errors import ConfigError
 

@@ -13,17 +13,17 @@ import doctor_node
 import pytest
 import warm
 
-from gradbus.experiments.doctor.datagrams import Card, Heard, Packets, probe_ports
-from gradbus.experiments.doctor.machine import Finding, Verdict
-from gradbus.experiments.doctor.peers import Seen, judge_peer
-from gradbus.experiments.doctor.remote_bus import Met
+from gradbus.experiments.doctor.datagrams import Datagrams, DoctorIdentity, RemoteDoctor, probe_ports
+from gradbus.experiments.doctor.machine import Finding, Severity
+from gradbus.experiments.doctor.peers import PeerContact, judge_peer
+from gradbus.experiments.doctor.remote_bus import BusPeer
 from gradbus.experiments.namespaces import Host, set_link
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 PATIENT_S = 60.0  # for what comes; a doctor that has found all ends at once
 Found = list[tuple[str, str, str, str]]
-CARD = Card("1", "one", "192.0.2.1", 0, "gradbus-doctor", "network", "key 01")
+CARD = DoctorIdentity("1", "one", "192.0.2.1", 0, "gradbus-doctor", "network", "key 01")
 THEIRS = replace(CARD, name="2", host="two", address="192.0.2.2")
 SETTINGS = BusSettings(interface="eth0", network="network", peers=("192.0.2.2",))
 
@@ -104,46 +104,46 @@ def test_a_doctor_that_nobody_answers_says_what_to_check(hosts: tuple[Host, Host
     assert "is heard here, and does not hear this machine" in second[0][1]
 
 
-def judged(heard: Heard | None, met: Met | None, **more: Any) -> Finding:
-    seen = Seen("192.0.2.2", heard, met, more.pop("unreachable", ""))
+def judged(heard: RemoteDoctor | None, met: BusPeer | None, **more: Any) -> Finding:
+    seen = PeerContact("192.0.2.2", heard, met, more.pop("unreachable", ""))
     return judge_peer(CARD, seen, wait_s=5.0, doubt=more.pop("doubt", ""), settings=SETTINGS)
 
 
 def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
-    heard = Heard(THEIRS, ("192.0.2.2", 7648), hears_us=True, largest=1400, got=1400)
+    heard = RemoteDoctor(THEIRS, ("192.0.2.2", 7648), receives_us=True, largest_there=1400, largest_here=1400)
     refused = judged(None, None, unreachable="the machine answers that nothing listens there")
     assert "nothing came from 192.0.2.2 (the machine answers that nothing listens there)" in refused.cure
-    assert "and does not hear this machine" in judged(replace(heard, hears_us=False), None).value
-    lost = judged(replace(heard, largest=60), None)
+    assert "and does not hear this machine" in judged(replace(heard, receives_us=False), None).value
+    lost = judged(replace(heard, largest_there=60), None)
     assert "large datagrams are lost" in lost.value
     assert "1400 B do not get through: 60 B there" in lost.cure
     passed = judged(heard, None, doubt="two has another key")
     assert passed.value == "two: DDS does not get through"
     assert "It was heard that two has another key" in passed.cure
-    one_way = judged(None, Met("two", "192.0.2.2"))
+    one_way = judged(None, BusPeer("two", "192.0.2.2"))
     assert one_way.value == "two is seen here, and does not see this machine"
-    broken = judged(heard, Met("two", "192.0.2.2", sees_us=True, fault="no answer"))
+    broken = judged(heard, BusPeer("two", "192.0.2.2", sees_us=True, fault="no answer"))
     assert broken.value == "two: broken off"
-    well = judged(None, Met("two", "192.0.2.2", sees_us=True, round_trip_s=1e-4, there=2e8, back=1e8))
-    assert (well.verdict, well.value) == (Verdict.OK, "two: round trip 100 us, 200 MB/s to it, 100 MB/s from it")
+    well = judged(None, BusPeer("two", "192.0.2.2", sees_us=True, round_trip_s=1e-4, there=2e8, back=1e8))
+    assert (well.severity, well.value) == (Severity.OK, "two: round trip 100 us, 200 MB/s to it, 100 MB/s from it")
 
 
 def test_what_others_send_is_read_with_care() -> None:
-    packets = Packets(CARD, [], 1400)
-    good = {name: getattr(THEIRS, name) for name in Card.__slots__} | {"heard": {"1": 1400}}
+    packets = Datagrams(CARD, [], 1400)
+    good = {name: getattr(THEIRS, name) for name in DoctorIdentity.__slots__} | {"heard": {"1": 1400}}
     for bad in (b"", b"x" * 100, b"gradbus doctor 1 {", b"gradbus doctor 1 []", b"gradbus doctor 1 {}"):
         packets.take(bad, ("192.0.2.9", 1))
     packets.take(packets.packet_of(good | {"domain": "x"}), ("192.0.2.9", 1))
     packets.take(packets.packet_of(good | {"name": CARD.name}), ("192.0.2.9", 1))  # its own
-    assert packets.heard == {}
+    assert packets.others == {}
     packets.take(packets.packet_of(good | {"host": "\x1b[2J" + "h" * 500}), ("192.0.2.2", 7648))
-    (heard,) = packets.heard.values()
-    assert (heard.hears_us, heard.largest) == (True, 1400)
-    assert "\x1b" not in heard.card.host
-    assert len(heard.card.host) <= 128
+    (heard,) = packets.others.values()
+    assert (heard.receives_us, heard.largest_there) == (True, 1400)
+    assert "\x1b" not in heard.identity.host
+    assert len(heard.identity.host) <= 128
     for number in range(100):
         packets.take(packets.packet_of(good | {"name": f"n{number}"}), ("192.0.2.3", 7648))
-    assert len(packets.heard) == 32
+    assert len(packets.others) == 32
 
 
 def test_probes_take_the_last_ports_of_a_domain() -> None:

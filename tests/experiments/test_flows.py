@@ -25,9 +25,9 @@ from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.doctor import local_bus
 from gradbus.experiments.doctor import security as doctor_security
 from gradbus.experiments.files import ClientFile, ControllerFile, load
+from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.federated import run_client
 from gradbus.experiments.rundir.export import export
-from gradbus.experiments.tasks import ConfiguredTask
 from gradbus.models import NullTask, TrainResult
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.config.federated import FederatedConfig

@@ -136,7 +136,7 @@ def test_nothing_is_found_in_a_history_without_fault_also_over_a_restart(tmp_pat
 
 
 def samples(pid: int, rss: Iterator[float], **other: int) -> list[Event]:
-    return [{"event": "sample", "who": "client-1", "pid": pid, "rss_bytes": int(size * 1e6), "fds": 9, "threads": 4,
+    return [{"event": "sample", "process": "client-1", "pid": pid, "rss_bytes": int(size * 1e6), "fds": 9, "threads": 4,
              "at_s": float(number), **other} for number, size in enumerate(rss)]  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_growth_is_found_but_not_that_of_the_first_minutes(tmp_path: Path) -> No
     write(tmp_path, "resources", *samples(3, iter([100] * 60), fds=9)[:30], *samples(3, iter([100] * 60), fds=10)[30:])
     (one, other) = found(tmp_path)["I6"].violations
     assert "process 2) grew" in one
-    assert "process 3): fds grew from 9 to 10" in other
+    assert "(pid 3): fds grew from 9 to 10" in other
 
 
 def test_what_a_process_takes_to_start_and_to_end_is_no_growth(tmp_path: Path) -> None:

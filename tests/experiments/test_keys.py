@@ -13,7 +13,7 @@ from identities import Identities
 
 from gradbus.experiments.buses import check
 from gradbus.experiments.doctor import security as doctor_security
-from gradbus.experiments.doctor.machine import Finding, Verdict
+from gradbus.experiments.doctor.machine import Finding, Severity
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.security.identity import allow_list
 from gradbus.runtime.security.job_key import JobKey, new_job_key, write_secret_file
@@ -162,11 +162,11 @@ def test_the_doctor_tries_the_key_and_says_its_id_and_never_the_key(tmp_path: Pa
         (given, f"psk, key {id_of(key)}: works, N ms; from {tmp_path / 'job.key'}"),
         (named, f"psk, key {id_of(key)}: works, N ms; from environment variable GRADBUS_KEY"),
     ):
-        assert (found.verdict, found.cure) == (Verdict.OK, "")
+        assert (found.severity, found.cure) == (Severity.OK, "")
         assert re.sub(r"\d+ ms", "N ms", found.value) == told
     monkeypatch.setenv("GRADBUS_BUS__SECURITY", "none")
     unused = doctor_says(domain)
-    assert (unused.verdict, unused.value) == (Verdict.ADVICE, "none, though there is a key")
+    assert (unused.severity, unused.value) == (Severity.ADVICE, "none, though there is a key")
     assert key.secret.hex() not in f"{by_default}{given}{unused}{named}"
 
 
@@ -175,7 +175,7 @@ def test_the_doctor_advises_against_no_protection_where_there_are_other_users(mo
     monkeypatch.setenv("GRADBUS_BUS__SECURITY", "none")
     monkeypatch.setattr(doctor_security, "other_users", lambda: others)
     found = doctor_says(domain)
-    assert found.verdict is (Verdict.ADVICE if others else Verdict.OK)
+    assert found.severity is (Severity.ADVICE if others else Severity.OK)
     assert ("other users (someone)" in found.value) == bool(others)
 
 
@@ -185,12 +185,12 @@ def test_the_doctor_finds_a_key_bad_that_others_can_read_and_a_sample_that_does_
     write_secret_file(tmp_path / "job.key", new_job_key().text)
     (tmp_path / "job.key").chmod(0o644)
     found = doctor_says(domain, tmp_path / "job.key")
-    assert found.verdict is Verdict.BAD
+    assert found.severity is Severity.BAD
     assert "chmod 600" in found.cure
     (tmp_path / "job.key").chmod(0o600)
     monkeypatch.setattr(doctor_security, "TRIP_S", 0.0)
     found = doctor_says(domain, tmp_path / "job.key")
-    assert (found.verdict, found.value) == (Verdict.BAD, "psk: no sealed sample came back")
+    assert (found.severity, found.value) == (Severity.BAD, "psk: no sealed sample came back")
 
 
 @pytest.mark.usefixtures("_a_late_sample_comes_back")
@@ -205,7 +205,7 @@ def test_the_doctor_says_who_a_node_is_and_measures_what_its_bus_costs_without_a
             monkeypatch.setenv(f"GRADBUS_BUS__{setting.upper()}", said[setting])
         settings = doctor_security.protected(BusSettings(domain=domain), None)
         found = asyncio.run(doctor_security.security(settings))
-        assert found.verdict is Verdict.OK
+        assert found.severity is Severity.OK
         assert found.value.startswith(f"identity: {name}")
         with doctor_security.measurable(settings) as measured:
             works = asyncio.run(doctor_security.security(measured))
@@ -216,7 +216,7 @@ def test_the_doctor_says_who_a_node_is_and_measures_what_its_bus_costs_without_a
     assert "is the controller, no list of others. A rank with its key joins it" in doctor_says(domain).value
     monkeypatch.setenv("GRADBUS_BUS__ALLOW_FILE", str(known.list_file))
     known.list_file.chmod(0o666)
-    assert doctor_says(domain).verdict is Verdict.BAD
+    assert doctor_says(domain).severity is Severity.BAD
 
 
 def test_a_key_of_a_node_shows_its_public_half_which_is_put_on_a_list_and_taken_off(invoke, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from gradbus.actors import EpochReport
 from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.command import plan
+from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import check_equal_facts
 from gradbus.experiments.run.rank_environment import Place, find_place
 from gradbus.experiments.run.worker_live import EpochLines, epochs_table
 from gradbus.experiments.rundir.worker_directory import WorkerDirectory
-from gradbus.experiments.tasks import ConfiguredShardTask
 from gradbus.runtime import errors
 from gradbus.runtime.errors import ConfigError
 

@@ -22,10 +22,10 @@ from gradbus.experiments import bench_rows
 from gradbus.experiments.amounts import size
 from gradbus.experiments.cli import import_object
 from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
-from gradbus.experiments.demo import DemoOptions, plan
-from gradbus.experiments.doctor.local_bus import Measured
-from gradbus.experiments.doctor.machine import Verdict
+from gradbus.experiments.doctor.local_bus import LocalMeasurement
+from gradbus.experiments.doctor.machine import Severity
 from gradbus.experiments.doctor.report import judge
+from gradbus.experiments.run.demo import DemoOptions, plan
 from gradbus.experiments.run.live import LiveTable, PlainLines, rounds_table
 from gradbus.experiments.run.logfile import LogFile
 from gradbus.experiments.rundir import versions
@@ -214,8 +214,8 @@ def test_the_second_ctrl_c_ends_what_does_not_heed_the_first() -> None:
 
 
 def test_the_doctor_names_the_ports_when_nobody_is_found() -> None:
-    findings = judge(Measured(fast_path=True), BusSettings(domain=3))
-    assert findings[-1].verdict is Verdict.BAD
+    findings = judge(LocalMeasurement(fast_path=True), BusSettings(domain=3))
+    assert findings[-1].severity is Severity.BAD
     assert "let UDP ports 8160-8399 through the firewall" in findings[-1].cure
     assert port_range(0) == "7410-7649"
     assert port_range(232) == "65410-65535"

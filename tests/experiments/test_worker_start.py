@@ -11,9 +11,9 @@ from report_runs import parallel_run
 from gradbus.actors import EpochReport
 from gradbus.experiments.files import TaskSettings
 from gradbus.experiments.run import worker_command
+from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.worker_directory import WorkerDirectory
-from gradbus.experiments.tasks import ConfiguredShardTask
 from gradbus.runtime.errors import ConfigError
 
 TASK = """

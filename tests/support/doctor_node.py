@@ -15,4 +15,4 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
     enter_namespace(spec["namespace"])
     settings = BusSettings(network="network", insecure=True, **spec["settings"])
     found = asyncio.run(look_for(settings, wait_s=spec["wait_s"], say=lambda text: None))
-    pipe.send({"found": [(one.name, one.value, one.verdict.value, one.cure) for one in found]})
+    pipe.send({"found": [(one.name, one.value, one.severity.value, one.cure) for one in found]})

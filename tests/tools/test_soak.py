@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from soak import nemesis as nemesis_module
 from soak.nemesis import KINDS, Nemesis
-from soak.processes import Member, make_cast
+from soak.processes import SoakProcess, make_processes
 from soak.summary import page, recoveries, summarise
 
 from gradbus.experiments.buses import check
@@ -35,15 +35,15 @@ def strikes(path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[lis
     """What a nemesis without partitions notes in ten minutes, and the signals that it sends."""
     clock, sent = Clock(), list[str]()
     monkeypatch.setattr(nemesis_module, "time", clock)
-    monkeypatch.setattr(Member, "send", lambda self, number: sent.append(f"{self.who} {number.name}"))
+    monkeypatch.setattr(SoakProcess, "send", lambda self, number: sent.append(f"{self.name} {number.name}"))
     path.mkdir()
-    cast = make_cast(path, clients=8, ranks=3, hosts=None)
-    nemesis = Nemesis(cast, seed=seed, far=None, log=path / "nemesis.jsonl")
+    processes = make_processes(path, clients=8, ranks=3, hosts=None)
+    nemesis = Nemesis(processes, seed=seed, far=None, log=path / "nemesis.jsonl")
     for _ in range(2400):
         clock.now_s += 0.25
         nemesis.turn()
     nemesis.rest()
-    cast.end()
+    processes.end()
     return [json.loads(line) for line in (path / "nemesis.jsonl").read_text().splitlines()], sent
 
 
@@ -51,9 +51,15 @@ def test_what_crosses_a_link_in_a_soak_is_sealed_else_nothing_would_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "check_interface", lambda name: None)  # theirs are made with the namespaces
-    cast = make_cast(tmp_path, clients=8, ranks=3, hosts=(Host("a", "va", "10.0.0.1"), Host("b", "vb", "10.0.0.2")))
-    cast.end()
-    for member, kind in ((cast.controller, ControllerFile), (cast.clients[0], ClientFile), (cast.ranks[0], WorkerFile)):
+    processes = make_processes(
+        tmp_path, clients=8, ranks=3, hosts=(Host("a", "va", "10.0.0.1"), Host("b", "vb", "10.0.0.2"))
+    )
+    processes.end()
+    for member, kind in (
+        (processes.controller, ControllerFile),
+        (processes.clients[0], ClientFile),
+        (processes.ranks[0], WorkerFile),
+    ):
         check(load(kind, Path(member.arguments[1])).bus)
 
 
@@ -62,15 +68,15 @@ def test_the_first_partition_of_a_long_soak_is_longer_than_dds_remembers_who_is_
 ) -> None:
     clock, links = Clock(), list[tuple[float, bool]]()
     monkeypatch.setattr(nemesis_module, "time", clock)
-    monkeypatch.setattr(Member, "send", lambda self, number: None)
+    monkeypatch.setattr(SoakProcess, "send", lambda self, number: None)
     monkeypatch.setattr(nemesis_module, "set_link", lambda host, up: links.append((clock.now_s, up)))
-    cast = make_cast(tmp_path, clients=8, ranks=3, hosts=None)
+    processes = make_processes(tmp_path, clients=8, ranks=3, hosts=None)
     far = Host("far", "veth", "10.0.0.2")
-    nemesis = Nemesis(cast, seed=3, far=far, log=tmp_path / "nemesis.jsonl", with_long=True)
+    nemesis = Nemesis(processes, seed=3, far=far, log=tmp_path / "nemesis.jsonl", with_long=True)
     while len(links) < 4:
         clock.now_s += 0.25
         nemesis.turn()
-    cast.end()
+    processes.end()
     (cut, _), (mended, up), (cut_again, _), (mended_again, _) = links
     assert up
     assert 90.0 <= mended - cut < 91.0
@@ -92,8 +98,12 @@ def test_every_kind_of_fault_comes_again_and_again_and_ends_before_the_next_begi
     assert not [line for line in sent if line.startswith(("client-0 SIGK", "client-1 SIGK"))]  # they are watched
     again, _ = strikes(tmp_path / "two", monkeypatch, seed=3)
     other, _ = strikes(tmp_path / "three", monkeypatch, seed=4)
-    assert [(event["kind"], event["who"]) for event in again] == [(event["kind"], event["who"]) for event in noted]
-    assert [(event["kind"], event["who"]) for event in other] != [(event["kind"], event["who"]) for event in noted]
+    assert [(event["kind"], event["target"]) for event in again] == [
+        (event["kind"], event["target"]) for event in noted
+    ]
+    assert [(event["kind"], event["target"]) for event in other] != [
+        (event["kind"], event["target"]) for event in noted
+    ]
 
 
 def write(path: Path, *events: dict[str, Any]) -> None:
@@ -135,8 +145,8 @@ def left_behind(path: Path, *, late_s: float = 0.3) -> None:
     )  # fmt: skip
     write(
         path / "nemesis.jsonl",
-        {"event": "begins", "at_s": 12.0, "kind": "kill client", "who": "client-2", "lasts_s": 0.0},
-        {"event": "begins", "at_s": 20.0, "kind": "kill rank", "who": "rank-1", "lasts_s": 0.0},
+        {"event": "begins", "at_s": 12.0, "kind": "kill client", "target": "client-2", "lasts_s": 0.0},
+        {"event": "begins", "at_s": 20.0, "kind": "kill rank", "target": "rank-1", "lasts_s": 0.0},
     )
 
 
@@ -158,7 +168,7 @@ def test_the_page_says_what_is_not_well(tmp_path: Path) -> None:
     assert "all well" in page({**summary, "ok": True})
     write(
         tmp_path / "nemesis.jsonl",
-        {"event": "begins", "at_s": 17.5, "kind": "kill rank", "who": "rank-1", "lasts_s": 0.0},
+        {"event": "begins", "at_s": 17.5, "kind": "kill rank", "target": "rank-1", "lasts_s": 0.0},
     )
     slow = summarise(tmp_path, minutes=0.5, seed=1)
     assert slow["too_slow"] == ["ranks: from the death of one to the knowledge of all"]

@@ -21,8 +21,8 @@ def start(at_s: float, **events: list[float]) -> Start:
     )
 
 
-def fault(kind: str, who: str, at_s: float) -> dict[str, Any]:
-    return {"event": "begins", "kind": kind, "who": who, "at_s": at_s}
+def fault(kind: str, target: str, at_s: float) -> dict[str, Any]:
+    return {"event": "begins", "kind": kind, "target": target, "at_s": at_s}
 
 
 def run(*clients: Start, until_s: float = 100.0) -> RunHistory:

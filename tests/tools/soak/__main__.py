@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradbus.experiments.namespaces import Host, NoNamespaces, two_hosts
 from soak.nemesis import Nemesis
-from soak.processes import Cast, make_cast
+from soak.processes import SoakProcesses, make_processes
 from soak.summary import page, summarise
 
 _TICK_S = 0.25
@@ -21,17 +21,17 @@ _MINUTES_FOR_LONG = 8.0
 _CALM_S = 15.0  # at the end, without faults
 
 
-def _wait_for_rounds(cast: Cast) -> None:
+def _wait_for_rounds(processes: SoakProcesses) -> None:
     """Until all runs well: from then on things break. Raises RuntimeError: it does not come to that."""
-    rounds = cast.path / "federated" / "rounds.jsonl"
-    steps = cast.path / "parallel" / "history" / "rank-0.jsonl"
+    rounds = processes.path / "federated" / "rounds.jsonl"
+    steps = processes.path / "parallel" / "history" / "rank-0.jsonl"
     until_s = time.monotonic() + _START_S
     while not (
         rounds.exists() and rounds.read_text().count("\n") >= 3 and steps.exists() and steps.stat().st_size > 500
     ):
         if time.monotonic() > until_s:
-            raise RuntimeError(f"no round or no step within {_START_S:g} s: look at the logs in {cast.path}")
-        cast.keep_running()
+            raise RuntimeError(f"no round or no step within {_START_S:g} s: look at the logs in {processes.path}")
+        processes.keep_running()
         time.sleep(_TICK_S)
 
 
@@ -53,28 +53,28 @@ def main() -> int:
             hosts = stack.enter_context(two_hosts())
         except NoNamespaces as error:
             print(f"without partitions: {error}")
-        cast = make_cast(out, clients=options.clients, ranks=options.ranks, hosts=hosts)
+        processes = make_processes(out, clients=options.clients, ranks=options.ranks, hosts=hosts)
         (out / "nemesis.jsonl").touch()
         sampled_s = 0.0
         try:
-            _wait_for_rounds(cast)
+            _wait_for_rounds(processes)
             nemesis = Nemesis(
-                cast, seed=options.seed, far=hosts[1] if hosts else None, log=out / "nemesis.jsonl",
+                processes, seed=options.seed, far=hosts[1] if hosts else None, log=out / "nemesis.jsonl",
                 with_long=options.minutes >= _MINUTES_FOR_LONG,
             )  # fmt: skip
             end_s = time.monotonic() + 60.0 * options.minutes
             while (now_s := time.monotonic()) < end_s:
-                cast.keep_running()
+                processes.keep_running()
                 if now_s < end_s - _CALM_S:
                     nemesis.turn()
                 else:
                     nemesis.rest()
                 if now_s - sampled_s >= _SAMPLE_S:
-                    cast.sample()
+                    processes.sample()
                     sampled_s = now_s
                 time.sleep(_TICK_S)
         finally:
-            cast.end()
+            processes.end()
     summary = summarise(out, minutes=options.minutes, seed=options.seed)
     text = page(summary)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from gradbus.experiments.namespaces import Host, set_link
-from soak.processes import Cast, Member
+from soak.processes import SoakProcess, SoakProcesses
 
 PAUSE_S = (8.0, 16.0)  # between two faults
 SICK = "drop p=0.05; delay p=0.1 seconds=0.3; duplicate p=0.05; reorder p=0.05; corrupt p=0.03; seed={seed}"
 
-LONG_S = 90.0  # a partition after which DDS has forgotten who is on the other side
+LONG_S = 90.0  # a partition after which DDS has forgotten the other side
 
 KINDS = ("kill client", "kill controller", "kill rank", "stop client", "sick client", "partition")
 PARTITIONS = ("partition", "long partition")
@@ -23,10 +23,12 @@ PARTITIONS = ("partition", "long partition")
 class Nemesis:
     """Chooses a fault, does it, and undoes it when its time is over."""
 
-    def __init__(self, cast: Cast, *, seed: int, far: Host | None, log: Path, with_long: bool = False) -> None:
+    def __init__(
+        self, processes: SoakProcesses, *, seed: int, far: Host | None, log: Path, with_long: bool = False
+    ) -> None:
         """``far``: whose link can be cut; without it there are no partitions. ``with_long``: the first one is of
         ``LONG_S``."""
-        self._cast = cast
+        self._processes = processes
         self._random = random.Random(seed)
         self._far = far
         self._log = log
@@ -52,15 +54,15 @@ class Nemesis:
         return self._kinds.pop()
 
     def _strike(self, now_s: float) -> None:
-        kind, cast = self._choose(), self._cast
-        victim: Member = self._random.choice(cast.clients[cast.spared :])
+        kind, processes = self._choose(), self._processes
+        victim: SoakProcess = self._random.choice(processes.clients[processes.spared :])
         lasts_s = 0.0
         match kind:
             case "kill controller":
-                victim = cast.controller
+                victim = processes.controller
                 victim.send(signal.SIGKILL)
             case "kill rank":
-                victim = self._random.choice(cast.ranks)
+                victim = self._random.choice(processes.ranks)
                 victim.send(signal.SIGKILL)
             case "kill client":
                 victim.send(signal.SIGKILL)
@@ -77,28 +79,28 @@ class Nemesis:
                 lasts_s = self._random.choice([2.0, 5.0, 8.0])
                 if self._has_long_to_come:
                     kind, lasts_s, self._has_long_to_come = "long partition", LONG_S, False
-        who = "the far clients" if kind in PARTITIONS else victim.who
-        self._now = (kind, who)
+        target = "the far clients" if kind in PARTITIONS else victim.name
+        self._now = (kind, target)
         self._note("begins", lasts_s)
         self._undo_at_s = now_s + lasts_s if lasts_s else float("inf")
         self._next_at_s = now_s + lasts_s + self._random.uniform(*PAUSE_S)
 
     def _undo(self) -> None:
-        kind, who = self._now
+        kind, target = self._now
         self._undo_at_s = float("inf")
         if kind in PARTITIONS and self._far is not None:
             set_link(self._far, up=True)
-        for client in self._cast.clients:
-            if client.who == who and kind == "stop client":
+        for client in self._processes.clients:
+            if client.name == target and kind == "stop client":
                 client.send(signal.SIGCONT)
-            elif client.who == who and kind == "sick client":
+            elif client.name == target and kind == "sick client":
                 client.faults = ""
                 client.send(signal.SIGKILL)
         self._note("ends", 0.0)
 
     def _note(self, event: str, lasts_s: float) -> None:
-        kind, who = self._now
-        line = {"event": event, "at_s": time.monotonic(), "kind": kind, "who": who, "lasts_s": round(lasts_s, 2)}
+        kind, target = self._now
+        line = {"event": event, "at_s": time.monotonic(), "kind": kind, "target": target, "lasts_s": round(lasts_s, 2)}
         with self._log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -45,16 +45,16 @@ def _run(arguments: Sequence[str], log: str, namespace: str | None, faults: str)
 
 
 @dataclass(slots=True)
-class Member:
+class SoakProcess:
     """One process of the soak, over all its starts.
 
     Attributes:
-        who: controller, client-3, rank-1. arguments: of ``gradbus``. host: the namespace it lives in; None: this one.
+        name: controller, client-3, rank-1. arguments: of ``gradbus``. host: the namespace it lives in; None: this one.
         faults: what goes wrong with what it sends, from its next start on.
         down: it is not to run now.
     """
 
-    who: str
+    name: str
     arguments: Sequence[str]
     log: Path
     host: Host | None = None
@@ -105,13 +105,13 @@ class Member:
         except (OSError, IndexError):
             return None
         return {
-            "event": "sample", "at_s": time.monotonic(), "who": self.who, "pid": self.process.pid, "rss_bytes": rss,
-            "fds": fds, "threads": threads,
+            "event": "sample", "at_s": time.monotonic(), "process": self.name, "pid": self.process.pid,
+            "rss_bytes": rss, "fds": fds, "threads": threads,
         }  # fmt: skip
 
 
 @dataclass(slots=True)
-class Cast:
+class SoakProcesses:
     """All of them, and where they leave what they did.
 
     Attributes:
@@ -120,9 +120,9 @@ class Cast:
     """
 
     path: Path
-    controller: Member
-    clients: list[Member]
-    ranks: list[Member]
+    controller: SoakProcess
+    clients: list[SoakProcess]
+    ranks: list[SoakProcess]
     spared: int = 2
     _resources: TextIO = field(init=False)
 
@@ -132,7 +132,7 @@ class Cast:
         self._resources = (history / "resources.jsonl").open("a", encoding="utf-8")
 
     @property
-    def all(self) -> list[Member]:
+    def all(self) -> list[SoakProcess]:
         return [self.controller, *self.clients, *self.ranks]
 
     def keep_running(self) -> None:
@@ -157,7 +157,7 @@ class Cast:
         self._resources.close()
 
 
-def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] | None) -> Cast:
+def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] | None) -> SoakProcesses:
     """Configurations, and members that have not started.
 
     Args:
@@ -194,7 +194,7 @@ def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] 
     here, there = hosts or (None, None)
     quiet = ("--log-level", "warning", "--log-style", "json")
     config = write("controller", {"bus": bus(here, "f"), "task": task, "federated": rules})
-    controller = Member(
+    controller = SoakProcess(
         "controller",
         ("controller", config, "--run-dir", str(federated), "--no-live", *quiet),
         path / "controller.log",
@@ -208,7 +208,7 @@ def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] 
             {"bus": bus(host, "f"), "task": task,
              "client": {"history_dir": str(federated / "history"), "state_dir": str(path / "clients")}},
         )  # fmt: skip
-        members.append(Member(f"client-{number}", ("client", config, "--id", str(number), *quiet),
+        members.append(SoakProcess(f"client-{number}", ("client", config, "--id", str(number), *quiet),
                               path / f"client-{number}.log", host))  # fmt: skip
     config = write(
         "worker",
@@ -218,8 +218,8 @@ def make_cast(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, Host] 
                     "collective_timeout_s": 30.0}},
     )  # fmt: skip
     workers = [
-        Member(f"rank-{rank}", ("worker", config, "--rank", str(rank), "--world", str(ranks), "--run-dir",
+        SoakProcess(f"rank-{rank}", ("worker", config, "--rank", str(rank), "--world", str(ranks), "--run-dir",
                                 str(parallel), "--no-live", *quiet), path / f"rank-{rank}.log")
         for rank in range(ranks)
     ]  # fmt: skip
-    return Cast(path, controller, members, workers)
+    return SoakProcesses(path, controller, members, workers)

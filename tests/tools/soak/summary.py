@@ -69,7 +69,7 @@ def recoveries(run: RunHistory, ranks: RunHistory | None, faults: list[Event]) -
                 if before and at_s - before[-1] > 1.5:  # it was cut off
                     add("client: from the mended link to an update", _after(offers, at_s, end_s))
         elif kind == "kill rank" and begins and ranks is not None:
-            others = [starts for rank, starts in ranks.ranks.items() if f"rank-{rank}" != fault["who"]]
+            others = [starts for rank, starts in ranks.ranks.items() if f"rank-{rank}" != fault["target"]]
             if all(_runs(starts, at_s) for starts in ranks.ranks.values()):  # else there was no run to die in
                 for starts in others:
                     add("ranks: from the death of one to the knowledge of all",

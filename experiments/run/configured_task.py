@@ -1,7 +1,7 @@
-"""From settings to a task: what a configuration file can say about model, data and training.
+"""From settings to a task: model, data and training as a configuration file names them.
 
-Whatever the settings get wrong becomes a ConfigError or NoData here, which name the setting. What a user's own function
-raises stays as it is, with its traceback.
+A mistake in the settings becomes a ConfigError or NoData, which name the setting. An exception of a user's own function
+stays as it is, with its traceback.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ConfiguredTask:
         self._settings = settings
         self.note = ""
         torch.set_num_threads(settings.threads)
-        with _settings_to_blame():
+        with _settings_errors():
             self._task: FederatedTask = _make(settings, _METHODS, "gradbus.models.Task")
 
     def load(self, *, to_train: bool = False) -> None:
-        """Load the data, and for a client what training needs, before anybody waits for it.
+        """Load the data, and for a client what training needs, before any other process waits for it.
 
         Raises:
             NoData, ConfigError.
@@ -58,20 +58,20 @@ class ConfiguredTask:
         return self._task.build_model()
 
     def prepare(self, client_id: int, num_clients: int) -> None:
-        with _settings_to_blame():
+        with _settings_errors():
             self._task.prepare(client_id, max(num_clients, self._settings.num_clients))
 
     def train(self, model: nn.Module, **command: Any) -> TrainOutcome:
         return self._task.train(model, **command)
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:
-        """As the task does it, but ended by Ctrl-C: nobody waits for a result then."""
+        """Evaluate as the task does, but end at Ctrl-C: its result is of no use then."""
         with _stoppable(model):
             return self._task.evaluate(model)
 
 
 class ConfiguredShardTask:
-    """The same for a worker. Implements :class:`gradbus.actors.DataParallelTask`.
+    """A task of a worker made from settings. Implements :class:`gradbus.actors.DataParallelTask`.
 
     Attributes:
         note: one line about the data, once they are loaded.
@@ -81,11 +81,11 @@ class ConfiguredShardTask:
         """Import what the settings name; nothing is loaded yet. Raises ConfigError."""
         self.note = ""
         torch.set_num_threads(settings.threads)
-        with _settings_to_blame():
+        with _settings_errors():
             self._task: DataParallelTask = _make(settings, _SHARD_METHODS, "gradbus.actors.DataParallelTask")
 
     def load(self) -> None:
-        """Load the data, before anybody waits for it.
+        """Load the data, before any other process waits for it.
 
         Raises:
             NoData, ConfigError.
@@ -93,7 +93,7 @@ class ConfiguredShardTask:
         self.note = _load(self._task)
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks, or they would take other samples than was agreed; as far as it is known."""
+        """Facts of the data that must be equal on all ranks, or they would take other samples than agreed."""
         task = self._task
         if not isinstance(task, models.ClassificationTask):
             return {}
@@ -108,7 +108,7 @@ class ConfiguredShardTask:
         return self._task.build_model()
 
     def prepare_shard(self, rank: int, world: int) -> None:
-        with _settings_to_blame():
+        with _settings_errors():
             self._task.prepare_shard(rank, world)
 
     def num_batches(self, *, rank: int, world: int, epoch: int) -> int:
@@ -121,7 +121,7 @@ class ConfiguredShardTask:
         return self._task.loss(model, batch)
 
     def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardCounts | None:
-        """As the task does it, but ended by Ctrl-C."""
+        """Evaluate as the task does, but end at Ctrl-C."""
         with _stoppable(model):
             return self._task.evaluate_shard(model, rank=rank, world=world)
 
@@ -144,12 +144,12 @@ def _load(task: object) -> str:
     """Load the data of a task whose data are known here; one line about them."""
     if not isinstance(task, models.ClassificationTask):
         return ""
-    with _settings_to_blame():
+    with _settings_errors():
         return task.data.note or task.data.name
 
 
 def _make(settings: TaskSettings, methods: Sequence[str], protocol: str) -> Any:
-    """The task, which has these methods."""
+    """Make the task, and check that it has these methods."""
     if settings.task is None:
         return _classification(settings)
     made = _call(settings.task, settings.task_options, key="task.task")
@@ -238,8 +238,8 @@ def _call(spec: str, options: dict[str, Any], *, key: str) -> Any:
 
 
 @contextlib.contextmanager
-def _settings_to_blame() -> Iterator[None]:
-    """What our own code refuses in here is due to the settings, not to the program."""
+def _settings_errors() -> Iterator[None]:
+    """Turn errors that our own code raises in the block into errors of the settings."""
     try:
         yield
     except models.DataMissing as error:
@@ -247,12 +247,12 @@ def _settings_to_blame() -> Iterator[None]:
     except ConfigError:
         raise
     except ValueError as error:
-        if not _is_ours(error):
+        if not _is_our_own(error):
             raise
         raise ConfigError(f"task: {error}") from None
 
 
-def _is_ours(error: ValueError) -> bool:
-    """Whether no function of anybody else was on the way to where it was raised."""
+def _is_our_own(error: ValueError) -> bool:
+    """Whether only our own functions were on the stack where it was raised."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return all(str(frame.f_globals.get("__name__", "")).partition(".")[0] == "gradbus" for frame in frames)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from gradbus.experiments.children import Child, Children
 from gradbus.experiments.cli.exit_codes import ClientsGone, ExitCode, NoData
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.report.scalars import Scalars
-from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.lifecycle import before_abort, off_the_loop
 from gradbus.experiments.run.logfile import readable
 from gradbus.experiments.run.screen import Screen
 from gradbus.experiments.rundir.directory import RunDirectory, new_path
@@ -27,13 +31,14 @@ if TYPE_CHECKING:
 
 _GLYPHS = 12_000  # samples at most; fewer are drawn if fewer will be used
 _FINISH_S = 10.0  # for the clients to end by themselves, once the run is over
+_KILL_AFTER_S = 3.0  # from the request to end to the kill
 
 log = get_logger("demo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the command line says. ``samples``: per client and round, 0 for all it has."""
+    """The options of the command. ``samples``: per client and round, 0 for all it has."""
 
     rounds: int = 5
     clients: int = 2
@@ -53,8 +58,8 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What will be run, and one line about the data."""
+class DemoPlan:
+    """The settings of both sides, and one line about the data."""
 
     controller: ControllerFile
     client: ClientFile
@@ -62,7 +67,7 @@ class Plan:
     note: str
 
 
-def plan(options: DemoOptions) -> Plan:
+def plan(options: DemoOptions) -> DemoPlan:
     """Settle everything that the processes must agree on, before any of them starts.
 
     Raises:
@@ -97,7 +102,7 @@ def plan(options: DemoOptions) -> Plan:
             },
         }
     )
-    return Plan(controller, client, run_dir, note)
+    return DemoPlan(controller, client, run_dir, note)
 
 
 def _choose_data(options: DemoOptions) -> tuple[dict[str, Any], str]:
@@ -140,7 +145,7 @@ def _partition(text: str) -> Any:
 
 
 async def run_demo(
-    planned: Plan, run: RunDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None
+    planned: DemoPlan, run: RunDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None
 ) -> list[RoundReport]:
     """Start the clients, run the controller, end the clients.
 
@@ -152,42 +157,33 @@ async def run_demo(
     # Its clients are its own children: it knows when one of them ends, and that the others are on their way.
     log_file = screen.log_file(run, hidden=["still waiting"])
 
-    async with Children() as children:
+    async with ClientProcesses() as clients:
         for number in range(options.clients):
-            arguments = [
-                "client",
-                str(config),
-                "--id",
-                str(number),
-                "--loop",
-                options.loop,
-                "--log-level",
-                options.level,
-            ]
-            await children.start(str(number), arguments, run.path / f"client-{number}.log")
+            flags = ["--id", str(number), "--loop", options.loop, "--log-level", options.level]
+            await clients.start(str(number), ["client", str(config), *flags], run.path / f"client-{number}.log")
 
         over = False
         # Importing torch takes seconds: here, beside the clients, which do the same now, and off the loop.
         await off_the_loop(lambda: import_module("gradbus.experiments.run.federated"), "import")
         from gradbus.experiments.run.federated import run_controller
 
-        def ended(child: Child, code: int) -> None:
+        def ended(client: ClientProcess, code: int) -> None:
             if not over:
                 end = f"signal {-code}" if code < 0 else f"exit code {code}"
-                log.warning("client ended early", client=child.name, end=end, log=str(child.log))
-                for line in child.last_lines(3):
-                    log_file.show(f"  client {child.name}: {readable(line)}")
+                log.warning("client ended early", client=client.name, end=end, log=str(client.log))
+                for line in client.last_lines(3):
+                    log_file.show(f"  client {client.name}: {readable(line)}")
 
         with screen.logging(log_file):
             rounds = asyncio.create_task(
                 run_controller(planned.controller, run, screen.display(log_file, planned.controller), scalars=scalars),
                 name="rounds",
             )
-            watch = asyncio.create_task(children.watch(ended), name="watch")
+            watch = asyncio.create_task(clients.watch(ended), name="watch")
             try:
                 await asyncio.wait([rounds, watch], return_when=asyncio.FIRST_COMPLETED)
                 if not rounds.done():
-                    await _last_rites(rounds, children, run)
+                    await _await_end(rounds, clients, run)
                 over = True
                 reports = await rounds
             finally:
@@ -195,16 +191,103 @@ async def run_demo(
                 for task in (rounds, watch):
                     task.cancel()
                 await asyncio.wait([rounds, watch])
-        await children.finish(_FINISH_S)
+        await clients.finish(_FINISH_S)
     return reports
 
 
-async def _last_rites(rounds: asyncio.Task[Any], children: Children, run: RunDirectory) -> None:
-    """All clients have ended; so has the run, in a moment, or it never will."""
-    await asyncio.wait([rounds], timeout=2.0 if _all_well(children) else 0.0)
+async def _await_end(rounds: asyncio.Task[Any], clients: ClientProcesses, run: RunDirectory) -> None:
+    """All clients have ended: where they ended well, the run is about to end. Raises ClientsGone: it does not."""
+    well = all(client.process.returncode == ExitCode.OK for client in clients.all)
+    await asyncio.wait([rounds], timeout=2.0 if well else 0.0)
     if not rounds.done():
         raise ClientsGone(f"all clients have ended before the run has; their logs are client-*.log in {run.path}")
 
 
-def _all_well(children: Children) -> bool:
-    return all(child.process.returncode == ExitCode.OK for child in children.all)
+@dataclass(frozen=True, slots=True)
+class ClientProcess:
+    """One process. ``log``: the file with its stdout and stderr."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    def last_lines(self, count: int = 5) -> list[str]:
+        """The end of its log."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 8192))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+class ClientProcesses:
+    """Processes that do not outlive the ``async with`` block.
+
+    Unlike the ranks of a launch they write to log files, not to the terminal, and one that ends early ends no other.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[ClientProcess] = []
+
+    async def __aenter__(self) -> Self:
+        before_abort.append(self._kill)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            for client in self._running():
+                with contextlib.suppress(ProcessLookupError):
+                    client.process.terminate()
+            await self.finish(_KILL_AFTER_S)
+            self._kill()
+            await self._wait_all()
+        finally:
+            self._kill()  # also when this wait is cancelled
+            before_abort.remove(self._kill)
+
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> None:
+        """Run ``gradbus ARGUMENTS`` in a new process, its output in ``log``.
+
+        It gets a session of its own, so that Ctrl-C in the terminal reaches the parent alone, which ends all of them.
+        """
+        # Settings of the environment are in the file that the parent has written for it.
+        environment = {key: text for key, text in os.environ.items() if not _is_setting(key)}
+        with log.open("wb") as output:
+            # -P: Python would put the current directory in front of everything that is installed.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "gradbus", *arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
+            )  # fmt: skip
+        self.all.append(ClientProcess(name, process, log))
+
+    async def watch(self, ended: Callable[[ClientProcess, int], None]) -> None:
+        """Call ``ended`` with each process that ends and its exit code. Returns when all have ended."""
+
+        async def wait(client: ClientProcess) -> None:
+            ended(client, await client.process.wait())
+
+        async with asyncio.TaskGroup() as group:
+            for client in self.all:
+                group.create_task(wait(client), name=f"watch-{client.name}")
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for all to end by themselves, for so long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wait_all()
+
+    async def _wait_all(self) -> None:
+        for client in self.all:
+            await client.process.wait()
+
+    def _running(self) -> list[ClientProcess]:
+        return [client for client in self.all if client.process.returncode is None]
+
+    def _kill(self) -> None:
+        for client in self._running():
+            with contextlib.suppress(ProcessLookupError):
+                client.process.kill()
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("GRADBUS_") and "__" in name
