@@ -1,4 +1,4 @@
-"""What the exit code of every command says.
+"""The exit codes of every command.
 
 | code | meaning | what to do |
 |---|---|---|
@@ -66,11 +66,11 @@ class ExitCode(IntEnum):
 
 
 class NoData(GradbusError):
-    """A data set that is asked for is neither on disk nor to be had from the network."""
+    """A data set is neither on disk nor to be fetched from the network."""
 
 
 class NoJob(GradbusError):
-    """Nothing was heard of a job."""
+    """No process of a job has answered."""
 
 
 class ClientsGone(GradbusError):

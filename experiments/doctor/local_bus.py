@@ -101,7 +101,7 @@ async def _expect(link: Link, wanted: str) -> None:
 
 
 async def _end(peer: asyncio.subprocess.Process, found: LocalMeasurement) -> None:
-    """The peer leaves by itself if it was told to; else it is ended, and its last line kept."""
+    """Wait for the peer where the measurement was complete, else kill it; keep its last line as the fault."""
     try:
         async with asyncio.timeout(1.0 if found.throughput is not None else 0.0):
             await peer.wait()

@@ -1,4 +1,4 @@
-"""What can be known of this machine without opening the bus: one line each, with a cure where something is wrong."""
+"""Findings about this machine that need no bus: versions, interface, buffers, ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``cure``: what to do about it."""
+    """One line of the report. ``cure``: advice that is printed below it."""
 
     name: str
     value: str
@@ -36,13 +36,13 @@ class Finding:
 
 
 def packages() -> list[Finding]:
-    """Whether torch and Cyclone DDS can be loaded; nothing where they can."""
+    """Findings about torch and Cyclone DDS where they cannot be loaded."""
     faults = {name: fault_of(module) for name, module in (("torch", "torch"), ("cyclonedds", "cyclonedds.domain"))}
     return [Finding(name, "cannot be used", Severity.BAD, fault) for name, fault in faults.items() if fault]
 
 
 def machine(settings: BusSettings) -> list[Finding]:
-    """Versions, interface, buffers, ports."""
+    """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
     found += [_network(settings), _buffer(), _ports(settings.domain)]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
@@ -98,7 +98,7 @@ def _ports(domain: int) -> Finding:
 
 
 def mtu_of(interface: str) -> int | None:
-    """Of an interface of this machine, as far as the system tells."""
+    """The MTU of an interface of this machine; None: the system has no file for it."""
     text = _read(Path("/sys/class/net", interface, "mtu"))
     return int(text) if text else None
 

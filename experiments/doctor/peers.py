@@ -107,8 +107,8 @@ def judge_peer(
             name, f"no answer within {wait_s:g} s", Severity.BAD,
             f"nothing came from {contact.address}{reason}. Does 'gradbus doctor' run there, with domain "
             f"{own.domain}? Check there that --peers has {own.address or 'the address of this machine'}; on both "
-            f"machines that UDP ports {ports} pass the firewall, and that --interface ({settings.interface} here) leads "
-            f"to the other",
+            f"machines that UDP ports {ports} pass the firewall, and that --interface ({settings.interface} here) "
+            f"leads to the other",
         )  # fmt: skip
     host = peer.host if peer is not None else remote.identity.host if remote is not None else ""
     if other:

@@ -40,7 +40,7 @@ def examine(
         trusted: no key is needed on the network.
 
     Raises:
-        ConfigError: the environment holds settings that cannot be.
+        ConfigError: the environment holds wrong settings.
     """
     console = Console()
     findings = [*packages(), *machine(settings)]
@@ -60,7 +60,7 @@ def _on_the_bus(
     settings = asked = protected(settings, key_file)
     own = address_of(settings.interface)
     if settings.interface != "lo" and own is not None:
-        # Without multicast a bus finds only the peers it is told of; here the second one runs on this machine.
+        # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
     findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]
     try:
@@ -80,7 +80,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
-    """What the measurement means."""
+    """The findings of a measurement."""
     if found.fast_path:
         findings = [Finding("fast path", "works: samples go to libddsc without the GIL")]
     else:

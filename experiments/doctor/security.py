@@ -1,4 +1,4 @@
-"""What the doctor says of protection: the level, which key, and whether a sealed sample comes back."""
+"""The protection of the bus: its level, the id of its key, and whether a sealed sample can be opened again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROOF = "a sealed word"
 
 
 def protected(settings: BusSettings, key_file: Path | None) -> BusSettings:
-    """The settings with the security that ``--key-file`` or the environment ask for. Raises ConfigError: nonsense."""
+    """The settings with the security of ``--key-file`` or of the environment. Raises ConfigError."""
     environment = load_settings(BusFile, None).bus
     names = ("security", "key_file", "controller_key", "allow_file")
     update = {name: getattr(environment, name) for name in names}
@@ -42,8 +42,8 @@ def protected(settings: BusSettings, key_file: Path | None) -> BusSettings:
 
 @contextmanager
 def measurable(settings: BusSettings) -> Iterator[BusSettings]:
-    """Settings with which two processes of this node can talk. With ``identity`` they cannot: both would be the same
-    client, or both the controller. A bus that is sealed with a random key stands in for it, and costs the same."""
+    """Settings with which two processes of this node can measure the bus. With ``identity`` both would be the same
+    client, or both the controller: a bus that is sealed with a random key stands in for it, at the same cost."""
     if settings.security != "identity":
         yield settings
         return
@@ -55,8 +55,8 @@ def measurable(settings: BusSettings) -> Iterator[BusSettings]:
 
 
 async def _identity(settings: BusSettings) -> Finding:
-    """Who this node is, and whether its files are well. Who has the controller's key can be joined by a rank with the
-    same one, which is tried; another node takes a controller that runs, and is not tried."""
+    """The name and files of this node. With the controller's key, a rank with the same key can join it, which is tried;
+    other nodes can only join a controller that runs, which is not tried."""
     try:
         key, pinned, allowed = read_identity(replace(security_of(settings), role="worker"))
         if key.public != pinned:
@@ -77,7 +77,7 @@ async def _identity(settings: BusSettings) -> Finding:
 
 
 async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
-    """The level, and with a key whether a sealed sample comes back. The key's id is said, never the key.
+    """The level, and with a key whether a sealed sample comes back. Names the key's id, never the key.
 
     Args:
         trusted: the user says that everybody on the network is trusted, so that no key is needed there.
@@ -99,7 +99,7 @@ async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
 
 
 def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
-    """Asked for, or on a network without a key."""
+    """The finding where nothing is sealed, by request or for want of a key on a network."""
     document = document_of(settings)
     if not trusted and (leaves_machine(document) or has_peers_elsewhere(document)):
         return Finding(
@@ -123,8 +123,8 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
 
 
 async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = (None, None)) -> float:
-    """Seconds from the first bus of a job to a sealed word from one to the other. Both are in this process. ``ranks``:
-    as for :func:`.buses.open_bus`."""
+    """Seconds from opening two buses of a job in this process to a sealed word that has gone both ways. ``ranks``: as
+    for :func:`.buses.open_bus`."""
     settings = settings.model_copy(update={"job": f"doctor-{secrets.token_hex(4)}"})
     started_s = time.monotonic()
     buses = [open_bus(settings, rank=rank) for rank in ranks]

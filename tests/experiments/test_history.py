@@ -147,7 +147,7 @@ def test_growth_is_found_but_not_that_of_the_first_minutes(tmp_path: Path) -> No
     write(tmp_path, "resources", *samples(2, (100 + i / 2 for i in range(60))))
     write(tmp_path, "resources", *samples(3, iter([100] * 60), fds=9)[:30], *samples(3, iter([100] * 60), fds=10)[30:])
     (one, other) = found(tmp_path)["I6"].violations
-    assert "process 2) grew" in one
+    assert "pid 2) grew" in one
     assert "(pid 3): fds grew from 9 to 10" in other
 
 
