@@ -20,8 +20,8 @@ from gradbus.actors.data_parallel.state import SavedRank, restore_model
 from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.experiments.amounts import size
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
-from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, ConfiguredTask
+from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, copy_state
 from gradbus.runtime.config.federated import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
