@@ -62,7 +62,7 @@ class Named(DenseExchange):
     ("exchanges", "told"),
     [
         ((Named, None), "exchange is 'mine', but rank 1 has 'dense'"),
-        ((None, Halved), "exchange is 'dense', but rank 1 has 'tests.actors.test_worker_errors:Halved'"),
+        ((None, Halved), "exchange is 'dense', but rank 1 has 'tests.actors.data_parallel.test_worker_errors:Halved'"),
         ((Named, partial(Named, bits=4)), """exchange_options is '{"bits": 8}', but rank 1 has '{"bits": 4}'"""),
     ],
 )
