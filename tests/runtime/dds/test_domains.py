@@ -185,7 +185,7 @@ def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_te
     monkeypatch.setattr(os, "getpid", lambda: 1)
     participant = domains.acquire(DOMAIN, XML, job("first"))
     try:
-        assert [participant._run_self_test(participant.entity) for _ in range(2)] == [None, None]
+        assert [dds._run_self_test(participant.entity) for _ in range(2)] == [None, None]
     finally:
         domains.release(participant, job("first"))
     assert len(set(partitions)) == 2
