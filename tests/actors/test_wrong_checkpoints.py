@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
-MUTATIONS = 400  # of each kind of checkpoint
+MUTATIONS = 200  # of each kind of checkpoint
 NAMES = "".join(map(chr, range(32)))
 WRONG: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 7, 1 << 31, 1 << 63, (1 << 64) - 1, 10**39, 10**41, 0.5, -1e308,
@@ -149,6 +150,13 @@ def mutations(document: Any, draw: random.Random) -> Iterator[tuple[str, Any]]:
         yield f"{place}: {wrong!r}", changed(place, lambda parent, key, wrong=wrong: parent.__setitem__(key, wrong))
 
 
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is about contents need not wait for the disk a thousand times."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("kind", KINDS)
 def test_json_that_is_well_formed_and_wrong_is_refused_or_does_no_harm(tmp_path: Path, kind: str) -> None:
     go_on, refused, taken = KINDS[kind], 0, 0
@@ -174,7 +182,7 @@ def test_json_that_is_well_formed_and_wrong_is_refused_or_does_no_harm(tmp_path:
             pytest.fail(f"{what}: {type(error).__name__}: {error}")
         shutil.rmtree(directory)
     assert taken > 10  # a loss, a time, a name of another run
-    assert refused > 200 or kind == "client"
+    assert refused > 100 or kind == "client"
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
