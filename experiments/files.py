@@ -6,6 +6,7 @@ federated.rounds=20``, other options of the command.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,9 @@ from gradbus.runtime.config.federated import (
     NonNegative,
     Settings,
     load_settings,
+    read_settings,
 )
+from gradbus.runtime.errors import ConfigError
 
 Options = dict[str, Any]
 """Keyword arguments for what a setting names."""
@@ -148,4 +151,18 @@ def load(
     # One environment may serve a controller and clients: what belongs to the other kind is no mistake.
     others = {f"GRADBUS_{section.upper()}__" for section in _SECTIONS - set(kind.model_fields)}
     environment = {name: text for name, text in os.environ.items() if not name.upper().startswith(tuple(others))}
-    return load_settings(kind, path, overrides=[*overrides, *strongest], environment=environment, values=defaults)
+    try:
+        return load_settings(kind, path, overrides=[*overrides, *strongest], environment=environment, values=defaults)
+    except ConfigError as error:
+        if owner := _owner_of(kind, path):
+            raise ConfigError(f"{error}. This is the configuration of a {owner}: gradbus {owner} {path}") from None
+        raise
+
+
+def _owner_of(kind: type[Settings], path: Path | None) -> str:
+    """The command whose configuration this file is, if it has a section that only another kind has; else ""."""
+    owners = {"federated": "controller", "client": "client", "worker": "worker"}
+    sections: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):  # of which the caller has an error already
+        sections = {} if path is None else read_settings(path)
+    return next((owners[key] for key in sections if key in owners.keys() - kind.model_fields.keys()), "")

@@ -317,7 +317,7 @@ class Client:
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
         doubt = self._bus.doubt
-        self._orders.check_controller(doubt, self._bus.reach.advice())
+        self._orders.check_controller(doubt, self._bus.reach.advice(one=True))
         self._waiting.look(f"the controller of job {self._bus.job!r}", began_s=self._orders.heard_s, doubt=doubt)
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
@@ -364,7 +364,7 @@ class Client:
 
     def _same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there is none any more."""
-        self._orders.check_controller(self._bus.doubt, self._bus.reach.advice())
+        self._orders.check_controller(self._bus.doubt, self._bus.reach.advice(one=True))
         return self._orders.holds_for(session)
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
@@ -372,7 +372,10 @@ class Client:
         orders.mark_handled(command)
         text, told = traceback_with_place(error, full=self._config.full_traceback), str(user_error(error))
         facts = {"client": self.client_id, "round": command.round_id, "error": told}
-        log.error("training failed", **facts, **({} if told == self._failure else {"traceback": text}))
+        if told == self._failure:  # in the next attempt, or in the next round
+            log.info("training failed again", **facts)
+        else:
+            log.error("training failed", **facts, traceback=text)
         self._failure = told
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
         if orders.command is command:

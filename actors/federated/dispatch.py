@@ -42,6 +42,7 @@ class Failures:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._newest: dict[int, str] = {}
+        self._last: dict[int, str] = {}  # by client, without what differs from one time to the next
 
     def note(self, client_id: int, round_id: int, text: str, reason: str = TRAINING_FAILED) -> None:
         """A client says that nothing came of its training; ``text`` is the traceback. Writes a line into the log."""
@@ -51,12 +52,16 @@ class Failures:
             key = ""
         self._seen[key] += 1
         error = text.rpartition("\n")[2][:MAX_LINE]
+        repeated = bool(key) and self._last.get(client_id) == key  # in the next attempt, or in the next round
+        self._last[client_id] = key
         self._newest[client_id] = error
         facts = {
             "client": client_id, "round": round_id, "reason": reason, "error": error, "times": self._seen[key]
         }  # fmt: skip
         if key and self._seen[key] == 1:
             log.error("training failed on a client", **facts, traceback=text)
+        elif repeated:
+            log.info("training failed again on a client", **facts)
         else:
             log.error("training failed on a client", **facts)
 

@@ -233,7 +233,7 @@ def load_settings(
     where = "settings"
     if path is not None:
         where = str(path)
-        _merge(merged, _read(path))
+        _merge(merged, read_settings(path))
     environment = os.environ if environment is None else environment
     for name, text in sorted(environment.items()):
         if name.startswith("GRADBUS_") and "__" in name:
@@ -317,7 +317,8 @@ def _known_keys(kind: type[BaseModel], location: list[str]) -> list[str]:
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """The sections of a JSON or TOML file, unchecked. Raises ConfigError: it cannot be read, or is neither."""
     try:
         text = read_text(path, MAX_FILE_BYTES)
     except OSError as error:

@@ -76,19 +76,39 @@ class Reach:
             leaves_machine=leaves_machine(build_xml(network, user_document=document)), by_document=bool(document),
         )  # fmt: skip
 
-    def advice(self, *, elsewhere: bool | None = None) -> str:
-        """What to do about processes that do not come.
+    def hint(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """What to look at first while processes do not come, in a few words for a line that is repeated.
 
         Args:
-            elsewhere: whether they are on other machines; None: nobody knows.
+            elsewhere: as for :meth:`advice`. one: it is one process that is missing.
+        """
+        start = "Start it" if one else "Start them"
+        if elsewhere is False:
+            return f"{start} on this machine, with the same job and domain {self.domain}"
+        if not self.leaves_machine:
+            others = "this bus reaches this machine alone (lo): see docs/operations.md, bus.interface"
+            return others[0].upper() + others[1:] if elsewhere else f"{start}. If on another machine: {others}"
+        if not self.peers and not self.multicast:
+            return f"This bus ({self.interface}) has no peers: set bus.peers to the addresses of all machines"
+        return (
+            f"{start}, with the same job, domain {self.domain} and key; 'gradbus doctor' on both sides checks the way"
+        )
+
+    def advice(self, *, elsewhere: bool | None = None, one: bool = False) -> str:
+        """What to do about processes that have not come, with every setting to look at: for an error.
+
+        Args:
+            elsewhere: whether they are on other machines; None: nobody knows. one: it is one process that is missing.
         """
         document = ", and CYCLONEDDS_URI" if self.by_document else ""
+        start, they, theirs = ("Start it", "it is", "its") if one else ("Start them", "they are", "theirs")
         if elsewhere is False:
-            return f"Start them, with the same job and domain {self.domain}{document}; they are on this machine"
+            return f"{start}, with the same job and domain {self.domain}{document}; {they} on this machine"
         if not self.leaves_machine:
             others = [name for name in interfaces() if name != "lo" and address_of(name)]
             here = f"here: {', '.join(others[:6])}" if others else "as ip -brief address shows it"
-            when = "They are on other machines" if elsewhere else "Start them. If they are on other machines"
+            place = "on another machine" if one else "on other machines"
+            when = f"{they} {place}".capitalize() if elsewhere else f"{start}. If {they} {place}"
             return (
                 f"{when}: this bus is on lo, which reaches this machine alone. Set on all of them "
                 f"GRADBUS_BUS__INTERFACE=NAME ({here}), GRADBUS_BUS__NETWORK=network, "
@@ -103,8 +123,8 @@ class Reach:
                 f"machines, on all of them"
             )
         return (
-            f"Start them, with the same job, domain {self.domain}{document} and key. Check that bus.peers there has "
-            f"this machine ({at}), that bus.peers here has theirs ({', '.join(self.peers) or 'multicast'}), and that "
+            f"{start}, with the same job, domain {self.domain}{document} and key. Check that bus.peers there has "
+            f"this machine ({at}), that bus.peers here has {theirs} ({', '.join(self.peers) or 'multicast'}), and that "
             f"UDP ports {port_range(self.domain)} pass the firewalls: 'gradbus doctor' on both sides finds it out"
         )
 
@@ -138,7 +158,8 @@ class WaitLog:
             return
         self._next_s = now_s + EVERY_S
         known = [text for text in (reason, f"It was heard that {doubt}" if doubt else "") if text]
+        one = isinstance(missing, str) or len(missing) == 1
         self._log.warning(
             "still waiting", **self._facts, missing=missing, waited_s=round(now_s - self._began_s),
-            hint=". ".join([*known, self._reach.advice(elsewhere=elsewhere)]),
+            hint=". ".join([*known, self._reach.hint(elsewhere=elsewhere, one=one)]),
         )  # fmt: skip

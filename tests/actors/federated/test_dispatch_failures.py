@@ -27,7 +27,13 @@ class Log:
         self.shown = threading.Semaphore(0)
 
     def error(self, event: str, **facts: Any) -> None:
-        self.lines.append({"event": event, **facts})
+        self.note("error", event, facts)
+
+    def info(self, event: str, **facts: Any) -> None:
+        self.note("info", event, facts)
+
+    def note(self, level: str, event: str, facts: dict[str, Any]) -> None:
+        self.lines.append({"event": event, "level": level, **facts})
         self.shown.release()
 
 
@@ -47,6 +53,8 @@ def test_each_distinct_error_is_shown_once_and_then_counted(log: Log) -> None:
     assert [("traceback" in line, line["times"]) for line in log.lines] == [
         (True, 1), (False, 2), (False, 3), (False, 4), (False, 5), (False, 6), (True, 1),
     ]  # fmt: skip
+    again = "training failed again on a client"  # not worth a second warning
+    assert [line["event"] == again for line in log.lines] == [False, False, True, True, True, True, False]
     assert log.lines[0]["error"] == "ValueError: <Net object at 0x7f00aa> is odd"
     assert log.lines[-1]["traceback"] == "Traceback ...\nKeyError: 'x'"
 
@@ -101,7 +109,7 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
     reports = asyncio.run(main())
     assert [report.clients for report in reports] == [(0,)] * 3
     assert [report.dropped["training failed"] for report in reports] == [1, 1, 1]
-    assert [line["times"] for line in log.lines] == [1, 2, 3]
+    assert [(line["times"], line["level"]) for line in log.lines] == [(1, "error"), (2, "info"), (3, "info")]
     first = log.lines[0]
     assert "in train" in first["traceback"]
     assert "ZeroDivisionError: the user's own mistake, at " in first["traceback"].splitlines()[-1]

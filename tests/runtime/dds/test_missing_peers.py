@@ -59,6 +59,18 @@ def test_on_a_network_it_names_peers_ports_and_the_doctor(monkeypatch: pytest.Mo
         assert text in reach.advice()
 
 
+@pytest.mark.parametrize("elsewhere", [None, True, False])
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize(("leaves_machine", "peers"), [(False, ()), (True, ()), (True, ("192.0.2.2",))])
+def test_the_hint_of_a_line_that_is_repeated_is_short(
+    elsewhere: bool | None, one: bool, leaves_machine: bool, peers: tuple[str, ...]
+) -> None:
+    reach = Reach(domain=3, interface="eth0", peers=peers, multicast=False, leaves_machine=leaves_machine)
+    hint = reach.hint(elsewhere=elsewhere, one=one)
+    assert len(hint) < 125
+    assert "them" not in hint or not one
+
+
 def test_a_line_comes_every_so_often_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(missing_peers.time, "monotonic", lambda: now_s[0])
@@ -71,7 +83,7 @@ def test_a_line_comes_every_so_often_and_not_before(monkeypatch: pytest.MonkeyPa
     assert [(line["event"], line["group"], line["missing"], line["waited_s"]) for line in log.lines] == [
         ("still waiting", "g", [0], 10), ("still waiting", "g", [0], 20),
     ]  # fmt: skip
-    assert log.lines[0]["hint"].startswith("it is late. It was heard that it has another key. Start them. ")
+    assert log.lines[0]["hint"].startswith("it is late. It was heard that it has another key. Start it. ")
 
 
 def test_a_group_says_whom_it_waits_for_and_its_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +136,9 @@ def test_a_client_says_that_no_controller_is_there(monkeypatch: pytest.MonkeyPat
                 await gradbus.Client(bus, NullTask(10), client_id=3, config=config).run()
         return str(caught.value)
 
-    assert "GRADBUS_BUS__INTERFACE" in asyncio.run(main())
-    assert next((line["client"], line["missing"]) for line in log.lines) == (3, "the controller of job 'orphan'")
+    text = asyncio.run(main())
+    assert "Start it. If it is on another machine" in text
+    assert "GRADBUS_BUS__INTERFACE" in text
+    line = log.lines[0]
+    assert (line["client"], line["missing"]) == (3, "the controller of job 'orphan'")
+    assert line["hint"].startswith("Start it. ")
