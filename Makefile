@@ -174,22 +174,22 @@ bench-scale: $(STAMP)  ## cost as work grows: clients, ranks, payloads, with the
 	@$(PY) -m gradbus.experiments.bench --scale $(ARGS)
 
 bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
-	@$(PY) -m gradbus.experiments.bench_federated $(ARGS)
+	@$(PY) -m gradbus.experiments.bench.federated $(ARGS)
 
-bench-ddp: $(STAMP)  ## data-parallel training: exactness, accuracy, bytes, waiting, every collective
-	@$(PY) -m gradbus.experiments.bench_ddp $(ARGS)
+bench-ddp: $(STAMP)  ## data-parallel training: accuracy, bytes, waiting
+	@$(PY) -m gradbus.experiments.bench.data_parallel $(ARGS)
 
 bench-collectives: $(STAMP)  ## torch.distributed over DDS and shared memory against gloo
-	@$(PY) -m gradbus.experiments.bench_collectives $(ARGS)
+	@$(PY) -m gradbus.experiments.bench.collectives $(ARGS)
 
 bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence saves
-	@$(PY) -m gradbus.experiments.bench_attacks $(ARGS)
+	@$(PY) -m gradbus.experiments.bench.attacks $(ARGS)
 
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
-	@$(PY) -m gradbus.experiments.bench_codecs $(ARGS)
+	@$(PY) -m gradbus.experiments.bench.codecs $(ARGS)
 
 bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
-	@$(PY) -m gradbus.experiments.bench_sealing $(ARGS)
+	@$(PY) -m gradbus.experiments.bench.sealing $(ARGS)
 
 # The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
 fuzz: SECONDS ?= 300
@@ -205,7 +205,7 @@ conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes w
 
 # What has been run before is not run again. QUICK=1: smaller runs, less than 5 minutes; without it 35, on 2 idle cores.
 figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QUICK=1: small ones)
-	@$(PY) -m gradbus.experiments.gallery $(if $(filter-out 0,$(QUICK)),--quick) $(ARGS)
+	@$(PY) -m gradbus.experiments.figures $(if $(filter-out 0,$(QUICK)),--quick) $(ARGS)
 
 # Needs uv. Pins that still fit are kept; LOCK_ARGS=--upgrade takes the newest of everything.
 lock:  ## write constraints.txt and requirements.lock anew from pyproject.toml

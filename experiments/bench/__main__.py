@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gradbus.experiments.bench import document, growth, growth_plot
+from gradbus.experiments.bench import document, growth
 from gradbus.experiments.bench.compare import Change, compare, known_figures, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Results, Run, summary
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, expected_s, measure
@@ -75,8 +75,8 @@ def _run(chosen: argparse.Namespace) -> int:
         document.write(DOCS, known)
         known.save(DOCS_RESULTS)
         if style.have_matplotlib():
-            growth_plot.draw(DOCS_PLOT, known)
-    elif style.have_matplotlib() and growth_plot.draw(plot := chosen.out.with_suffix(".png"), measured):
+            growth.draw(DOCS_PLOT, known)
+    elif style.have_matplotlib() and growth.draw(plot := chosen.out.with_suffix(".png"), measured):
         print(f"drawn: {plot}", file=sys.stderr)
     if chosen.write_baseline:
         measured.save(BASELINE)

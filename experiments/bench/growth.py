@@ -1,13 +1,21 @@
-"""How a cost grows: the exponent of a power law, by least squares on logarithms, with its standard error."""
+"""How a cost grows: the exponent of a power law by least squares on logarithms, with its standard error, and a plot."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from gradbus.experiments.bench.results import Figure, Run, summary
+from gradbus.experiments.bench.results import Figure, Results, Run, summary
+from gradbus.experiments.report import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# By part, in the order of the panels: the label and the unit of the x axis.
+_AT = {"clients": ("clients in one process", ""), "ranks": ("processes", ""), "payload": ("model", "MB")}
 
 
 class Fit(NamedTuple):
@@ -90,3 +98,56 @@ def lines(run: Run) -> list[Line]:
 def text_of(found: Fit) -> str:
     """As in "0.98 ± 0.03"."""
     return f"{found.exponent:.2f}" + ("" if math.isnan(found.error) else f" ± {found.error:.2f}")
+
+
+def draw(path: Path, results: Results) -> bool:
+    """Draw a PNG with one panel for each part and unit. Returns False if there is nothing to draw.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    panels: list[tuple[str, str, list[Line]]] = []
+    for part in _AT:
+        run = results.run(part)
+        by_unit: dict[str, list[Line]] = {}
+        for line in lines(run) if run is not None else []:
+            by_unit.setdefault(line.unit, []).append(line)
+        panels += [(part, unit, found) for unit, found in by_unit.items()]
+    if not panels:
+        return False
+    with style.drawing():
+        columns = 2 if len(panels) > 1 else 1
+        rows = -(-len(panels) // columns)
+        figure, all_axes = style.new_figure(rows, columns, width_in=14.0, height_in=4.4 * rows)
+        for axes in all_axes[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (part, unit, found) in zip(all_axes, panels, strict=False):
+            _panel(axes, part, unit, found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        style.save(figure, path)
+    return True
+
+
+def _panel(axes: Axes, part: str, unit: str, found: list[Line]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for number, line in enumerate(found):
+        look = style.nth_look(number, f"{line.name}: {text_of(line.whole)}")
+        low, high = (
+            [abs(q[side] - cost) for q, cost in zip(line.quartiles, line.costs, strict=True)] for side in (0, 1)
+        )
+        axes.errorbar(line.at, line.costs, yerr=[low, high], linestyle="none", capsize=3, **look.line)
+        fitted = line.whole
+        ends = [line.at[0], line.at[-1]]
+        axes.plot(ends, [fitted.factor * at**fitted.exponent for at in ends], color=look.color, linewidth=1.0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    name, at_unit = _AT[part]
+    axes.set_xticks(sorted({at for line in found for at in line.at}), minor=False)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    style.label(axes, x=name, x_unit=at_unit, y="cost", y_unit=unit)
+    style.legend_above(axes, columns=1)

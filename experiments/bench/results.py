@@ -1,16 +1,19 @@
-"""What a benchmark leaves behind: raw samples, and who took them, when, where and how. All else is made from it."""
+"""The file of the suite: raw samples with their commit, date, machine and versions. All else is made from it."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradbus.experiments.bench_rows import machine
+from gradbus.experiments.rundir import versions
 from gradbus.runtime.errors import ConfigError
 
 Effort = Literal["tiny", "quick", "full"]
@@ -46,7 +49,7 @@ class Record(BaseModel):
 
 
 class Against(Record):
-    """What a figure is measured against, in the same run and block by block. ``samples``: in the figure's unit."""
+    """The reference of a figure, measured in the same run, block by block. ``samples``: in the figure's unit."""
 
     name: str
     samples: tuple[Sample, ...]
@@ -84,12 +87,12 @@ class Figure(Record):
 
     @property
     def summary(self) -> Summary:
-        """Of the samples."""
+        """Median and quartiles of the samples."""
         return summary(self.samples)
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """By what it was measured against, block by block; nothing if there is no such thing."""
+        """Samples by those of what it was measured against, block by block; empty without a reference."""
         if self.against is None:
             return ()
         return tuple(mine / other for mine, other in zip(self.samples, self.against.samples, strict=True))
@@ -149,17 +152,17 @@ class Results(Record):
         return self
 
     def with_run(self, new: Run) -> Results:
-        """The same with this run, in the place of an older one of its part."""
+        """These results with a new run, which replaces an older one of its part."""
         kept = {run.part: run for run in self.runs} | {new.part: new}
         return Results(runs=tuple(kept.values()))
 
     def run(self, part: str) -> Run | None:
-        """That of a part."""
+        """The run of a part, or None."""
         return next((run for run in self.runs if run.part == part), None)
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read a file. Raises ConfigError: it is none of ours."""
+        """Read a file. Raises ConfigError: it cannot be read, or holds no results."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -175,8 +178,22 @@ class Results(Record):
         path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
+def machine() -> dict[str, Any]:
+    """When, where and with which versions something is measured."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), **versions.machine(),
+        "load_1min": round(os.getloadavg()[0], 2), "system": platform.platform(), **versions.versions("uvloop"),
+    }  # fmt: skip
+
+
+def fault_of(error: Exception) -> str:
+    """An error in one line: the last line of its text, which in a traceback of a rank is that rank's error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+
+
 def commit() -> str:
-    """Of the code that runs, with a "+" if files were changed since; "" outside of a checkout."""
+    """The commit of the code that runs, with a "+" if files were changed since; "" outside of a checkout."""
     folder = Path(__file__).parent
     try:
         commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
@@ -200,6 +217,3 @@ def make_run(
         machine={name: fact for name, fact in facts.items() if name not in (*_VERSIONS, "date")},
         configuration=configuration, figures=tuple(figures), fault=fault,
     )  # fmt: skip
-
-
-__all__ = ["Effort", "Figure", "Results", "Run", "Summary", "commit", "figure", "machine", "make_run", "summary"]

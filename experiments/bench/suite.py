@@ -8,22 +8,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gradbus.experiments.bench import (
-    part_bus,
-    part_codecs,
-    part_collectives,
-    part_federated,
-    part_parallel,
-    scale_clients,
-    scale_payload,
-    scale_ranks,
-)
-from gradbus.experiments.bench.results import Effort, Figure, Run, machine, make_run
-from gradbus.experiments.bench_parts import fault_of
+from gradbus.experiments.bench import bus, codecs, collectives, data_parallel, federated, scale
+from gradbus.experiments.bench.results import Effort, Figure, Run, fault_of, machine, make_run
 
 
 class Part(NamedTuple):
-    """``measure`` takes seconds as told by ``seconds``, on 2 cores with nothing else to do."""
+    """One part. ``seconds``: what ``measure`` takes on 2 cores with nothing else to do."""
 
     measure: Callable[[Effort], Iterable[Figure]]
     title: str
@@ -31,29 +21,27 @@ class Part(NamedTuple):
 
 
 PARTS: dict[str, Part] = {
-    "bus": Part(part_bus.measure, "Bus", {"quick": 20, "full": 30}),
-    "codecs": Part(part_codecs.measure, "Codecs", {"quick": 5, "full": 30}),
-    "collectives": Part(part_collectives.measure, "Collectives", {"quick": 60, "full": 1200}),
-    "federated": Part(part_federated.measure, "Federated rounds", {"quick": 30, "full": 300}),
-    "parallel": Part(part_parallel.measure, "Data-parallel steps", {"quick": 30, "full": 120}),
+    "bus": Part(bus.measure, "Bus", {"quick": 20, "full": 30}),
+    "codecs": Part(codecs.measure, "Codecs", {"quick": 5, "full": 30}),
+    "collectives": Part(collectives.measure, "Collectives", {"quick": 60, "full": 1200}),
+    "federated": Part(federated.measure, "Federated rounds", {"quick": 30, "full": 300}),
+    "parallel": Part(data_parallel.measure, "Data-parallel steps", {"quick": 30, "full": 120}),
 }
-
-
 SCALE: dict[str, Part] = {
-    "clients": Part(scale_clients.measure, "Growth with the clients", {"quick": 40, "full": 90}),
-    "ranks": Part(scale_ranks.measure, "Growth with the ranks", {"quick": 20, "full": 60}),
-    "payload": Part(scale_payload.measure, "Growth with the payload", {"quick": 20, "full": 140}),
+    "clients": Part(scale.measure_clients, "Growth with the clients", {"quick": 40, "full": 90}),
+    "ranks": Part(scale.measure_ranks, "Growth with the ranks", {"quick": 20, "full": 60}),
+    "payload": Part(scale.measure_payload, "Growth with the payload", {"quick": 20, "full": 140}),
 }
 ALL = PARTS | SCALE
 
 
 def expected_s(names: Sequence[str], effort: Effort) -> int:
-    """How long these parts take."""
+    """How long these parts take in all."""
     return sum(ALL[name].seconds.get(effort, 10) for name in names)
 
 
 def measure(names: Sequence[str], effort: Effort) -> Iterator[Run]:
-    """Run them in turn. One that fails says so in its run, and the others go on."""
+    """Measure the parts in turn. The run of one that fails says why, and the others go on."""
     for name in names:
         print(f"measuring: {name}, about {expected_s([name], effort)} s", file=sys.stderr, flush=True)
         facts, began_s, fault = machine(), time.perf_counter(), ""

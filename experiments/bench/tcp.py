@@ -1,17 +1,17 @@
-"""A bare TCP connection on this machine, as something to measure the bus against: an echo in a process of its own.
+"""A bare TCP connection on this machine, as a reference for the bus: an echo in a process of its own.
 
-``python -m gradbus.experiments.bench.tcp`` is the other end. Blocking sockets and no framework: what the kernel asks
-for the same bytes between two processes.
+Blocking sockets and no framework: what the kernel takes for the same bytes between two processes.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from typing import Self
+
+from gradbus.experiments.bench.processes import Processes
 
 _HEADER = struct.Struct("<QQ")  # bytes of the message, bytes of the answer
 _TIMEOUT_S = 60.0
@@ -21,35 +21,23 @@ class Echo:
     """The near end. Use it as a context manager; it blocks, so nothing else should have to run meanwhile."""
 
     def __enter__(self) -> Self:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(_TIMEOUT_S)
-            port = server.getsockname()[1]
-            self._process = subprocess.Popen([sys.executable, "-P", "-m", __name__, str(port)])
-            try:
-                self._socket, _ = server.accept()
-            except BaseException:
-                self._end()
-                raise
-        _prepare(self._socket)
+            stack.enter_context(Processes()).start("echo", _serve, server.getsockname()[1])
+            self._socket = stack.enter_context(server.accept()[0])
+            _prepare(self._socket)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()  # the other end reads the end of the stream, and goes
-        self._end()
-
-    def _end(self) -> None:
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._stack.close()  # the other end reads the end of the stream, and ends
 
     def round_trip_s(self, size: int) -> float:
         """Seconds until so many bytes are there and so many have come back."""
         return self._exchange(bytearray(size), 1, size)
 
     def stream_s(self, size: int, count: int) -> float:
-        """Seconds until so many messages are there, by one word at the end."""
+        """Seconds until so many messages are there, by one byte that comes back at the end."""
         return self._exchange(bytearray(size), count, 1)
 
     def _exchange(self, payload: bytearray, count: int, answer: int) -> float:
@@ -91,7 +79,3 @@ def _serve(port: int) -> None:
                 return
             connection.sendall(view[:answer])
             view.release()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))

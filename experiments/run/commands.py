@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradbus.experiments.amounts import percent, size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
-from gradbus.experiments.figures import draw_accuracy
+from gradbus.experiments.figures.run_accuracy import draw_accuracy
 from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo

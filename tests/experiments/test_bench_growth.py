@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradbus.experiments.bench import __main__ as bench
-from gradbus.experiments.bench import document, growth_plot
-from gradbus.experiments.bench.growth import fit, lines, text_of
+from gradbus.experiments.bench import document
+from gradbus.experiments.bench.growth import draw, fit, lines, text_of
 from gradbus.experiments.bench.results import Figure, Results, figure, machine, make_run
 from gradbus.experiments.bench.suite import SCALE
 
@@ -74,9 +74,9 @@ def test_growth_becomes_a_table_with_exponents_and_a_picture(tmp_path: Path) -> 
     assert "| cost | 2 | 8 | 32 | exponent | of the last three |" in page
     assert "| time, ms | 2.00 | 8.00 | 32.0 | 1.00 ± 0.00 | 1.00 ± 0.00 |" in page
     pytest.importorskip("matplotlib")
-    assert growth_plot.draw(tmp_path / "new" / "growth.png", results)
+    assert draw(tmp_path / "new" / "growth.png", results)
     assert (tmp_path / "new" / "growth.png").read_bytes().startswith(b"\x89PNG")
-    assert not growth_plot.draw(tmp_path / "none.png", Results())
+    assert not draw(tmp_path / "none.png", Results())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The benchmark of sealing: its parts run in real processes, and a figure that falls short is told of."""
+"""The benchmark of encryption: its parts run in real processes, and a figure that falls short sets the exit code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.experiments import bench_sealing
-from gradbus.experiments.bench_sealing import LEVELS, PARTS, Block, part_rows, rows_of
+from gradbus.experiments.bench import sealing
+from gradbus.experiments.bench.sealing import LEVELS, PARTS, Block, part_rows, rows_of
 
 
 def blocks(psk: float, turns: int = 4) -> list[Block]:
@@ -20,7 +20,7 @@ def blocks(psk: float, turns: int = 4) -> list[Block]:
     ]  # fmt: skip
 
 
-def test_a_block_is_compared_with_what_its_neighbours_without_a_key_say_of_its_place() -> None:
+def test_a_block_is_compared_with_the_line_between_its_neighbours_without_a_key() -> None:
     part = PARTS["round"]._replace(title="a round")
     rows = {row.name: row for row in rows_of(part, [blocks(1.2), blocks(1.2)])}
     measured = {name: pytest.approx(row.measured) for name, row in rows.items()}
@@ -36,9 +36,9 @@ def test_a_block_is_compared_with_what_its_neighbours_without_a_key_say_of_its_p
 def test_the_exit_code_tells_of_a_figure_that_falls_short(
     psk: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_sealing, "_blocks", lambda part, folder: blocks(psk))
+    monkeypatch.setattr(sealing, "_blocks", lambda part, folder: blocks(psk))
     out = tmp_path / "bench.json"
-    assert bench_sealing.main(["--part", "round", "--part", "alone", "--repeats", "2", "--out", str(out)]) == code
+    assert sealing.main(["--part", "round", "--part", "alone", "--repeats", "2", "--out", str(out)]) == code
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert [row["ok"] for row in saved["rows"]] == [code == 0] + [True] * 9
     assert {row["unit"] for row in saved["rows"]} == {"x none", "us"}

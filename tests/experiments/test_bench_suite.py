@@ -13,11 +13,11 @@ from typing import Any, ClassVar, cast
 import pytest
 from pydantic import ValidationError
 
-from gradbus.experiments import bench_overhead
 from gradbus.experiments.bench import __main__ as bench
-from gradbus.experiments.bench import document, part_federated, part_parallel, scale_payload, suite
+from gradbus.experiments.bench import data_parallel, document, federated, scale, suite
 from gradbus.experiments.bench.compare import compare, other_machine, text_of
 from gradbus.experiments.bench.results import Effort, Figure, Results, Run, figure, machine, make_run, summary
+from gradbus.experiments.bench.rounds import WAYS
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, Part
 from gradbus.runtime.dds import malloc
 from gradbus.runtime.errors import ConfigError
@@ -238,18 +238,18 @@ def test_rounds_are_measured_on_one_host_and_over_dds_alone_and_their_names_say_
 def test_of_two_ways_one_shares_memory_and_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def federated(*_: Any, shared_memory: bool, **__: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def run_rounds(*_: Any, shared_memory: bool, **__: Any) -> None:
         asked.append(shared_memory)
         raise RuntimeError("nothing more is looked at")
 
-    monkeypatch.setattr(part_federated, "federated", federated)
-    monkeypatch.setattr(scale_payload, "federated", federated)
-    (case,), echo = part_federated.PLANS["tiny"][1], SimpleNamespace(round_trip_s=lambda size: 0.001)
-    for way in bench_overhead.WAYS:
+    monkeypatch.setattr(federated, "run_rounds", run_rounds)
+    monkeypatch.setattr(scale, "run_rounds", run_rounds)
+    (case,), echo = federated.PLANS["tiny"][1], SimpleNamespace(round_trip_s=lambda size: 0.001)
+    for way in WAYS:
         with pytest.raises(RuntimeError, match="nothing more"):
-            part_federated.launch(case, way, cast("Any", echo))
+            federated.launch(case, way, cast("Any", echo))
         with pytest.raises(RuntimeError, match="nothing more"):
-            list(scale_payload.points(1, 5, way))
+            list(scale.payload_figures(1, 5, way))
     assert asked == [True, True, False, False]
 
 
@@ -260,7 +260,7 @@ def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.M
         pass
 
     class NoPlace:
-        spec: ClassVar = {"plan": part_parallel.PLANS["tiny"]}
+        spec: ClassVar = data_parallel.PLANS["tiny"]
 
         def start(self, backend: str) -> None:
             calls.append(backend)
@@ -268,7 +268,7 @@ def test_ranks_of_gloo_have_malloc_set_as_those_with_a_bus(monkeypatch: pytest.M
 
     monkeypatch.setattr(malloc, "keep_memory", lambda: calls.append("memory"))
     with pytest.raises(Stopped):
-        part_parallel.gloo_steps(cast("Any", NoPlace()))
+        data_parallel.gloo_steps(cast("Any", NoPlace()))
     assert calls == ["memory", "gloo"]
 
 

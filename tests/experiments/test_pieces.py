@@ -18,8 +18,8 @@ from rich.console import Console
 from gradbus.actors import Progress, RoundReport
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline
-from gradbus.experiments import bench_rows
 from gradbus.experiments.amounts import size
+from gradbus.experiments.bench import results
 from gradbus.experiments.cli import import_object
 from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
 from gradbus.experiments.doctor.local_bus import LocalMeasurement
@@ -45,7 +45,7 @@ SHARED = replace(REPORT, bytes_up_shared=9_599_056, bytes_down_shared=1000)
 def test_cores_are_those_that_this_process_may_use(cores: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert versions.machine()["cores"] == bench_rows.machine()["cores"] == len(cores)
+    assert versions.machine()["cores"] == results.machine()["cores"] == len(cores)
     assert plan(DemoOptions(data="glyphs")).controller.task.threads == len(cores)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from gradbus import codecs
 from gradbus.actors import RoundReport
-from gradbus.experiments.figures import draw_accuracy
+from gradbus.experiments.figures.run_accuracy import draw_accuracy
 from gradbus.experiments.report import style
 from gradbus.experiments.report.page import Figure as PageFigure
 from gradbus.experiments.report.page import images_of

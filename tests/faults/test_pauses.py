@@ -1,4 +1,4 @@
-"""Nobody who lives is taken for dead, and the dead are missed at once; more of it: ``gradbus.experiments.pauses``."""
+"""No live process is taken for dead, and a death is known at once; ``gradbus.experiments.bench.pauses`` has more."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 import pytest
 from patience import until
 
-from gradbus.experiments.pauses import (
-    Deed,
+from gradbus.experiments.bench.pauses import (
+    Disturbance,
     Kind,
     crashes,
     forge_goodbyes,
     groups,
-    hold_one,
+    hold_gil,
     starve_one,
     stop_all,
     stop_one,
@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 KEY = "gradbus-key-1 " + "6b" * 32
 KINDS = (Kind(2, False), Kind(3, True, KEY))
-DEEDS: tuple[Deed, ...] = (
+DISTURBANCES: tuple[Disturbance, ...] = (
     stop_one(1.2),
     stop_all(1.5),
-    hold_one(2.0),
+    hold_gil(2.0),
     starve_one(2.0),
     forge_goodbyes(2, 0.5),
 )
@@ -35,8 +35,8 @@ DEEDS: tuple[Deed, ...] = (
 
 def test_ranks_that_are_stopped_starved_or_said_to_be_gone_are_waited_for_and_all_go_on(domain: int) -> None:
     with groups(KINDS, domain) as made:
-        for deed in DEEDS:
-            assert list(survive(made, deed, recover_s=30.0).values()) == [""] * len(made)
+        for disturb in DISTURBANCES:
+            assert list(survive(made, disturb, recover_s=30.0).values()) == [""] * len(made)
 
 
 def test_the_others_miss_a_killed_rank_at_once_whatever_the_lease_is_also_while_they_wait_for_it(domain: int) -> None:
@@ -47,7 +47,7 @@ def test_the_others_miss_a_killed_rank_at_once_whatever_the_lease_is_also_while_
         killed_s = time.monotonic()
         for group in made:
             others = group.ranks[:-1]
-            until(lambda others=others, group=group: group.look() or all(rank.failed for rank in others))  # type: ignore[misc]
+            until(lambda group=group, others=others: group.trouble and all(rank.failed for rank in others))  # type: ignore[misc]
             for rank in others:
                 assert rank.failed.startswith("PeerLost")
                 assert rank.failed_s - killed_s < 2.0  # 0.3 s on a machine that does nothing else

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradbus.experiments.gallery.int8_exchange import Int8Exchange
-from gradbus.runtime.collectives import Group
+from gradbus.experiments.bench.processes import Place
+from gradbus.experiments.figures.int8_exchange import Int8Exchange
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.dds.network import NetworkConfig
 
 SHAPES = {"weight": (40, 30), "bias": (30,), "scale": ()}
 
@@ -22,28 +20,23 @@ def gradients(rank: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Step:
-    """See :class:`gradbus.experiments.bench_ddp_process.Role`. ``idle``: this rank has no data."""
+async def int8_step(place: Place) -> dict[str, Any]:
+    """Gradients and parameters after a step of SGD at a learning rate of 1, from zeros, and the bytes sent.
 
-    world: int = 2
-    network: NetworkConfig | None = None
-    idle: int | None = None
-
-    async def run(self, group: Group) -> dict[str, Any]:
-        """Gradients and parameters after a step of SGD at a learning rate of 1, from zeros, and the bytes sent."""
-        parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
+    The role of a rank; its spec: the rank that has no data, or None.
+    """
+    parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
+    async with place.group() as group:
         exchange = Int8Exchange(DataParallelConfig(lr=1.0, momentum=0.0), group, parameters)
-        has_data = group.rank != self.idle
-        exchange.begin(0, self.world - (self.idle is not None))
-        for name, gradient in gradients(group.rank).items():
+        exchange.begin(0, place.world - (place.spec is not None))
+        for name, gradient in gradients(place.rank).items():
             parameters[name].grad = gradient
-        (handle,) = await asyncio.to_thread(exchange.send, has_data=has_data)
+        (handle,) = await asyncio.to_thread(exchange.send, has_data=place.rank != place.spec)
         assert exchange.decode([await handle]) is None
         exchange.apply()
-        means = {name: parameter.grad for name, parameter in parameters.items()}
-        return {
-            "mean": {name: mean.numpy() for name, mean in means.items() if mean is not None},
-            "after": {name: parameter.detach().numpy() for name, parameter in parameters.items()},
-            "sent": handle.sent_bytes,
-        }
+    means = {name: parameter.grad for name, parameter in parameters.items()}
+    return {
+        "mean": {name: mean.numpy() for name, mean in means.items() if mean is not None},
+        "after": {name: parameter.detach().numpy() for name, parameter in parameters.items()},
+        "sent": handle.sent_bytes,
+    }

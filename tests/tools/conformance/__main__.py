@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance.suite import Result, Run, run
-from gradbus.experiments.bench_rows import machine
+from gradbus.experiments.bench.results import machine
 
 REFERENCE, OURS = "gloo", "dds"
 _IMPORT_S = 120.0

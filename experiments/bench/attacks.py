@@ -1,0 +1,198 @@
+"""What hostile clients do to the accuracy, and how much of it each defence saves.
+
+``make bench-attacks`` or ``python -m gradbus.experiments.bench.attacks``; the exit code is 1 if a figure falls short.
+Of ten clients three are hostile in every round. They train like the others and then send something else:
+
+    sign flip    their update the other way round
+    scaled       ten times that
+    noise        normal noise, thirty times as long as their update
+    label flip   an honest update, of training with the label 9 - y in place of y
+
+Training, encoding, decoding and the strategies are those of a run; what passes between is left out, as it changes no
+number. A defence knows how many are hostile, not which. ``--part time`` measures what the strategies cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from gradbus import codecs
+from gradbus.actors.aggregation.clipping import Limited, l2_norm
+from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+from gradbus.actors.aggregation.strategies import FedAvg, Strategy
+from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.experiments.bench import limits
+from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, shown
+from gradbus.models import ClassificationTask, load, mnist_mlp, seeded_generator
+
+CLIENTS, HOSTILE = 10, 3
+SAMPLES = 300  # of each client and round
+LR = 0.05
+CLASSES = 10
+TIMED_DIM = 1_199_882  # the CNN's
+
+MAKE: dict[str, Callable[[int, float], Strategy]] = {
+    "mean": lambda dim, _: FedAvg(dim),
+    "clip": lambda dim, norm: Limited(FedAvg(dim), clip_norm=norm),
+    "median": lambda dim, _: CoordinateMedian(dim, byzantine=HOSTILE),
+    "trimmed_mean": lambda dim, _: TrimmedMean(dim, byzantine=HOSTILE),
+    "krum": lambda dim, _: Krum(dim, byzantine=HOSTILE),
+    "multi_krum": lambda dim, _: MultiKrum(dim, byzantine=HOSTILE),
+}
+ATTACKS = ("none", "sign flip", "scaled", "noise", "label flip")
+CEILING_POINTS = 5.0  # that an attack may cost a defence that averages, where the mean is lost
+
+
+class Scene:
+    """Clients with their data, and an attack."""
+
+    def __init__(self, data_root: Path | None, partition: str, seed: int) -> None:
+        self._seed = seed
+        split = load("mnist", data_root)
+        options: dict[str, Any] = {"batch_size": 32, "seed": seed}
+        self._honest = ClassificationTask(mnist_mlp, split, partition, CLIENTS, **options)
+        self._flipped = ClassificationTask(mnist_mlp, split, partition, CLIENTS, loss=_flipped_loss, **options)
+        self._model = FlatModel(self._honest.build_model())
+        self.dim = self._model.dim
+        self.initial = self._model.read().clone()
+
+    def update(self, client_id: int, round_id: int, base: Tensor, attack: str) -> Tensor:
+        """The update that this client sends: float32, shape (D,)."""
+        hostile = client_id < HOSTILE
+        task = self._flipped if hostile and attack == "label flip" else self._honest
+        self._model.write(base)
+        task.train(
+            self._model.module, client_id=client_id, round_id=round_id, epochs=1, lr=LR, seed=self._seed,
+            subset_size=SAMPLES, should_stop=lambda: False,
+        )  # fmt: skip
+        delta = self._model.read() - base
+        if not hostile or attack in ("none", "label flip"):
+            return delta
+        if attack == "noise":
+            generator = seeded_generator("attack", self._seed, client_id, round_id)
+            noise = torch.randn(self.dim, generator=generator)
+            return noise * (30 * l2_norm(delta) / l2_norm(noise))
+        return delta * {"sign flip": -1.0, "scaled": -10.0}[attack]
+
+    def accuracy(self, weights: Tensor) -> float:
+        """Accuracy on the test set, in percent."""
+        self._model.write(weights)
+        outcome = self._honest.evaluate(self._model.module)
+        assert outcome is not None, "MNIST has a test set"
+        return 100.0 * outcome.accuracy
+
+
+def _flipped_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, CLASSES - 1 - labels)
+
+
+def run(scene: Scene, strategy: Strategy, attack: str, rounds: int) -> list[float]:
+    """Test accuracy in percent after each round."""
+    weights, found = scene.initial.clone(), []
+    encode = codecs.get("fp32").encode
+    for round_id in range(1, rounds + 1):
+        base = weights.clone()
+        strategy.begin(round_id, base)
+        for client_id in range(CLIENTS):
+            payload = encode(scene.update(client_id, round_id, base, attack))
+            try:
+                strategy.add(client_id, codecs.parse(payload, expected_dim=scene.dim), SAMPLES)
+            except ValueError:  # it has grown out of all bounds, and is refused as in a run
+                continue
+        strategy.finish(weights)
+        found.append(scene.accuracy(weights))
+    return found
+
+
+def typical_norm(scene: Scene) -> float:
+    """Median L2 norm of the updates of the first round without an attack."""
+    return statistics.median(l2_norm(scene.update(i, 1, scene.initial, "none")) for i in range(CLIENTS))
+
+
+def accuracy_rows(data_root: Path | None, partition: str, rounds: int, seeds: int) -> Taken:
+    """Each defence under each attack."""
+    curves: dict[str, dict[str, list[list[float]]]] = {attack: {name: [] for name in MAKE} for attack in ATTACKS}
+    for seed in range(seeds):
+        scene = Scene(data_root, partition, seed)
+        norm = typical_norm(scene)
+        for attack in ATTACKS:
+            for name, make in MAKE.items():
+                curves[attack][name].append(run(scene, make(scene.dim, norm), attack, rounds))
+            print(f"seed {seed}, {attack}: done", file=sys.stderr, flush=True)
+    last = {
+        attack: {name: statistics.mean(run[-1] for run in runs) for name, runs in of_attack.items()}
+        for attack, of_attack in curves.items()
+    }
+    rows = [shown(f"no attack: {name}", value, "%") for name, value in last["none"].items()]
+    for attack in ATTACKS[1:]:
+        mean = last[attack]["mean"]
+        rows.append(shown(f"{attack}: mean", mean, "%", f"{mean - last['none']['mean']:+.1f} points"))
+        for name, value in last[attack].items():
+            if name != "mean":
+                rows.append(_row(attack, name, value, last["none"][name], mean, asks=partition == "iid"))
+    return rows, {"accuracy": curves, "partition": partition, "rounds": rounds, "clients": CLIENTS, "hostile": HOSTILE}
+
+
+def _row(attack: str, name: str, value: float, alone: float, mean: float, *, asks: bool) -> Row:
+    note = f"{value - mean:+.1f} points against the mean, {value - alone:+.1f} against no attack"
+    title = f"{attack}: {name}"
+    if asks and attack in ("scaled", "noise") and name != "clip":
+        return at_least(title, value, round(alone - CEILING_POINTS, 1), "%", note)
+    return shown(title, value, "%", note)
+
+
+def time_rows() -> Taken:
+    """What a round of ten updates costs, on one thread."""
+    updates = [
+        codecs.parse(codecs.get("fp32").encode(0.01 * torch.randn(TIMED_DIM, generator=seeded_generator("time", i))),
+                     expected_dim=TIMED_DIM)
+        for i in range(CLIENTS)
+    ]  # fmt: skip
+    rows, taken = [], {}
+    for name, make in MAKE.items():
+        strategy, weights = make(TIMED_DIM, 1.0), torch.zeros(TIMED_DIM)
+        samples = []
+        for _ in range(6):
+            strategy.begin(1, weights.clone())
+            started_s = time.perf_counter()
+            for client_id, update in enumerate(updates):
+                strategy.add(client_id, update, 1)
+            added_s = time.perf_counter()
+            strategy.finish(weights)
+            samples.append((1e3 * (added_s - started_s) / CLIENTS, 1e3 * (time.perf_counter() - added_s)))
+        taken[name] = samples[1:]
+        add_ms, finish_ms = (statistics.median(column) for column in zip(*samples[1:], strict=True))
+        rows.append(
+            at_most(f"{name}: the end of a round", finish_ms, 250.0, "ms", f"and {add_ms:.1f} ms to add one update")
+        )
+    return rows, {"time_ms": taken}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure both parts, or one, and compare them with the limits."""
+    about = {"accuracy": "each defence under each attack", "time": "what the strategies cost"}
+    parser = limits.parser_of(__doc__, "runs/bench-attacks.json", about)
+    parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
+    parser.add_argument("--partition", default="iid", help="iid, dirichlet, shards or by_label")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=2)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    accuracy = partial(accuracy_rows, chosen.data_root, chosen.partition, chosen.rounds, chosen.seeds)
+    parts = {"accuracy": Part(accuracy, about["accuracy"], needs_mnist=True), "time": Part(time_rows, about["time"])}
+    title = f"{HOSTILE} hostile clients of {CLIENTS} on MNIST"
+    return limits.main(title, chosen.part, parts, chosen.out, data_root=chosen.data_root)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

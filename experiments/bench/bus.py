@@ -1,0 +1,295 @@
+"""The bus: round trips and streams between two processes against bare TCP, one writer to many readers, the event loop.
+
+This process writes; each reader is a process with one bus for each network configuration that is measured, and answers
+on each what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import gradbus
+from gradbus.experiments.bench.processes import LEASE_S, Processes
+from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.tcp import Echo
+from gradbus.experiments.bench.timing import KIB, MIB, in_turns, loop_gaps, percentile, size_text
+from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
+from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.wire.frames import FrameKey, Kind
+from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob
+
+_DOMAINS = {"unicast": 23, "multicast": 24}  # a domain has one network configuration in a process
+_WATCH, _LATE = "watch", "late"
+_ECHO = "echo"  # name of a transfer that is to come back
+_ANSWER_S = 20.0
+_MEET_S = 120.0  # eight processes start, and the machine may be busy
+_LIFETIME_S = 300.0  # of a reader, whatever becomes of the writer
+_PING_BYTES, _LARGE_BYTES = 64, 64 * KIB
+_TCP_TRIPS = 20
+
+Sample = Callable[[], Awaitable[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """``blocks``: of each figure. ``trips``: round trips of one. ``stream_bytes``: of a stream in one. ``fan_bytes``:
+    of what goes to all ``readers``, ``fans`` times in a block."""
+
+    blocks: int
+    trips: int
+    streams: Sequence[int] = (MIB, 4 * MIB)
+    stream_bytes: int = 32 * MIB
+    readers: Sequence[int] = (2, 4, 8)
+    fan_bytes: int = 16 * MIB
+    fans: int = 3
+
+
+PLANS: dict[Effort, Plan] = {
+    "tiny": Plan(blocks=2, trips=5, streams=(MIB,), stream_bytes=2 * MIB, readers=(), fans=1),
+    "quick": Plan(blocks=7, trips=100),
+    "full": Plan(blocks=15, trips=300, stream_bytes=64 * MIB),
+}
+
+
+def measure(effort: Effort) -> list[Figure]:
+    """All figures of the bus."""
+    return asyncio.run(_measure(PLANS[effort]))
+
+
+async def _measure(plan: Plan) -> list[Figure]:
+    async with _Writer.open(["unicast"], 1) as writer:
+        figures = [*await _pair_figures(writer, plan), *await _gap_figures(writer, plan)]
+    for count in plan.readers:
+        async with _Writer.open(["unicast", "multicast"], count) as writer:
+            figures += await _fan_figures(writer, plan, count)
+    return figures
+
+
+def _connect(name: str, job: str) -> AbstractAsyncContextManager[Bus]:
+    network = gradbus.NetworkConfig(multicast=name == "multicast", lease_s=LEASE_S)
+    return gradbus.connect(job, domain=_DOMAINS[name], network=network)
+
+
+class _End(Link):
+    """One end of a bus: a link that sends updates, and waits for all peers that it has sent a word to."""
+
+    async def hear_all(self, start: str, peers: Sequence[int], *, timeout_s: float = _ANSWER_S) -> list[str]:
+        """The word of each peer that starts so.
+
+        Raises:
+            TimeoutError: some have not sent it in time; the text names them.
+        """
+        words: dict[int, str] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(words) < len(peers):
+                    sender, word = await self.hear()
+                    if sender in peers and word.startswith(start):
+                        words[sender] = word
+        except TimeoutError:
+            silent = sorted(set(peers) - words.keys())
+            raise TimeoutError(f"readers {silent} have not sent {start!r} after {timeout_s:g} s") from None
+        return [words[peer] for peer in peers]
+
+    async def send_update(self, payload: bytes) -> None:
+        """Send to the writer of the benchmark."""
+        self._transfers += 1
+        me = self.identity
+        await self._bus.send_update(FrameKey(Kind.UPDATE, 1, 0, me.sender, me.incarnation, self._transfers), 1, payload)
+
+    async def receive_update(self) -> None:
+        """Wait until one update is here in full."""
+        received = 0
+        async with asyncio.timeout(_ANSWER_S):
+            while True:
+                message = await self._inbox.get()
+                if isinstance(message, ClientUpdate):
+                    received += len(message.frame.data)
+                    if received == message.frame.total_bytes:
+                        return
+
+
+# A reader
+
+
+async def read(me: int, names: Sequence[str], job: str) -> None:
+    """The whole life of a reader."""
+    async with asyncio.timeout(_LIFETIME_S), AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        for name in names:
+            group.create_task(_answer(await stack.enter_async_context(_connect(name, job)), me))
+
+
+async def _answer(bus: Bus, me: int) -> None:
+    """Answer until the writer says that it is over."""
+    # Bounded by the writer, which sends no more before the last transfer is acknowledged.
+    answers: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+
+    def arrived(message: ModelBlob) -> None:
+        key = message.frame.key
+        answers.put_nowait((f"{GOT} {key.transfer}", bytes(message.frame.total_bytes) if key.name == _ECHO else b""))
+
+    with bus.subscribe(Control, ModelBlob) as inbox:
+        end, arrivals = _End(bus, me, inbox), Arrivals(arrived)
+
+        async def acknowledge() -> None:
+            while True:
+                word, payload = await answers.get()
+                await (end.send_update(payload) if payload else end.say(word))
+
+        acknowledging = asyncio.create_task(acknowledge(), name="acknowledge")
+        try:
+            async with AsyncExitStack() as watching:
+                gaps: list[float] = []
+                while True:
+                    sender, word = await end.hear(arrivals)
+                    if sender != ROOT:
+                        continue
+                    if word == END:
+                        return
+                    if word == _WATCH:
+                        gaps = await watching.enter_async_context(loop_gaps())
+                    elif word == _LATE:
+                        await watching.aclose()
+                        await end.say(f"{_LATE} {percentile(gaps, 0.99)}")
+                    elif word == HERE or word.startswith(PING):
+                        await end.say(word)
+        finally:
+            acknowledging.cancel()
+
+
+# The writer
+
+
+class _Writer:
+    """The writer's ends by network configuration, and its readers."""
+
+    def __init__(self, ends: dict[str, _End], readers: Sequence[int]) -> None:
+        self.ends = ends
+        self.readers = readers
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, names: Sequence[str], count: int) -> AsyncIterator[_Writer]:
+        """Start the readers, and meet them on every bus."""
+        job, readers, ends = f"bench-bus-{os.getpid()}", range(1, count + 1), {}
+        with Processes() as processes:
+            for reader in readers:
+                processes.start(f"reader {reader}", read, reader, names, job)
+            async with AsyncExitStack() as stack:
+                for name in names:
+                    bus = await stack.enter_async_context(_connect(name, job))
+                    inbox = stack.enter_context(bus.subscribe(Control, ClientUpdate))
+                    ends[name] = _End(bus, ROOT, inbox)
+                for end in ends.values():
+                    async with end.saying(HERE):
+                        await end.hear_all(HERE, readers, timeout_s=_MEET_S)
+                yield cls(ends, readers)
+                for end in ends.values():
+                    await end.say(END)
+                await asyncio.to_thread(processes.results, _ANSWER_S)
+
+    async def send(self, name: str, size: int, count: int) -> float:
+        """Seconds until so many transfers are at all readers, by their word for the last one."""
+        end, payload = self.ends[name], bytes(size)
+        began_s = time.perf_counter()
+        for _ in range(count):
+            transfer = await end.send_model(payload)
+        await end.hear_all(f"{GOT} {transfer}", self.readers)
+        return time.perf_counter() - began_s
+
+
+async def _pair_figures(writer: _Writer, plan: Plan) -> list[Figure]:
+    end = writer.ends["unicast"]
+    ping = PING.ljust(_PING_BYTES, ".")
+
+    async def small() -> None:
+        await end.say(ping)
+        await end.hear_all(ping, writer.readers)
+
+    async def large() -> None:
+        await end.send_model(bytes(_LARGE_BYTES), _ECHO)
+        await end.receive_update()
+
+    def trips(trip: Callable[[], Awaitable[None]]) -> Sample:
+        async def sample() -> float:
+            taken = []
+            for _ in range(plan.trips):
+                began_s = time.perf_counter()
+                await trip()
+                taken.append(time.perf_counter() - began_s)
+            return 1e6 * statistics.median(taken)
+
+        return sample
+
+    figures = []
+    with Echo() as echo:
+        for name, trip, size in (("64 B", small, _PING_BYTES), ("64 KiB", large, _LARGE_BYTES)):
+
+            async def bare(size: int = size) -> float:
+                return 1e6 * statistics.median(echo.round_trip_s(size) for _ in range(_TCP_TRIPS))
+
+            taken = await _by_turns(plan.blocks, bus=trips(trip), tcp=bare)
+            figures.append(figure(f"round trip, {name}", "us", taken["bus"], against=("TCP", taken["tcp"])))
+        for size in plan.streams:
+            count = plan.stream_bytes // size
+
+            async def stream(size: int = size, count: int = count) -> float:
+                return 1e3 * await writer.send("unicast", size, count) / count
+
+            async def bare_stream(size: int = size, count: int = count) -> float:
+                return 1e3 * echo.stream_s(size, count) / count
+
+            taken = await _by_turns(plan.blocks, bus=stream, tcp=bare_stream)
+            note = f"{size / statistics.median(taken['bus']) / 1e3:,.0f} MB/s"
+            name = f"stream of {size_text(size)} messages"
+            figures.append(figure(name, "ms", taken["bus"], against=("TCP", taken["tcp"]), note=note))
+    return figures
+
+
+async def _gap_figures(writer: _Writer, plan: Plan) -> list[Figure]:
+    """How late the loops of both ends are while 4 MiB messages go through: p99 of each block."""
+    out_ms, in_ms, end = [], [], writer.ends["unicast"]
+    for _ in range(plan.blocks):
+        await end.say(_WATCH)
+        async with loop_gaps() as gaps:
+            await writer.send("unicast", 4 * MIB, max(1, plan.stream_bytes // (4 * MIB)))
+        await end.say(_LATE)
+        (word,) = await end.hear_all(_LATE, writer.readers)
+        out_ms.append(1e3 * percentile(gaps, 0.99))
+        in_ms.append(1e3 * float(word.split()[1]))
+    note = "p99 of each block; a task that wants to run every millisecond"
+    return [
+        figure("event loop late while 4 MiB messages go out", "ms", out_ms, note=note),
+        figure("event loop late while 4 MiB messages come in", "ms", in_ms, note=note),
+    ]
+
+
+async def _fan_figures(writer: _Writer, plan: Plan, count: int) -> list[Figure]:
+    def fan(name: str) -> Sample:
+        async def sample() -> float:
+            return 1e3 * await writer.send(name, plan.fan_bytes, plan.fans) / plan.fans
+
+        return sample
+
+    ms = await _by_turns(plan.blocks, unicast=fan("unicast"), multicast=fan("multicast"))
+    name = f"{size_text(plan.fan_bytes)} to {count} readers"
+    return [
+        figure(f"{name}, unicast", "ms", ms["unicast"]),
+        figure(f"{name}, multicast", "ms", ms["multicast"], against=("unicast", ms["unicast"])),
+    ]
+
+
+async def _by_turns(blocks: int, **samples: Sample) -> dict[str, list[float]]:
+    """So many samples of each, by turns, after one of each that does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in samples}
+    for sample in samples.values():
+        await sample()
+    for name in in_turns(samples, blocks):
+        taken[name].append(await samples[name]())
+    return taken

@@ -1,0 +1,240 @@
+"""The processes of a benchmark: forked from a server that has imported everything, and ended with the benchmark.
+
+Imports are no part of any figure and take seconds: so eight processes start in one. Each has one torch thread.
+:class:`Processes` starts any work; :func:`run_ranks` starts the ranks of one group, each with its :class:`Place`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from inspect import iscoroutinefunction
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from gradbus.runtime import logs
+from gradbus.runtime.bus.bus import connect
+from gradbus.runtime.collectives import Group, join_group
+from gradbus.runtime.dds.network import NetworkConfig
+
+LEASE_S = 10.0  # a busy machine must not look like a death
+DOMAIN = 22
+_STORE_S = 60.0
+_SHARED_MEMORY = "GRADBUS_BUS__SHARED_MEMORY"
+_UNSEALED = {"GRADBUS_BUS__SECURITY": "none", "GRADBUS_BUS__JOB": "unsealed"}
+
+Transport = Literal["one-host", "dds-only"]
+TRANSPORTS: dict[Transport, str] = {"one-host": "one host", "dds-only": "DDS only"}
+
+context = multiprocessing.get_context("forkserver")
+# torch._dynamo: the first optimizer of a process imports it, which takes seconds.
+context.set_forkserver_preload(["gradbus.actors", "gradbus.models", "gradbus.runtime.bus.bus", "torch._dynamo"])
+_runs = itertools.count()
+
+
+class ProcessFailed(RuntimeError):
+    """A process ended with an error, or took too long."""
+
+
+class Processes:
+    """Processes that do not outlive the ``with`` block."""
+
+    def __init__(self) -> None:
+        self._started: list[BaseProcess] = []
+        self._pipes: dict[Connection, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for process in self._started:
+            process.join(5.0 if kind is None else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def start(self, name: str, work: Callable[..., Any], *arguments: Any, dies: bool = False) -> int:
+        """Start a process that does ``work(*arguments)``, a function or coroutine function of a module.
+
+        Args:
+            dies: it ends itself on the way, and reports nothing.
+
+        Returns:
+            The process id.
+        """
+        near, far = context.Pipe(duplex=False)
+        process = context.Process(target=_live, args=(far, work, arguments), name=name)
+        process.start()
+        self._started.append(process)
+        far.close()
+        if not dies:
+            self._pipes[near] = name
+        assert process.pid is not None
+        return process.pid
+
+    def results(self, timeout_s: float) -> list[Any]:
+        """What the work of each process has returned, in the order in which they were started.
+
+        Raises:
+            ProcessFailed: one of them failed or died, or some have not ended in time.
+        """
+        until_s = time.monotonic() + timeout_s
+        waiting = dict(self._pipes)
+        found: dict[Connection, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, until_s - time.monotonic()))
+            if not ready:
+                raise ProcessFailed(f"{', '.join(waiting.values())}: not ended after {timeout_s:g} s")
+            failures = []
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                name = waiting.pop(pipe)
+                failed_s, found[pipe] = _received(pipe)
+                if failed_s is not None:
+                    failures.append((failed_s, f"{name} failed: {found[pipe]}"))
+            if failures:
+                raise ProcessFailed(min(failures)[1])  # those that fail later mostly fail because of it
+        return [found[pipe] for pipe in self._pipes]
+
+
+def _received(pipe: Connection) -> tuple[float | None, Any]:
+    """The time of its failure and the reason; or None and what its work has returned."""
+    with pipe:
+        try:
+            outcome: tuple[float | None, Any] = pipe.recv()
+        except EOFError:
+            return 0.0, "it died"
+        return outcome
+
+
+def _live(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """The whole life of such a process."""
+    logs.configure(level="error")
+    torch.set_num_threads(1)
+    outcome: tuple[float | None, Any]
+    try:
+        outcome = None, asyncio.run(work(*arguments)) if iscoroutinefunction(work) else work(*arguments)
+    except BaseException:
+        outcome = time.monotonic(), traceback.format_exc()
+    with pipe:
+        pipe.send(outcome)
+    os._exit(0)  # torch's teardown takes its time and belongs to no figure
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank process knows of the run that it is part of.
+
+    Attributes:
+        job: its name, which no other run has. port: of the store, in the process of the benchmark.
+        spec: what the benchmark asks of all ranks.
+    """
+
+    rank: int
+    world: int
+    job: str
+    port: int
+    transport: Transport
+    spec: Any
+
+    def start(self, backend: str, timeout_s: float = 60.0) -> dist.ProcessGroup:
+        """Make the default process group of ``torch.distributed``, and return it."""
+        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world, timeout=timedelta(seconds=timeout_s)
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def start_both(self) -> dict[str, dist.ProcessGroup]:
+        """gloo, the default process group, and dds beside it, which is called "ours".
+
+        On one host dds is as it is by default; over DDS alone it is not sealed, as gloo does not encrypt either.
+        """
+        gloo = self.start("gloo")
+        return {"ours": dds_group() if self.transport == "one-host" else unsealed_group(), "gloo": gloo}
+
+    @asynccontextmanager
+    async def group(self, network: NetworkConfig | None = None) -> AsyncIterator[Group]:
+        """The ranks as a :class:`Group` of a bus of their own; none leaves it while another one still works."""
+        bus_network = network or NetworkConfig(lease_s=LEASE_S)
+        async with (
+            connect(self.job, domain=DOMAIN, network=bus_network) as bus,
+            join_group(bus, rank=self.rank, world=self.world) as group,
+        ):
+            yield group
+            await group.barrier("bench/end")
+
+
+def dds_group() -> dist.ProcessGroup:
+    """A process group of all ranks on the dds backend."""
+    group = dist.new_group(backend="dds")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def unsealed_group() -> dist.ProcessGroup:
+    """The same on a bus of its own, which encrypts nothing."""
+    os.environ |= _UNSEALED
+    try:
+        group = dds_group()
+        dist.barrier(group=group)  # its bus is opened when it is used first
+    finally:
+        for name in _UNSEALED:
+            del os.environ[name]
+    return group
+
+
+def run_ranks(
+    role: Callable[[Place], Any], world: int, spec: Any = None, *, transport: Transport = "one-host",
+    timeout_s: float = 120.0,
+) -> list[Any]:  # fmt: skip
+    """Start all ranks and return what they found, in rank order.
+
+    Args:
+        role: what each of them does: a function or coroutine function of a module.
+        transport: one-host: what the backend picks by itself. dds-only: shared memory is switched off.
+
+    Raises:
+        ProcessFailed: one of them failed or died, or some had not ended in time. The others are ended.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = f"bench-{os.getpid()}-{next(_runs)}"
+    work = _async_rank if iscoroutinefunction(role) else _rank
+    with Processes() as processes:
+        for rank in range(world):
+            processes.start(f"rank {rank}", work, role, Place(rank, world, job, store.port, transport, spec))
+        return processes.results(timeout_s)
+
+
+def _prepare(place: Place) -> None:
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN), "GRADBUS_BUS__LEASE_S": f"{LEASE_S:g}",
+    }  # fmt: skip
+    os.environ.pop(_SHARED_MEMORY, None)
+    if place.transport == "dds-only":
+        os.environ[_SHARED_MEMORY] = "false"
+
+
+def _rank(role: Callable[[Place], Any], place: Place) -> Any:
+    _prepare(place)
+    return role(place)
+
+
+async def _async_rank(role: Callable[[Place], Any], place: Place) -> Any:
+    _prepare(place)
+    return await role(place)

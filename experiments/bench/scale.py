@@ -1,0 +1,173 @@
+"""What growth costs: more clients, more ranks, larger models. The parts of ``make bench-scale``.
+
+Clients: 2 to 200 as actors on one loop and one bus, with a tiny model. One process has the controller, another all
+clients, so the controller's figures are its own. Clients of one process share a DDS participant: a machine has places
+for about 120 of them.
+
+Ranks: a group forms, and reduces, with 2 to 16 processes of one torch thread each.
+
+Payload: a controller and one client, 1 MB to 1 GB, up and down as fp32, on one host and over DDS alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradbus
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Place, run_ranks
+from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.rounds import WAYS, run_rounds
+from gradbus.experiments.bench.timing import KIB, MIB, cpu_s, size_text
+
+_CLIENTS_DIM, _CLIENTS_ROUNDS = 1000, 7
+_MODELS_HELD = 12  # by both processes and shared memory at the worst moment, with some to spare
+
+CLIENTS: dict[Effort, tuple[Sequence[int], int]] = {  # clients, launches of each
+    "tiny": ((2, 4), 1),
+    "quick": ((2, 10, 50, 200), 1),
+    "full": ((2, 5, 10, 20, 50, 100, 200), 2),
+}
+PAYLOADS: dict[Effort, Sequence[tuple[float, int]]] = {  # megabytes, rounds
+    "tiny": ((0.1, 5), (1, 5)),
+    "quick": ((1, 12), (10, 10), (100, 5)),
+    "full": ((1, 20), (3, 20), (10, 12), (30, 10), (100, 7), (300, 5), (1000, 5)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksPlan:
+    """``formations``: groups formed one after the other. ``calls``: of each collective."""
+
+    worlds: Sequence[int]
+    formations: int
+    calls: int
+    sizes: Sequence[int] = (64 * KIB, 4 * MIB)
+
+
+RANKS: dict[Effort, RanksPlan] = {
+    "tiny": RanksPlan(worlds=(2, 3), formations=1, calls=2, sizes=(4 * KIB,)),
+    "quick": RanksPlan(worlds=(2, 4, 8, 16), formations=2, calls=10),
+    "full": RanksPlan(worlds=(2, 3, 4, 6, 8, 12, 16), formations=5, calls=30),
+}
+
+
+def measure_clients(effort: Effort) -> Iterator[Figure]:
+    """Processor time, period and memory of a round, by the number of clients."""
+    counts, launches = CLIENTS[effort]
+    for count in counts:
+        taken: dict[str, list[float]] = {}
+        for _ in range(launches):
+            found = run_rounds(
+                _CLIENTS_DIM, clients=count, processes=1, rounds=_CLIENTS_ROUNDS, timeout_s=150.0, dead_after_s=20.0
+            )
+            (clients,) = found.clients
+            for name, value in (
+                ("controller, processor time of a round/ms", 1e3 * found.controller_cpu_s),
+                ("all clients, processor time of a round/ms", 1e3 * found.clients_cpu_s),
+                ("time of a round/ms", 1e3 * statistics.median(found.overheads_s)),
+                ("controller, peak memory above empty/MB", _above(found.controller, "empty_bytes")),
+                ("all clients, peak memory above empty/MB", _above(clients, "empty_bytes")),
+            ):
+                taken.setdefault(name, []).append(value)
+        for name, values in taken.items():
+            series, unit = name.split("/")
+            yield figure(f"{series}, {count} clients", unit, values, series=series, at=count)
+
+
+def _above(process: dict[str, Any], base: str) -> float:
+    return float(process["peak_bytes"] - process[base]) / 1e6
+
+
+async def grow(place: Place) -> dict[str, Any]:
+    """The role of a rank: seconds, and processor seconds, of each formation and of a call of each collective.
+
+    Groups form one after the other, each on a bus of its own. Its spec: RanksPlan.
+    """
+    plan: RanksPlan = place.spec
+    found: dict[str, Any] = {"form": [], "form_cpu": []}
+    network = gradbus.NetworkConfig(lease_s=LEASE_S)
+    async with place.group() as group:
+        for number in range(plan.formations):
+            async with gradbus.connect(job=f"{place.job}-{number}", domain=DOMAIN, network=network) as bus:
+                await group.barrier(f"opened/{number}")
+                began_s, used_s = time.perf_counter(), cpu_s()
+                async with gradbus.join_group(bus, rank=group.rank, world=group.world):
+                    found["form"].append(time.perf_counter() - began_s)
+                    await group.barrier(f"formed/{number}")
+                    found["form_cpu"].append(cpu_s() - used_s)
+        for size in plan.sizes:
+            tensor = torch.zeros(size // 4)
+            for _ in range(3):
+                await group.all_reduce(f"reduce/{size}", tensor, out=tensor)
+            await group.barrier(f"ready/{size}")
+            taken, used_s = [], cpu_s()
+            for _ in range(plan.calls):
+                began_s = time.perf_counter()
+                await group.all_reduce(f"reduce/{size}", tensor, out=tensor)
+                taken.append(time.perf_counter() - began_s)
+            found[size_text(size)] = taken
+            found[f"{size_text(size)}_cpu"] = [(cpu_s() - used_s) / plan.calls]
+    return found
+
+
+def measure_ranks(effort: Effort) -> Iterator[Figure]:
+    """Wall time of the slowest rank, and processor time of all, by the number of ranks."""
+    plan = RANKS[effort]
+    for world in plan.worlds:
+        ranks = run_ranks(grow, world, plan)
+        for key in ("form", *map(size_text, plan.sizes)):
+            wall = [1e3 * max(of_call) for of_call in zip(*(rank[key] for rank in ranks), strict=True)]
+            used = [1e3 * sum(of_call) for of_call in zip(*(rank[f"{key}_cpu"] for rank in ranks), strict=True)]
+            what = "a group forms" if key == "form" else f"all_reduce {key}"
+            if key != "form":
+                wall = [statistics.median(wall[start::3]) for start in range(min(3, len(wall)))]
+            for series, samples in ((f"{what}, time", wall), (f"{what}, processor time of all ranks", used)):
+                yield figure(f"{series}, world {world}", "ms", samples, series=series, at=world)
+
+
+def measure_payload(effort: Effort) -> Iterator[Figure]:
+    """Time and processor time of a round, and the controller's peak memory, by the size of the model.
+
+    A size that would not fit into memory is left out.
+    """
+    for megabytes, rounds in PAYLOADS[effort]:
+        free = _available_bytes()
+        if free < _MODELS_HELD * megabytes * 1e6:
+            why = f"{megabytes:g} MB needs {_MODELS_HELD} times that, {free / 1e9:.1f} GB free"
+            print(f"left out: {why}", file=sys.stderr)
+            continue
+        for way in WAYS:
+            yield from payload_figures(megabytes, rounds, way)
+
+
+def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Figure]:
+    """The figures of one size, one of the WAYS."""
+    found = run_rounds(
+        round(megabytes * 1e6 / 4), clients=1, processes=1, rounds=rounds, timeout_s=240.0, round_timeout_s=120.0,
+        dead_after_s=20.0, shared_memory=WAYS[way],
+    )  # fmt: skip
+    peak = _above(found.controller, "idle_bytes")
+    cpu_ms = 1e3 * (found.controller_cpu_s + found.clients_cpu_s)
+    for cost, unit, samples in (
+        ("time of a round", "ms", [1e3 * one for one in found.overheads_s]),
+        ("processor time of a round, both processes", "ms", [cpu_ms]),
+        ("controller, peak memory above idle", "MB", [peak]),
+    ):
+        series = f"{cost}, {way}"
+        note = f"{peak / megabytes:.2f} models" if unit == "MB" else ""
+        yield figure(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
+
+
+def _available_bytes() -> float:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024.0
+    return 0.0

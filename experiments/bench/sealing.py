@@ -1,0 +1,347 @@
+"""What encryption costs: alone, and in federated rounds and collectives with and without it, in the same processes.
+
+``make bench-sealing`` or ``python -m gradbus.experiments.bench.sealing``; the exit code is 1 if a figure falls short.
+
+Each process has three buses, with ``none``, ``psk`` and ``identity``, and all do the same, block by block in turns: so
+all that changes with time or with the start of a process affects all. An encrypted block is compared with the line
+between the blocks with ``none`` before and after it; a row has the median of these ratios and their quartiles, of time
+and of processor time of all processes together.
+
+Real processes on this machine, so both sides of every transfer share its cores. With shared memory only the messages
+that say where the data lies are encrypted. Without, all data is: on the bus of one machine, where it passes between
+processes at the speed of memory; and between two hosts, network namespaces joined by a link of MTU 1500, where nothing
+starts without a key. The link takes no time but that of the kernel.
+
+``none`` puts a CRC-32 on what it sends, ``psk`` the tag of the cipher. Only the collectives of one machine go without:
+nothing but its memory is between them. So they are compared twice on its bus: with ``none`` as it is elsewhere, which
+has the limit, and with ``none`` as it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import gradbus
+from gradbus.experiments.bench import limits
+from gradbus.experiments.bench.limits import Row, Taken, at_most, shown
+from gradbus.experiments.bench.processes import LEASE_S, Processes
+from gradbus.experiments.namespaces import NoNamespaces, enter_namespace, two_hosts
+from gradbus.models import NullTask
+from gradbus.runtime.security import Security
+from gradbus.runtime.security.encryption import PskKeys, Seal
+from gradbus.runtime.security.identity.allow_list import AllowList, Entry, write_allow_list
+from gradbus.runtime.security.identity.key import new_node_key, public_text
+from gradbus.runtime.security.job_key import new_job_key, write_secret_file
+
+DOMAIN = 219
+DIM = 1_199_882
+ELEMENTS = 1 << 20  # 4 MiB of float32
+LEVELS = ("none", "psk", "identity")
+# Of the time with psk to that with none. The default, the key of the user, is psk on one machine.
+MAX_RATIO, MAX_THROUGH_MEMORY = 1.10, 1.05
+NODES = ("server", "host-1", "robot-0", "robot-1")
+# Of each block. The first ones are not counted: another level's data is in the caches.
+ROUNDS, WARM_ROUNDS = 6, 1
+CALLS, WARM_CALLS = 12, 2
+_SETTLE_S = 0.02  # clients still take in the model when the controller has sent it
+_TIMEOUT_S = 120.0
+
+
+class Scene(NamedTuple):
+    """What is measured, by a process of which role, and the roles of the others: on the other host, if there are two.
+
+    Attributes:
+        blocks: of each level. memory: whether it is shared.
+        checksums: whether collectives with ``none`` have them although all is on one machine. asked: whether the time
+            with ``psk`` has a limit.
+    """
+
+    title: str
+    measures: str
+    others: tuple[str, ...]
+    blocks: int
+    memory: bool = False
+    two_hosts: bool = False
+    checksums: bool = False
+    asked: bool = True
+
+
+_ROUND, _REDUCE = "federated round, 2 clients, 4.8 MB", "all_reduce of 4 MiB, 2 ranks"
+PARTS = {
+    "round": Scene(f"{_ROUND}, shared memory", "controller", ("client", "client"), 9, True),
+    "round-bus": Scene(f"{_ROUND}, all on the bus", "controller", ("client", "client"), 9),
+    "round-network": Scene(f"{_ROUND}, two hosts", "controller", ("client", "client"), 7, two_hosts=True),
+    "all-reduce": Scene(f"{_REDUCE}, shared memory", "rank", ("rank",), 41, True),
+    "all-reduce-bus": Scene(f"{_REDUCE}, all on the bus", "rank", ("rank",), 41, checksums=True),
+    "all-reduce-bare": Scene(f"{_REDUCE}, all on the bus, none without checksums", "rank", ("rank",), 41, asked=False),
+    "all-reduce-network": Scene(f"{_REDUCE}, two hosts", "rank", ("rank",), 13, two_hosts=True),
+}
+
+
+class Block(NamedTuple):
+    """Some rounds or calls in a row: the median of their times, and what all processes used for one of them."""
+
+    level: str
+    seconds: float
+    cpu_s: float
+
+
+def _make_keys(folder: Path) -> None:
+    """Make the key of a job, keys of nodes, and the list of those that may take part."""
+    write_secret_file(folder / "job.key", new_job_key().text)
+    keys = {name: new_node_key(name) for name in NODES}
+    for name, key in keys.items():
+        write_secret_file(folder / f"{name}.key", key.text)
+    (folder / "controller.public").write_text(public_text(keys["server"].public))
+    ranks = Entry("host-1", "worker", keys["host-1"].public, ((1, 1),))
+    robots = [Entry(f"robot-{n}", "client", keys[f"robot-{n}"].public, ((n, n),)) for n in (0, 1)]
+    write_allow_list(folder / "allow.list", AllowList((ranks, *robots)))
+
+
+def _security(spec: dict[str, Any], level: str) -> Security:
+    folder = spec["folder"]
+    if level == "none":
+        return Security(level="none", insecure=spec["host"] is not None)
+    if level == "psk":
+        return Security(level="psk", key_file=folder / "job.key")
+    is_rank, number = spec["what"] == "rank", spec["number"]
+    name = f"robot-{number}" if spec["what"] == "client" else "host-1" if is_rank and number else "server"
+    return Security(
+        level="identity", key_file=folder / f"{name}.key", controller_key=(folder / "controller.public").read_text(),
+        allow_file=folder / "allow.list", role="worker" if is_rank else "client",
+    )  # fmt: skip
+
+
+def _bus(spec: dict[str, Any], level: str) -> Any:
+    security = _security(spec, level)
+    network = gradbus.NetworkConfig(lease_s=LEASE_S, shared_memory=spec["memory"])
+    if spec["host"] is not None:
+        network = replace(network, profile="network", interface=spec["host"].interface, peers=spec["peers"])
+    return gradbus.connect(f"{spec['job']}-{level}", domain=DOMAIN, network=network, security=security)
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Processor seconds of these processes and of this one so far, by the numbers that Linux gives to their clocks."""
+    return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+async def _client(spec: dict[str, Any]) -> None:
+    async def take_part(level: str) -> None:
+        async with _bus(spec, level) as bus:
+            await gradbus.Client(bus, NullTask(DIM), client_id=spec["number"]).run()
+
+    async with asyncio.TaskGroup() as all_levels:
+        for level in LEVELS:
+            all_levels.create_task(take_part(level), name=level)
+
+
+class _Turns:
+    """Lets one thread go on at a time, one of each level."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._all = threading.Barrier(len(LEVELS))
+        self._turn = {level: threading.Semaphore(0) for level in LEVELS}
+        self._seen = dict.fromkeys(LEVELS, 0)
+
+    def end(self, level: str) -> None:
+        """A block has ended: wait for the next one. Nobody waits after the last."""
+        self._seen[level] += 1
+        if self._seen[level] == 1:  # all have started at once
+            self._all.wait(_TIMEOUT_S)
+            if level == LEVELS[0]:
+                self._turn[level].release()
+        else:
+            self._turn[LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)]].release()
+        if self._seen[level] < self._blocks and not self._turn[level].acquire(timeout=_TIMEOUT_S):
+            raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
+
+
+class _BlockTask(NullTask):
+    """Is evaluated at the end of each block, and so holds up the next round until it is its turn."""
+
+    def __init__(self, level: str, turns: _Turns, pids: list[int]) -> None:
+        super().__init__(DIM)
+        self._level = level
+        self._turns = turns
+        self._pids = pids
+        self._began_cpu_s = 0.0
+        self.cpu_s: list[float] = []
+
+    def evaluate(self, model: nn.Module) -> None:
+        time.sleep(_SETTLE_S)
+        self.cpu_s.append((_cpu_s(self._pids) - self._began_cpu_s) / ROUNDS)
+        self._turns.end(self._level)
+        self._began_cpu_s = _cpu_s(self._pids)
+
+
+async def _controller(spec: dict[str, Any]) -> list[Block]:
+    turns = _Turns(spec["blocks"])
+    blocks: dict[str, list[Block]] = {}
+
+    async def run(level: str) -> None:
+        config = gradbus.FederatedConfig(rounds=ROUNDS * spec["blocks"], num_clients=2, eval_every=ROUNDS)
+        task = _BlockTask(level, turns, spec["pids"])
+        async with _bus(spec, level) as bus:
+            times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
+        starts = range(ROUNDS, len(times), ROUNDS)  # all had their first block at once
+        seconds = [statistics.median(times[at + WARM_ROUNDS : at + ROUNDS]) for at in starts]
+        blocks[level] = [Block(level, *one) for one in zip(seconds, task.cpu_s[1:], strict=True)]
+
+    async with asyncio.TaskGroup() as all_levels:
+        for level in LEVELS:
+            all_levels.create_task(run(level), name=level)
+    return [one for turn in zip(*(blocks[level] for level in LEVELS), strict=True) for one in turn]
+
+
+async def _rank(spec: dict[str, Any]) -> list[Block]:
+    tensor = torch.ones(ELEMENTS)
+    blocks = []
+    async with contextlib.AsyncExitStack() as opened:
+        groups = []
+        for level in LEVELS:
+            bus = await opened.enter_async_context(_bus(spec, level))
+            if spec["checksums"]:
+                bus._node.leaves_machine = True  # for its frames, that is what decides
+            joining = gradbus.join_group(bus, rank=spec["number"], world=2)
+            groups.append(await opened.enter_async_context(joining))
+            (port,) = bus._ports
+            assert port.needs_crc == (level == "none" and (spec["checksums"] or spec["host"] is not None))
+        for number in range(len(LEVELS) * spec["blocks"]):
+            group, times = groups[number % len(LEVELS)], []
+            await group.barrier()
+            began_cpu_s = _cpu_s(spec.get("pids", []))
+            for step in range(CALLS):
+                await group.barrier()
+                began_s = time.perf_counter()
+                await group.all_reduce("x", tensor, op="mean", out=tensor, round_id=number * CALLS + step)
+                times.append(time.perf_counter() - began_s)
+            cpu_s = (_cpu_s(spec.get("pids", [])) - began_cpu_s) / CALLS
+            blocks.append(Block(LEVELS[number % len(LEVELS)], statistics.median(times[WARM_CALLS:]), cpu_s))
+    return blocks
+
+
+async def _live(spec: dict[str, Any]) -> Any:
+    """The whole life of a process."""
+    if spec["host"] is not None:
+        enter_namespace(spec["host"].name)  # before any thread of DDS
+    return await _ROLES[spec["what"]](spec)
+
+
+_ROLES: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
+    "controller": _controller, "client": _client, "rank": _rank,
+}  # fmt: skip
+
+
+def _blocks(part: Scene, folder: Path) -> list[Block]:
+    """Start the processes once, and measure. Raises NoNamespaces."""
+    job = f"sealing-{os.getpid()}-{time.time_ns()}"
+    with contextlib.ExitStack() as opened:
+        here, there = hosts = opened.enter_context(two_hosts()) if part.two_hosts else (None, None)
+        peers = tuple(host.address for host in hosts if host is not None)
+        spec = {
+            "memory": part.memory, "blocks": part.blocks, "checksums": part.checksums, "folder": folder, "job": job,
+            "peers": peers,
+        }  # fmt: skip
+        processes = opened.enter_context(Processes())
+        pids = [
+            processes.start(f"{other} {number}", _live, {**spec, "what": other, "number": number, "host": there})
+            for number, other in enumerate(part.others, start=part.measures == "rank")
+        ]
+        whole = {**spec, "what": part.measures, "number": 0, "pids": pids, "host": here}
+        processes.start(f"{part.measures} that measures", _live, whole)
+        blocks: list[Block] = processes.results(_TIMEOUT_S)[-1]
+    return blocks
+
+
+def ratios(blocks: list[Block], level: str, what: str) -> list[float]:
+    """Each block of a level by the line between those with ``none`` before and after it, of ``seconds`` or ``cpu_s``.
+    The last one has none after it, and does not count."""
+    values, place, turn = [getattr(block, what) for block in blocks], LEVELS.index(level), len(LEVELS)
+    found = []
+    for at in range(place, len(blocks) - turn, turn):
+        before, after = at - place, at - place + turn
+        assert (blocks[at].level, blocks[before].level, blocks[after].level) == (level, "none", "none")
+        found.append(values[at] / (values[before] + place / turn * (values[after] - values[before])))
+    return found
+
+
+def alone_rows() -> Taken:
+    """What one thread takes to encrypt and to decrypt: the best of some tries, as the machine may be busy."""
+    key = new_job_key()
+    ours, theirs = (Seal("bench", PskKeys("bench", key)) for _ in range(2))
+    sealer, opener = ours.sealer("bench"), theirs.opener("bench", ignores_own=True)
+    rows = []
+    for size in (1 << 10, 1 << 16, 1 << 20):
+        data = os.urandom(size)
+        seal_s, open_s = [], []
+        for _ in range(300):
+            envelope = sealer.envelope((data,))
+            octets = memoryview(bytearray(envelope.size))
+            start = len(envelope.header)
+            octets[:start] = envelope.header
+            began_s = time.perf_counter()
+            envelope.seal_into(octets[start:])
+            sealed_s = time.perf_counter()
+            opener.open(octets)
+            open_s.append(time.perf_counter() - sealed_s)
+            seal_s.append(sealed_s - began_s)
+        for what, taken_s in (("seal", seal_s), ("open", open_s)):
+            rows.append(shown(f"{what} {size >> 10} KiB", 1e6 * min(taken_s), "us"))
+    return rows, {}
+
+
+def part_rows(part: Scene, repeats: int) -> Taken:
+    """Measure in so many starts of the processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        _make_keys(Path(folder))
+        try:
+            starts = [_blocks(part, Path(folder)) for _ in range(repeats)]
+        except NoNamespaces as error:
+            return [Row(part.title, "", 0, "", True, f"not measured: {error}")], {}
+    return list(rows_of(part, starts)), {part.title: starts}
+
+
+def rows_of(part: Scene, starts: list[list[Block]]) -> Iterator[Row]:
+    """Ratios of time and of processor time, over the blocks of all starts."""
+    for what, label in (("seconds", ""), ("cpu_s", ", processor")):
+        ms = {
+            level: 1e3 * statistics.median(getattr(b, what) for one in starts for b in one if b.level == level)
+            for level in LEVELS
+        }
+        for level in LEVELS[1:]:
+            low, ratio, high = statistics.quantiles((it for one in starts for it in ratios(one, level, what)), n=4)
+            note = f"{low:.2f} to {high:.2f}; {ms[level]:.2f} ms, none {ms['none']:.2f} ms"
+            name, unit = f"{part.title}: {level}{label}", "x none"
+            asked = part.asked and level == "psk" and what == "seconds"
+            limit = MAX_THROUGH_MEMORY if part.memory else MAX_RATIO
+            yield at_most(name, ratio, limit, unit, note) if asked else shown(name, ratio, unit, note)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the parts that are asked for, all by default, and compare them with the limits."""
+    titles = {"alone": "one thread seals and opens"} | {name: part.title for name, part in PARTS.items()}
+    parser = limits.parser_of(__doc__, "runs/bench-sealing.json", titles)
+    parser.add_argument("--repeats", type=int, default=3, help="starts of the processes for each part")
+    chosen = parser.parse_args(arguments)
+    parts = {"alone": limits.Part(alone_rows, titles["alone"])}
+    parts |= {name: limits.Part(partial(part_rows, part, chosen.repeats), part.title) for name, part in PARTS.items()}
+    return limits.main("Sealing: asked and measured", chosen.part, parts, chosen.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""How a benchmark takes its samples: clocks and counters of a process, blocks of calls by turns, paired ratios."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+KIB, MIB = 1 << 10, 1 << 20
+_TICK_S = 0.001
+_BLOCK_S = 0.12
+_MIN_CALLS, _MAX_CALLS = 3, 1000
+_WARM_UP_CALLS = 5
+_WARM_UP_S = 0.1
+
+Block = Callable[[int], list[float]]
+"""Makes so many calls, one after the other, and returns the seconds of each."""
+
+
+def size_text(size: int) -> str:
+    """A size in bytes as in "64 KiB"."""
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def block(call: Callable[[], Any], calls: int) -> list[float]:
+    """Seconds of each of so many calls, one after the other."""
+    taken = []
+    for _ in range(calls):
+        began_s = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began_s)
+    return taken
+
+
+def in_turns(names: Iterable[str], repeats: int) -> list[str]:
+    """All names in every repeat, in the opposite order in every second one, so that a drift of the machine cancels."""
+    forth = list(names)
+    return [name for number in range(repeats) for name in (forth[::-1] if number % 2 else forth)]
+
+
+def calls_for(seconds: float, run: Block, gloo: dist.ProcessGroup, most: int = _MAX_CALLS) -> int:
+    """How many calls take about so long, the same number on all ranks. It warms up, too."""
+    calls = _WARM_UP_CALLS
+    for aim_s in (_WARM_UP_S, seconds):
+        typical_s = statistics.median(run(calls))
+        count = torch.tensor([max(_MIN_CALLS, min(most, round(aim_s / typical_s)))])
+        dist.broadcast(count, 0, group=gloo)
+        calls = int(count)
+    return calls
+
+
+def timed(blocks: Mapping[str, Block], gloo: dist.ProcessGroup, repeats: int) -> dict[str, list[float]]:
+    """The median of the calls of each repeat, by name: one block after the other, all ranks at once."""
+    counts = {name: calls_for(_BLOCK_S, run, gloo) for name, run in blocks.items()}
+    medians: dict[str, list[float]] = {name: [] for name in blocks}
+    for name in in_turns(blocks, repeats):
+        dist.barrier(group=gloo)
+        medians[name].append(statistics.median(blocks[name](counts[name])))
+    return medians
+
+
+def slowest_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """From ``median_s`` of all ranks: seconds of the slowest rank in each repeat, by name."""
+    return {
+        name: [max(repeat) for repeat in zip(*(rank["median_s"][name] for rank in ranks), strict=True)]
+        for name in ranks[0]["median_s"]
+    }
+
+
+def ratios_of(
+    ranks: Sequence[Mapping[str, Any]], base: str = "gloo"
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Compare what the slowest rank took in each repeat with the time of ``base`` in the same repeat.
+
+    Returns:
+        The ratios of all repeats, and the median of the repeats in milliseconds; both by name.
+    """
+    slowest = slowest_of(ranks)
+    ratios = {
+        name: [mine / other for mine, other in zip(values, slowest[base], strict=True)]
+        for name, values in slowest.items()
+    }
+    return ratios, {name: 1e3 * statistics.median(values) for name, values in slowest.items()}
+
+
+def ratio_note(ratios: Mapping[str, Sequence[float]], ms: Mapping[str, float], name: str, base: str) -> str:
+    """Both times, and the range of the ratios, as in "0.3 / 0.4 ms; 15 repeats, 0.7 .. 0.8"."""
+    of_name = ratios[name]
+    times = f"{ms[name]:.3g} / {ms[base]:.3g} ms"
+    return f"{times}; {len(of_name)} repeats, {min(of_name):.3g} .. {max(of_name):.3g}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread while the block runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cpu_s() -> float:
+    """Processor time of this process so far, user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def memory_bytes(field: str) -> int:
+    """``VmRSS`` or ``VmHWM`` of this process."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_peak() -> None:
+    """Let ``VmHWM`` start again from the present."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+@asynccontextmanager
+async def loop_gaps(wanted: bool = True) -> AsyncIterator[list[float]]:
+    """Seconds by which a task that wants to run every millisecond came late, as long as the block runs.
+
+    It costs processor time itself (1,000 wake-ups a second), so it runs only where it is ``wanted``.
+    """
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.perf_counter()
+            gaps.append(max(0.0, now - last - _TICK_S))
+            last = now
+
+    task = asyncio.create_task(tick(), name="tick") if wanted else None
+    try:
+        yield gaps
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of the values does not exceed; 0 of no values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0

@@ -1,0 +1,68 @@
+"""The training of a data-parallel benchmark: the role of a rank, which runs a :class:`gradbus.Worker` to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import gradbus
+from gradbus import models
+from gradbus.experiments.bench.processes import Place, run_ranks
+
+Data = Literal["mnist", "glyphs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A run on MNIST or on the first of its samples.
+
+    Attributes:
+        model: takes ``seed``. batch_size: of one rank. config: of ``gradbus.DataParallelConfig``, which also says the
+            seed. samples: of the training set, None for all. data: glyphs are drawn on the spot.
+    """
+
+    model: Callable[..., nn.Module]
+    batch_size: int
+    config: dict[str, Any] = field(default_factory=dict)
+    world: int = 2
+    samples: int | None = None
+    data: Data = "mnist"
+
+    def task(self) -> models.ClassificationTask:
+        """Model, data and loss, also for a loop in one process."""
+        return models.ClassificationTask(
+            self.model, self._split, batch_size=self.batch_size, seed=self.config.get("seed", 0)
+        )
+
+    def _split(self) -> models.DataSplit:
+        if self.data == "glyphs":
+            return models.glyphs(train=self.samples or 1000, test=50)
+        split = models.load(self.data, download=False)
+        if self.samples is None:
+            return split
+        return models.DataSplit(split.train.subset(torch.arange(self.samples)), split.test)
+
+
+async def _train(place: Place) -> dict[str, Any]:
+    run: Training = place.spec
+    async with place.group() as group:
+        worker = gradbus.Worker(group, run.task(), gradbus.DataParallelConfig(**run.config))
+        epochs = [report.to_json() async for report in worker.epochs()]
+    summary = worker.summary
+    return {
+        "epochs": epochs, "accuracy": summary.accuracy, "mean": summary.profile.mean,
+        "windows": [window.mean for window in summary.profile.windows],
+    }  # fmt: skip
+
+
+def train(run: Training, *, timeout_s: float = 300.0) -> list[dict[str, Any]]:
+    """Train in one process per rank over DDS on this machine, and return what the ranks found, in rank order.
+
+    Raises:
+        ProcessFailed: a rank failed, or some had not ended in time.
+    """
+    return run_ranks(_train, run.world, run, timeout_s=timeout_s)

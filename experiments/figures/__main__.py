@@ -1,0 +1,127 @@
+"""Run what has not been run, and draw the figures: ``make figures`` or ``python -m gradbus.experiments.figures``.
+
+Finished runs are kept and found again; what was interrupted is done anew. From nothing it takes about half an hour on 2
+cores that do nothing else, with --quick less than 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
+from gradbus.experiments.figures.index import CATALOGUE, install, write_index
+from gradbus.experiments.figures.plan import FULL, QUICK, Plan, make_plan
+from gradbus.experiments.figures.runs import execute
+from gradbus.experiments.figures.store import Finished, Store
+from gradbus.experiments.figures.tables import TABLES, BadData, Row, collect, read_table, write_table
+from gradbus.experiments.report import style
+from gradbus.runtime.errors import ConfigError, GradbusError
+
+
+def do_runs(plan: Plan, store: Store) -> list[tuple[str, Finished]]:
+    """All runs of the plan; those that are done already are not run again. Raises RunFailed."""
+    runs, finished = list(plan.runs()), []
+    for number, (group, run) in enumerate(runs, start=1):
+        done, is_old = store.ensure(run, lambda folder, run=run: execute(run, folder))  # type: ignore[misc]
+        how = "done before" if is_old else f"{done.seconds:.0f} s"
+        print(f"[{number}/{len(runs)}] {run.label}: {how}", file=sys.stderr, flush=True)
+        finished.append((group, done))
+    return finished
+
+
+def find_runs(plan: Plan, store: Store) -> list[tuple[str, Finished]]:
+    """Those runs of the plan that are done, by any version of the code."""
+    found = [(group, store.find_any(run)) for group, run in plan.runs()]
+    return [(group, done) for group, done in found if done is not None]
+
+
+def write_tables(finished: Sequence[tuple[str, Finished]], folder: Path) -> dict[str, list[Row]]:
+    """The tables of these runs, as they are read back from their files. Raises BadData."""
+    tables: dict[str, list[Row]] = {}
+    for name, rows in collect(finished).items():
+        write_table(folder / f"{name}.csv", TABLES[name], rows)
+        tables[name] = list(read_table(folder / f"{name}.csv", TABLES[name]))
+    return tables
+
+
+def draw(tables: dict[str, list[Any]], plan: Plan, out: Path) -> dict[str, str]:
+    """All figures, PNG and SVG. Returns those that could not be drawn, and why."""
+    failures: dict[str, str] = {}
+    for name, entry in CATALOGUE.items():
+        files = [out / f"{name}{suffix}" for suffix in (".png", ".svg")]
+        try:
+            with style.drawing():
+                style.save(entry.draw(tables[entry.table], plan.scale), *files)
+        except BadData as error:
+            failures[name] = str(error)
+            for file in files:
+                file.unlink(missing_ok=True)  # an old one beside new data would tell something else
+    return failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code is that of ``gradbus``'s commands; 1 if a figure could not be drawn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, samples and seeds")
+    parser.add_argument("--runs", type=Path, default=Path("runs/figures"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, help="folder of the figures [build/figures, or build/figures-quick]")
+    parser.add_argument("--data", choices=["mnist", "glyphs"], default="mnist", help="glyphs are drawn on the spot")
+    parser.add_argument(
+        "--draw-only",
+        action="store_true",
+        help="run nothing: draw from what is done, also by older versions of the code",
+    )
+    parser.add_argument("--install-docs", action="store_true", help="copy the figures of the documents to docs/images")
+    chosen = parser.parse_args(arguments)
+    try:
+        return _make(chosen)
+    except GradbusError as error:
+        print(f"figures: {error}", file=sys.stderr)
+        return int(exit_code_of(error))
+
+
+def _make(chosen: argparse.Namespace) -> int:
+    style.need_matplotlib()
+    if chosen.install_docs and chosen.quick:
+        raise ConfigError("--install-docs: not with --quick, whose figures are for a look only")
+    scale = replace(QUICK if chosen.quick else FULL, data=chosen.data)
+    out: Path = chosen.out or Path("build/figures-quick" if chosen.quick else "build/figures")
+    plan, store, started_s = make_plan(scale), Store(chosen.runs), time.perf_counter()
+    if chosen.draw_only:
+        finished = find_runs(plan, store)
+    else:
+        if scale.data == "mnist":
+            _check_mnist()
+        finished = do_runs(plan, store)
+    failures = draw(write_tables(finished, out / "data"), plan, out)
+    index = write_index(out, scale, finished, failures, code=store.code)
+    for name, why in failures.items():
+        print(f"not drawn: {name}: {why}", file=sys.stderr)
+    print(f"{len(CATALOGUE) - len(failures)} figures in {time.perf_counter() - started_s:.0f} s: {index}")
+    if chosen.install_docs and not any(CATALOGUE[name].in_docs for name in failures):
+        for path in install(out, Path("docs/images")):
+            print(f"copied to {path}")
+    return 1 if failures else 0
+
+
+def _check_mnist() -> None:
+    """Before the first of many runs fails for it. Raises NoData."""
+    from gradbus import models
+
+    try:
+        models.mnist(None)
+    except models.DataMissing as missing:
+        raise NoData(f"{missing}. Or see how it works with other data: --data glyphs") from None
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):  # what was running is done again the next time
+        raise SystemExit(main())
+    raise SystemExit(130)

@@ -1,0 +1,163 @@
+"""All figures, the page that names the data, the runs and the command of each, and their copies for the documents."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from gradbus.experiments.figures import federated, parallel
+from gradbus.experiments.figures.canvas import source
+from gradbus.experiments.figures.plan import Scale
+from gradbus.experiments.figures.store import Finished
+from gradbus.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_BYTES = 120_000  # of a picture in the repository
+_COLORS = 128  # of a copy, which takes a third of the bytes and looks the same
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One figure.
+
+    Attributes:
+        name: of its files. title: of its section. table: that it is drawn from. groups: of runs that it needs.
+        draw: takes the rows of that table. in_docs: whether docs/images has a copy; times belong to a machine, so that
+            figures of times are drawn where they are looked at.
+    """
+
+    name: str
+    title: str
+    table: str
+    groups: tuple[str, ...]
+    draw: Callable[[Any, Scale], Figure]
+    in_docs: bool = False
+
+
+CATALOGUE: Mapping[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            "parallel_bytes", "Data parallel: bytes of a step", "epochs", ("parallel",),
+            parallel.draw_bytes, in_docs=True,
+        ),
+        Entry(
+            "parallel_accuracy", "Data parallel: accuracy over epochs", "epochs", ("parallel",),
+            parallel.draw_accuracy, in_docs=True,
+        ),
+        Entry(
+            "parallel_wait", "Data parallel: communication time of a step", "ranks", ("parallel", "overlapped"),
+            parallel.draw_wait,
+        ),
+        Entry(
+            "federated_bytes", "Federated: bytes of a round, up and down", "rounds", ("codecs", "old_bytes"),
+            federated.draw_bytes, in_docs=True,
+        ),
+        Entry(
+            "federated_dds", "Federated: DDS time of each client", "updates", ("timing",),
+            federated.draw_dds,
+        ),
+        Entry(
+            "federated_time", "Federated: where the time of a round goes", "rounds", ("timing",),
+            federated.draw_time,
+        ),
+        Entry(
+            "federated_accuracy", "Federated: accuracy over rounds", "rounds", ("codecs",),
+            federated.draw_accuracy, in_docs=True,
+        ),
+        Entry(
+            "tradeoff", "Federated: accuracy against bytes sent", "rounds", ("codecs", "skewed"),
+            federated.draw_tradeoff, in_docs=True,
+        ),
+    )
+}  # fmt: skip
+
+_MACHINE = ("cpu", "cores", "system", "python", "torch", "cyclonedds")
+
+
+def make_command(scale: Scale) -> str:
+    """What makes these figures."""
+    return "make figures QUICK=1" if scale.name == "quick" else "make figures"
+
+
+def write_index(
+    out: Path, scale: Scale, finished: Sequence[tuple[str, Finished]], failures: Mapping[str, str], *, code: str
+) -> Path:
+    """Write ``index.md`` beside the figures.
+
+    Args:
+        failures: figures that could not be drawn, and why.
+        code: hash of the code that draws; runs may be of another.
+    """
+    lines = [
+        "# Figures", "", *_about(scale, [done for _, done in finished], code), "",
+        "Each figure is drawn from one table, a CSV file, which is made of the JSONL files that the runs left. "
+        "docs/figures.md tells what the figures show.", "",
+    ]  # fmt: skip
+    for name, entry in CATALOGUE.items():
+        lines += [f"## {entry.title}", ""]
+        if name in failures:
+            lines += [f"Not drawn: {failures[name]}", ""]
+            continue
+        runs = Counter(group for group, _ in finished if group in entry.groups)
+        used = ", ".join(f"`{group}` ({count})" for group, count in runs.items())
+        lines += [
+            f"![{entry.title}]({name}.png)", "",
+            f"[PNG]({name}.png), [SVG]({name}.svg); data: [{entry.table}.csv](data/{entry.table}.csv), of the runs "
+            f"{used} below; command: `{make_command(scale)}`", "",
+        ]  # fmt: skip
+    lines += ["## Runs", "", "| group | run | seconds | code |", "|---|---|---|---|"]
+    for group, done in finished:
+        where = Path(os.path.relpath(done.path, out)).as_posix()
+        lines.append(f"| {group} | [{done.run.label}]({where}) | {done.seconds:g} | {done.code} |")
+    lines += ["", f"Published figures: {source()}", ""]
+    path = out / "index.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def _about(scale: Scale, finished: Sequence[Finished], code: str) -> list[str]:
+    if not finished:
+        return ["No run is done yet."]
+    dates = sorted(str(done.machine.get("date", "")) for done in finished)
+    newest = max(finished, key=lambda done: str(done.machine.get("date", "")))
+    where = ", ".join(f"{key} {newest.machine[key]}" for key in _MACHINE if key in newest.machine)
+    loads = [float(done.machine.get("load_1min", 0)) for done in finished]
+    lines = [
+        f"`{make_command(scale)}`: {len(finished)} runs, {sum(done.seconds for done in finished) / 60:.0f} minutes in "
+        f"all, from {dates[0]} to {dates[-1]}.",
+        f"{where}. Load of the machine at the end of the runs: {min(loads):g} to {max(loads):g}.",
+    ]
+    others = sorted({done.code for done in finished} - {code})
+    if others:
+        lines.append(f"Runs by another version of the code than the one here ({code}): {', '.join(others)}.")
+    return lines
+
+
+def install(out: Path, images: Path) -> list[Path]:
+    """Copy what the documents show, and return the copies.
+
+    Raises:
+        ConfigError: there is no folder of images here, or a picture is too large for the repository.
+    """
+    if not images.is_dir():
+        raise ConfigError(f"no folder {images} here: run this from the root of the repository")
+    copies = []
+    for name, entry in CATALOGUE.items():
+        if not entry.in_docs:
+            continue
+        copy = images / f"{name.replace('_', '-')}.png"
+        with Image.open(out / f"{name}.png") as picture:
+            picture.convert("RGB").quantize(_COLORS).save(copy, optimize=True)
+        if copy.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{copy}: {copy.stat().st_size:,} bytes, at most {MAX_BYTES:,} are meant to be kept here")
+        copies.append(copy)
+    return copies

@@ -1,0 +1,126 @@
+"""The runs behind the figures, each in processes of its own: ``gradbus demo``, and ranks that train a perceptron."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gradbus
+from gradbus.experiments.bench.processes import Place, ProcessFailed, run_ranks
+from gradbus.experiments.bench.training import Training
+from gradbus.experiments.figures.int8_exchange import Int8Exchange
+from gradbus.experiments.figures.plan import FederatedRun, ParallelRun, Run
+from gradbus.experiments.rundir.directory import json_text
+from gradbus.models import mnist_mlp
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.errors import GradbusError
+
+_TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes a minute
+
+# It is DDS that is measured, not the memory that processes of one machine share. And nobody is to die: where other
+# work is going on a client may be silent for seconds.
+_SETTINGS = (
+    "bus.shared_memory=false",
+    "federated.start_timeout_s=1800", "federated.dead_after_s=120", "federated.round_timeout_s=1800", "bus.lease_s=10",
+)  # fmt: skip
+
+
+class RunFailed(GradbusError):
+    """A run ended with an error, or took too long."""
+
+
+def execute(run: Run, folder: Path) -> None:
+    """Do a run in an empty folder. Raises RunFailed."""
+    if isinstance(run, FederatedRun):
+        run_federated(run, folder)
+    else:
+        run_parallel(run, folder)
+
+
+def command(run: FederatedRun, run_dir: Path) -> list[str]:
+    """The arguments of ``gradbus`` for a run."""
+    return [
+        "demo", "--no-live", "--rounds", str(run.rounds), "--clients", str(run.clients), "--samples", str(run.samples),
+        "--data", run.data, "--codec", run.codec, "--downlink-codec", run.downlink, "--partition", run.partition,
+        "--seed", str(run.seed), "--run-dir", str(run_dir), "--set", f"federated.codec_version={run.version}",
+        "--set", f"federated.eval_every={run.eval_every}", *(word for text in _SETTINGS for word in ("--set", text)),
+    ]  # fmt: skip
+
+
+def run_federated(run: FederatedRun, folder: Path) -> None:
+    """Do the run; ``rounds.jsonl`` is then in ``folder / "run"``.
+
+    Raises:
+        RunFailed: the command failed or took too long; with the last lines of its output.
+    """
+    # Settings in the environment would change the run without changing its hash; the place of the data does not.
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith("GRADBUS_") or name == "GRADBUS_DATA"
+    }
+    log = folder / "output.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gradbus", *command(run, folder / "run")],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=_TIMEOUT_S)
+        except BaseException as error:
+            process.terminate()  # it ends its clients
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RunFailed(f"{run.label}: not done after {_TIMEOUT_S:g} s; see {log}") from None
+            raise
+    if code:
+        last = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:])
+        raise RunFailed(f"{run.label}: gradbus demo ended with exit code {code}: {last or 'no output'}; see {log}")
+    shutil.rmtree(folder / "run" / "state", ignore_errors=True)  # checkpoints: nobody resumes these runs
+
+
+class _Spec(NamedTuple):
+    run: ParallelRun
+    folder: Path
+
+
+def run_parallel(run: ParallelRun, folder: Path) -> None:
+    """Do the run; ``epochs-rank-R.jsonl`` and ``profile-rank-R.jsonl`` are then in ``folder``.
+
+    Raises:
+        RunFailed: a rank failed, took too long, or ended with other parameters.
+    """
+    try:
+        hashes = run_ranks(_train, run.world, _Spec(run, folder.absolute()), timeout_s=_TIMEOUT_S)
+    except ProcessFailed as error:
+        (folder / "output.log").write_text(f"{error}\n", encoding="utf-8")
+        raise RunFailed(f"{run.label}: {str(error).strip().splitlines()[-1]}; see {folder / 'output.log'}") from None
+    if len(set(hashes)) != 1:
+        raise RunFailed(f"{run.label}: the ranks ended with different parameters")
+
+
+async def _train(place: Place) -> Any:
+    """The role of a rank: train to the end, write a line for each epoch, and return the hash of the parameters."""
+    run, folder = place.spec
+    task = Training(
+        model=mnist_mlp, batch_size=run.batch_size, samples=run.samples, data=run.data, config={"seed": run.seed}
+    ).task()
+    config = gradbus.DataParallelConfig(
+        epochs=run.epochs, lr=run.lr, seed=run.seed, exchange="dgc" if run.exchange == "dgc" else "dense",
+        density=run.density, warmup=run.warmup, overlap=run.overlap, profile_dir=folder, join_timeout_s=1800,
+        collective_timeout_s=1800,
+    )  # fmt: skip
+    # The bus is measured: by default, ranks of one machine pass large data through memory they share.
+    async with place.group(NetworkConfig(shared_memory=False, lease_s=10.0)) as group:
+        make_exchange = Int8Exchange if run.exchange == "int8" else None
+        worker = gradbus.Worker(group, task, config, make_exchange=make_exchange)
+        with (folder / f"epochs-rank-{place.rank}.jsonl").open("w", encoding="utf-8") as file:
+            async for report in worker.epochs():
+                file.write(json_text({"rank": place.rank, **report.to_json()}) + "\n")
+    return worker.summary.params_hash

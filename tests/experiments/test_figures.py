@@ -1,0 +1,298 @@
+"""The figures: from what a real run left to a picture with every series, and clear words where the data are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+
+from gradbus.experiments.figures import __main__ as program
+from gradbus.experiments.figures import index
+from gradbus.experiments.figures.canvas import published, source
+from gradbus.experiments.figures.index import CATALOGUE, Entry, install
+from gradbus.experiments.figures.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, ParallelRun, make_plan
+from gradbus.experiments.figures.runs import execute
+from gradbus.experiments.figures.store import Finished, Store
+from gradbus.experiments.figures.tables import TABLES, BadData, Row, collect, read_table, write_table
+from gradbus.experiments.report import style
+from gradbus.runtime.errors import ConfigError
+
+pytestmark = pytest.mark.slow  # real processes: a controller with two clients, and two ranks
+
+FEDERATED = FederatedRun(codec="sq8", downlink="sq8", rounds=2, samples=32, data="glyphs")
+PARALLEL = ParallelRun(exchange="dgc", epochs=2, warmup=1, samples=256, batch_size=32, data="glyphs")
+Tables = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Finished]]:
+    """A run of each kind: real processes, over DDS."""
+    store = Store(tmp_path_factory.mktemp("runs"))
+    return [("timing", store.ensure(FEDERATED, lambda folder: execute(FEDERATED, folder))[0]),
+            ("parallel", store.ensure(PARALLEL, lambda folder: execute(PARALLEL, folder))[0])]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tables(finished: list[tuple[str, Finished]]) -> Tables:
+    """All series of all figures, with the numbers of the two runs in each."""
+    found = collect(finished)
+    groups = ("codecs", "skewed", "old_bytes", "timing")
+    federated = [
+        {"group": group, "codec": codec, "seed": seed} for group in groups for codec in CODECS for seed in (0, 1)
+    ]
+    kinds = [(exchange, False) for exchange in EXCHANGES] + [("dense", True)]
+    parallel = [
+        {"exchange": exchange, "overlap": overlap, "seed": seed} for exchange, overlap in kinds for seed in (0, 1)
+    ]
+    return {
+        name: [row.model_copy(update=update) for update in updates for row in found[name]]
+        for name, updates in (("rounds", federated), ("updates", federated), ("epochs", parallel), ("ranks", parallel))
+    }
+
+
+def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, Finished]]) -> None:
+    found: Tables = collect(finished)
+    reports = [json.loads(line) for line in (finished[0][1].path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [row.round_id for row in found["rounds"]] == [1, 2]
+    for row, report in zip(found["rounds"], reports, strict=True):
+        assert (row.bytes_up, row.bytes_down, row.accuracy) == (
+            report["bytes_up"], report["bytes_down"], report["accuracy"],
+        )  # fmt: skip
+        # Noted one after the other, so by a little, or by a standstill, the decoding may be longer than what holds it.
+        assert row.decode_s == pytest.approx(sum(one["counted_s"] - one["adding_s"] for one in report["timeline"]))
+        assert row.aggregate_s == pytest.approx(max(0.0, report["aggregate_s"] - row.decode_s))
+        # But for decoding: the first update is decoded while other clients train. And the slowest to train and the
+        # slowest to encode may be two clients, so that nothing is left for the wire.
+        parts = (row.train_s, row.encode_s, row.wire_s, row.aggregate_s, row.checkpoint_s, row.publish_s)
+        assert row.wire_s == 0 or sum(parts) <= row.seconds * 1.05
+    assert [(row.round_id, row.client_id) for row in found["updates"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert sum(row.num_bytes for row in found["updates"]) == sum(report["bytes_up"] for report in reports)
+    assert [(row.rank, row.epoch, row.steps) for row in found["epochs"]] == [(0, 1, 4), (0, 2, 4), (1, 1, 4), (1, 2, 4)]
+    assert found["epochs"][0].bytes_per_step > found["epochs"][1].bytes_per_step > 0, "the warm-up sends more"
+    assert [(row.rank, row.steps) for row in found["ranks"]] == [(0, 8), (1, 8)]
+    assert all(0 <= row.wait_s_mean <= row.wait_s_max for row in found["ranks"])
+
+
+def test_a_table_comes_back_as_it_was_written(tables: Tables, tmp_path: Path) -> None:
+    for name, kind in TABLES.items():
+        path = tmp_path / "data" / f"{name}.csv"
+        write_table(path, kind, tables[name])
+        assert read_table(path, kind) == tables[name] != []
+
+
+def texts(figure: Figure) -> list[str]:
+    """Everything that can be read in it."""
+    return [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text) and text.get_visible()]
+
+
+SERIES: dict[str, Sequence[str]] = {
+    "parallel_bytes": ("dense fp32", "int8\n(baseline of the original)", "DGC 0.1 %"),
+    "parallel_accuracy": ("dense fp32", "int8 (baseline of the original)", "DGC 0.1 %"),
+    "parallel_wait": ("dense,\noverlap", "dense", "int8\n(original)", "DGC\n0.1 %", "mean", "maximum"),
+    "federated_bytes": (*CODECS, "version 1, models in plain float32", "version 2, the codec both ways"),
+    "federated_dds": CODECS,
+    "federated_time": (*CODECS, "train", "encode", "wire", "decode and add", "aggregate", "checkpoint, publish"),
+    "federated_accuracy": CODECS,
+    "tradeoff": (*CODECS, "equal shares (IID)", "unequal shares (Dirichlet 0.5)"),
+}
+
+
+@pytest.mark.parametrize("entry", CATALOGUE.values(), ids=list(CATALOGUE))
+def test_a_figure_shows_every_series_with_units_and_says_how_it_was_made(entry: Entry, tables: Tables) -> None:
+    with style.drawing():
+        figure = entry.draw(tables[entry.table], QUICK)
+        seen = texts(figure)
+        full = "\n".join(texts(entry.draw(tables[entry.table], FULL)))
+    assert set(SERIES[entry.name]) <= set(seen)
+    for axes in figure.axes:
+        assert axes.get_xlabel()
+        if not axes.get_ylabel():  # that of the panel to the left holds for it
+            assert axes.get_shared_y_axes().joined(axes, figure.axes[0])
+    assert any(label.endswith((" / %", " / B", " / kB", " / MB", " / s", " / ms", " / µs")) for label in seen)
+    assert "QUICK: 2 rounds of 500 samples, 3 epochs, 1 seed" in " ".join("\n".join(seen).split())
+    assert "QUICK" not in full
+
+
+@pytest.mark.parametrize("entry", CATALOGUE.values(), ids=list(CATALOGUE))
+def test_a_figure_lacking_a_series_is_not_drawn(entry: Entry, tables: Tables) -> None:
+    some = [
+        row
+        for row in tables[entry.table]
+        if getattr(row, "codec", None) != "s4" and getattr(row, "exchange", None) != "dgc"
+    ]
+    with style.drawing(), pytest.raises(BadData, match=r"no rows of .*(s4|dgc|DGC)"):
+        entry.draw(some, QUICK)
+
+
+@pytest.mark.parametrize(("load", "said"), [(1.2, False), (7.5, True)])
+def test_times_of_a_busy_machine_are_called_too_long(load: float, said: bool, tables: Tables) -> None:
+    for name in ("parallel_wait", "federated_dds", "federated_time"):
+        entry = CATALOGUE[name]
+        with style.drawing():
+            figure = entry.draw([row.model_copy(update={"load_per_core": load}) for row in tables[entry.table]], FULL)
+        assert ("times are too long" in " ".join("\n".join(texts(figure)).split())) is said
+
+
+def test_published_figures_are_marks_where_they_compare_and_a_sentence_where_not(tables: Tables) -> None:
+    assert source()
+    for name, entry in CATALOGUE.items():
+        found = published(name)
+        if found is None:
+            continue
+        with style.drawing():
+            said = " ".join("\n".join(texts(entry.draw(tables[entry.table], FULL))).split())
+        if found.comparable:
+            assert "Stars: published by the original." in said
+        else:
+            assert found.marks() == {}
+            assert "Not drawn" in said
+            assert all(f"{value:,g}" in said for value in found.values.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"round_id": 1', r"rounds\.jsonl, line 1: not JSON"),
+        ("[]", r"line 1: expected a JSON object, got list"),
+        ("{}", r"line 1: no 'aggregate_s'"),
+        ("", r"rounds\.jsonl: expected 2 rounds, got 0"),
+    ],
+)
+def test_a_file_of_a_run_that_is_wrong_is_named(
+    text: str, complaint: str, finished: list[tuple[str, Finished]], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rounds.jsonl").write_text(f"{text}\n{text}" if text else "", encoding="utf-8")
+    with pytest.raises(BadData, match=complaint):
+        collect([("codecs", replace(finished[0][1], path=tmp_path))])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("bytes_up", -1), ("seconds", None), ("accuracy", "good"), ("train_s", 1e400)]
+)
+def test_a_number_that_cannot_be_is_named(
+    key: str, value: Any, finished: list[tuple[str, Finished]], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    lines = (finished[0][1].path / "run" / "rounds.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {key: value})
+    (tmp_path / "run" / "rounds.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(BadData, match=rf"rounds\.jsonl, line 2: {key}: .*, got"):
+        collect([("codecs", replace(finished[0][1], path=tmp_path))])
+
+
+def test_a_run_without_its_files_is_named(finished: list[tuple[str, Finished]], tmp_path: Path) -> None:
+    for (group, done), name in zip(finished, ("rounds.jsonl", "epochs-rank-0.jsonl"), strict=True):
+        with pytest.raises(BadData, match=name):
+            collect([(group, replace(done, path=tmp_path))])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda text: text.replace("wait_s_max", "longest"), "expected the columns .*wait_s_max.*, got .*longest"),
+        (lambda text: text + "dense,False\n", r"ranks\.csv, line \d+: expected 9 cells, got 2"),
+        (lambda text: text.replace("dgc,False,0,0", "dgc,False,zero,0"), r"ranks\.csv, line 2: seed: .*'zero'"),
+    ],
+)
+def test_a_table_that_is_wrong_is_named(
+    change: Any, complaint: str, finished: list[tuple[str, Finished]], tmp_path: Path
+) -> None:
+    path = tmp_path / "ranks.csv"
+    write_table(path, TABLES["ranks"], collect(finished)["ranks"])
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(BadData, match=complaint):
+        read_table(path, TABLES["ranks"])
+
+
+@pytest.fixture
+def program_here(tables: Tables, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The program, with runs that are all done, and a folder to work in."""
+
+    def all_done(finished: object) -> dict[str, list[Row]]:
+        return {name: list(rows) for name, rows in tables.items()}
+
+    monkeypatch.setattr(program, "collect", all_done)
+    monkeypatch.chdir(tmp_path)
+    store = Store(Path("runs/figures"))
+    for scale in (FULL, QUICK):
+        for _, run in make_plan(scale).runs():
+            store.ensure(run, lambda folder: None)
+    return tmp_path
+
+
+def test_the_program_draws_all_figures_and_an_index_that_names_data_and_command(
+    program_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["--quick", "--draw-only"]) == 0
+    out = program_here / "build" / "figures-quick"
+    page = (out / "index.md").read_text(encoding="utf-8")
+    for name, entry in CATALOGUE.items():
+        assert {f"{name}.png", f"{name}.svg"} <= set(os.listdir(out))
+        assert f"![{entry.title}]({name}.png)" in page
+        assert f"[{entry.table}.csv](data/{entry.table}.csv)" in page
+    assert page.count("command: `make figures QUICK=1`") == len(CATALOGUE)
+    for group, run in make_plan(QUICK).runs():
+        assert f"| {group} | [{run.label}](../../runs/figures/{run.label}-" in page
+    assert "8 figures in" in capsys.readouterr().out
+
+
+def test_copies_for_the_documents_are_small_and_never_quick(
+    program_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["--quick", "--draw-only", "--install-docs"]) == 2
+    assert "not with --quick" in capsys.readouterr().err
+    images = program_here / "docs" / "images"
+    images.mkdir(parents=True)
+    assert program.main(["--draw-only", "--install-docs"]) == 0
+    names = {f"{name.replace('_', '-')}.png" for name, entry in CATALOGUE.items() if entry.in_docs}
+    assert set(os.listdir(images)) == names
+    for name in names:
+        assert (images / name).stat().st_size <= 120_000
+        with Image.open(images / name) as picture:
+            assert picture.width == round(style.WIDTH_IN * style.DPI)
+    monkeypatch.setattr(index, "MAX_BYTES", 1000)
+    with pytest.raises(ConfigError, match="at most 1,000"):
+        install(program_here / "build" / "figures", images)
+
+
+def test_without_runs_it_says_which_figures_lack_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["--draw-only"]) == 1
+    said = capsys.readouterr().err
+    assert all(f"not drawn: {name}: no rows of" in said for name in CATALOGUE)
+    assert "Not drawn: no rows of" in (tmp_path / "build" / "figures" / "index.md").read_text(encoding="utf-8")
+
+
+def test_without_mnist_it_says_so_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gradbus import models
+
+    def missing(root: object) -> None:
+        raise models.DataMissing("MNIST is not there", tmp_path)
+
+    monkeypatch.setattr(models, "mnist", missing)
+    monkeypatch.chdir(tmp_path)
+    assert program.main([]) == 3
+    assert "MNIST is not there" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_page_shows_every_figure_from_the_repository(root: Path) -> None:
+    page = (root / "docs" / "figures.md").read_text(encoding="utf-8")
+    for name, entry in CATALOGUE.items():
+        picture = f"images/{name.replace('_', '-')}.png"
+        assert (f"({picture})" in page) == entry.in_docs
+        if entry.in_docs:
+            assert (root / "docs" / picture).stat().st_size <= 120_000
