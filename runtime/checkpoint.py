@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.json_text import parse_json, read_text
-from gradbus.runtime.logs import get_logger
+from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.private_folder import make_private
-from gradbus.runtime.wire.messages import process_name
 
 FORMAT = 1
 MAX_META_BYTES = 256 << 20  # of the JSON

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
 import sys
 from collections.abc import MutableMapping
 from typing import Any, Literal, TextIO
@@ -18,6 +20,11 @@ _MANY_LINES = ("traceback", "exception", "stack")
 def get_logger(name: str, **bound: Any) -> Any:
     """A logger of this package. In a program that embeds gradbus it follows that program's structlog configuration."""
     return structlog.get_logger(source=name, **bound)
+
+
+def process_name() -> str:
+    """This process, for a person: ``host:pid``."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class _Lenient:

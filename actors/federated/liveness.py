@@ -19,10 +19,10 @@ from gradbus.actors.federated.rounds import Round
 from gradbus.actors.federated.updates_in import Intake
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
-from gradbus.runtime.logs import get_logger
+from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.wire.control import Bye, Status
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation, process_name
+from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
 
 MAX_NAMED = 64  # clients of each list, and half as many reasons: it is said twice a second
 

@@ -11,8 +11,9 @@ from gradbus.actors.federated.global_model import ModelCopy, ModelMemory
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S, Delivery
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, BusError
+from gradbus.runtime.logs import process_name
 from gradbus.runtime.wire.control import PROTOCOL, Bye, Failed, Hello, Leave, Welcome
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd, process_name
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
 LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay

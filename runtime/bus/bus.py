@@ -37,6 +37,8 @@ from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, Gradb
 from gradbus.runtime.misuse import opening
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
+from gradbus.runtime.testing.fault_injection import FaultInjector
+from gradbus.runtime.testing.faults import Faults
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
@@ -55,6 +57,7 @@ class Bus:
         self.lease_s = node.lease_s  # after so long a silence others elsewhere are gone
         self.standing = node.standing  # what its security says of this process
         self.reach = node.reach  # who can be met on it
+        self.faults: Faults | None = None  # of a test
         self._node = node
         self._loop = loop
         self._waiter = Waiter(node)
@@ -374,7 +377,7 @@ async def connect(
     stall_timeout_s: float = 30.0,
     shared_memory: bool = True,
     fast: bool | None = None,
-    faults: str = "",
+    faults: str | Faults = "",
     security: Level | Security = "user",
 ) -> AsyncIterator[Bus]:
     """Join a job on the data bus.
@@ -391,7 +394,8 @@ async def connect(
         stall_timeout_s: sending fails when DDS takes nothing for so long.
         shared_memory: large data between processes of one machine goes through memory they share.
         fast: force (True) or forbid (False) the path around the binding; None: use it if its self-test passes.
-        faults: for tests: what goes wrong with what is sent; see :mod:`gradbus.runtime.testing.faults`.
+        faults: for tests: rules of what goes wrong with what is sent, see :mod:`gradbus.runtime.testing.faults`;
+            ``bus.faults`` has the counts of those that fired.
         security: what protects the data, see docs/security.md. ``user`` takes the key that ``GRADBUS_KEY_FILE`` or
             ``GRADBUS_KEY`` give, else that of this user, which is for one machine; ``psk`` needs one to be given;
             ``none`` protects nothing; a :class:`Security` says more, as ``identity`` needs.
@@ -404,17 +408,19 @@ async def connect(
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
         network = profile_config(network, interface or "lo", peers, lease_s=lease_s, shared_memory=shared_memory)
+    injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
         node = await open_node(node_maker(job, domain=domain, network=network, fast=fast, security=security))
         async with closed_on_error(node):
             bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
+        if injector is not None:  # what is opened from now on; the security's own messages pass unharmed
+            node.make_writer = injector.make_writer
+            bus.faults = injector.faults
         try:
-            if faults:
-                from gradbus.runtime.testing.faulty_bus import FaultyBus
-
-                bus = FaultyBus(bus, faults)
             yield bus
         finally:
+            if injector is not None:
+                injector.close()
             await bus.close()
 
 

@@ -20,7 +20,7 @@ from gradbus.runtime.bus.dropped_samples import Rejections
 from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import Waiter, Writer
+from gradbus.runtime.dds.participant import Reader, Waiter, Writer
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire.control import Closing
@@ -114,6 +114,14 @@ class Receiver(threading.Thread):
         """Watch one more reader or writer."""
         self._arrivals.append(endpoint)
         self._waiter.wake()
+
+    def add_writer(self, writer: Writer) -> None:
+        """See :class:`.dds.participant.IoThread`."""
+        self.add(writer)
+
+    def add_reader(self, reader: Reader) -> None:
+        """See :class:`.dds.participant.IoThread`."""
+        self.add(Channel(reader, _not_handed_over, take=_not_handed_over))
 
     def remove(self, endpoint: Channel | Writer, then: Callable[[], None]) -> None:
         """Watch it no more, and delete it; ``then`` is called on the thread."""
@@ -430,3 +438,7 @@ class Receiver(threading.Thread):
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody is left to hear it
             self._stop_flag = True
+
+
+def _not_handed_over(sample: object) -> None:
+    raise AssertionError("a reader that uses its samples itself has handed one over")

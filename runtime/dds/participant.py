@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from cyclonedds.core import (
     DDSException,
@@ -225,6 +226,46 @@ def _nothing() -> None:
     pass
 
 
+class IoThread(Protocol):
+    """What a participant's own protocols (joining, liveness challenge, foreign readers) need of the thread that takes
+    the samples of its bus. All but ``rejected`` is for that thread.
+
+    Attributes:
+        rejected: counts of dropped samples, by reason.
+        has_new_readers: some writer's readers have changed since this was reset.
+        each_turn: called after each wait, at least once a second. watch: called too; returns the seconds after which it
+            is to be called again at the latest. before_deletion: called with writers that are about to be deleted.
+    """
+
+    rejected: Counter[str]
+    has_new_readers: bool
+    each_turn: Callable[[], None] | None
+    watch: Callable[[], float] | None
+    before_deletion: Callable[[Sequence[Writer]], None] | None
+
+    @property
+    def writers(self) -> Sequence[Writer]:
+        """The writers of the bus."""
+
+    def add_writer(self, writer: Writer) -> None:
+        """Watch for changes of the writer's matched readers."""
+
+    def add_reader(self, reader: Reader) -> None:
+        """Take the samples of a reader that uses them itself, in ``take`` or ``typed``, and hands none over."""
+
+    def look(self) -> None:
+        """Take from all readers again: some hold samples that DDS does not know of."""
+
+    def rematched(self) -> None:
+        """The counts of matched endpoints have changed for another reason than DDS's."""
+
+    def shut_out(self, sources: Collection[int], why: str) -> None:
+        """Report those who send through these DDS writers as gone, and take nothing more from them."""
+
+    def look_after(self, function: Callable[[], bool]) -> None:
+        """Call a function every few milliseconds until it returns False. It must not wait."""
+
+
 class Node:
     """Entities of a job, on a participant that it may share. Not thread-safe: one thread makes and closes it."""
 
@@ -294,7 +335,7 @@ class Node:
         """See :attr:`.discovery.Discovery.others`."""
         return self._lease.discovery.others
 
-    def start(self, receiver: Any) -> None:
+    def start(self, thread: IoThread) -> None:
         """What it has to say by itself, it says from now on, on the receive thread of its bus."""
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:

@@ -10,8 +10,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node, Reader, Writer
+from gradbus.runtime.dds.participant import Reader, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.encryption import Envelope, Keys, Opened, Opener, Seal, Sealer
 from gradbus.runtime.security.peers import MAX_SOURCES
@@ -126,39 +125,3 @@ class SealedReader(MatchedWhileIn, Reader):
 
     def _release(self, sample: Any, source: int) -> None:
         self._released.append((sample, source))
-
-
-class SealedNode(Node):
-    """A participant whose writers seal and whose readers open."""
-
-    def __init__(
-        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None, seal: Seal
-    ) -> None:
-        """See :class:`.dds.Node`."""
-        super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
-        self.seal = seal
-        self.needs_crc = False  # the tag of the envelope tells as well, and a checksum takes longer than sealing
-
-    def start(self, receiver: Any) -> None:
-        """Greet, and keep an eye on readers of those who do not."""
-        from gradbus.runtime.security.foreign_readers import ForeignReaders
-        from gradbus.runtime.security.liveness_challenge import Greeter
-
-        Greeter(self, receiver)
-        ForeignReaders(self, receiver, self.members)
-
-    def members(self) -> set[bytes] | None:
-        """See :class:`.foreign_readers.Members`."""
-        return self.seal.peers.participants if self.seal.keys.is_in else None
-
-    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> SealedWriter:
-        """See :meth:`.dds.Node.topic_writer`."""
-        wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
-        if topic.retained:
-            self.seal.sealer(topic.name).retain(1 if topic.keep_last else retained_samples)
-        return SealedWriter(topic, wire, self.fast, self.seal.sealer(topic.name), self.seal.keys)
-
-    def topic_reader(self, topic: Topic, kind: type[SealedReader] = SealedReader) -> SealedReader:
-        """See :meth:`.dds.Node.topic_reader`."""
-        wire = super().topic_reader(wire_topic(topic))
-        return kind(topic, wire, self.seal, self.seal.opener(topic.name, ignores_own=topic.ignore_local))

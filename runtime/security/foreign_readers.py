@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from gradbus.runtime import forks
-from gradbus.runtime.bus.receiver import IDLE_S, Receiver
 from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
 from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.participant import Node, Writer
+from gradbus.runtime.dds.participant import IoThread, Node, Writer
 from gradbus.runtime.logs import get_logger
 
+IDLE_S = 1.0  # between two looks while no writer has guests
 LOOK_S, QUIET_LOOK_S = 0.05, 0.25  # between two looks at writers that have guests; the latter while none is held up
 WINDOW_S = 0.2  # over which is measured how long writes have waited
 ACKS_S = 0.05  # for readers to take over the last samples of a writer
@@ -100,11 +100,11 @@ class ForeignReaders:
     )  # of this process: a guest here may be a member there
     _all_lock: ClassVar[Any] = forks.new_lock()  # each has a thread of its own
 
-    def __init__(self, node: Node, receiver: Receiver, members: Members, *, knows_all: bool = True) -> None:
+    def __init__(self, node: Node, thread: IoThread, members: Members, *, knows_all: bool = True) -> None:
         """Begin to look, on the receive thread. ``knows_all``: this process knows all members, so that many guests are
         too many, and who is shut out is none of them."""
         self._node = node
-        self._receiver = receiver
+        self._thread = thread
         self.members = members
         self._knows_all = knows_all
         self._watched: dict[Writer, _Watched] = {}
@@ -118,17 +118,17 @@ class ForeignReaders:
         self._cannot = False
         with ForeignReaders._all_lock:
             ForeignReaders._all.add(self)
-        receiver.watch = self.look
-        receiver.before_deletion = self.dismiss
+        thread.watch = self.look
+        thread.before_deletion = self.dismiss
 
     def look(self) -> float:
         """Look whether guests do harm. Returns the seconds after which to look again."""
         now_s = time.monotonic()
-        is_new = self._receiver.has_new_readers
+        is_new = self._thread.has_new_readers
         if now_s < (self._due_s if is_new else self._wanted_s):
             return (self._due_s if is_new else self._wanted_s) - now_s
         if is_new:
-            self._receiver.has_new_readers = False
+            self._thread.has_new_readers = False
             self._find_readers()
         pause_s = self._judge(now_s) if is_new or self._guests or self._shut else IDLE_S
         self._due_s, self._wanted_s = now_s + LOOK_S, now_s + pause_s
@@ -153,7 +153,7 @@ class ForeignReaders:
         return not is_out and now_s - self._guests.get(prefix, now_s) > GRACE_S
 
     def _find_readers(self) -> None:
-        writers = self._receiver.writers
+        writers = self._thread.writers
         self._watched = {writer: self._watched.get(writer) or _Watched(writer) for writer in writers}
         for writer, watched in self._watched.items():
             if writer.has_new_readers:
@@ -231,7 +231,7 @@ class ForeignReaders:
             if not shut.is_out:
                 shut.until_s = now_s + min(LONGEST_SHUT_OUT_S, SHUT_OUT_S * 2.0 ** min(shut.times, 8))
                 shut.times += 1
-                self._receiver.rejected["foreign reader"] += 1
+                self._thread.rejected["foreign reader"] += 1
             shut.is_out = True
             shut.placed_until_s = now_s + PLACING_S
             exclusion.end(prefix)
@@ -241,7 +241,7 @@ class ForeignReaders:
             del self._shut[next(iter(self._shut))]
         if not self._is_placing:
             self._is_placing = True
-            self._receiver.look_after(self._place)
+            self._thread.look_after(self._place)
 
     def has_just_shut(self, prefix: bytes, now_s: float) -> bool:
         """Whether this bus is shutting a participant out right now, which does so for all buses of this process. DDS

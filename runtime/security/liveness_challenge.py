@@ -14,12 +14,11 @@ import struct
 import time
 from typing import Any, NamedTuple
 
-from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.dds.participant import IoThread
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security.encryption import Opened
-from gradbus.runtime.security.endpoints import SealedNode, SealedReader, SealedWriter
+from gradbus.runtime.security.encryption import Opened, Seal
+from gradbus.runtime.security.endpoints import SealedReader, SealedWriter
 from gradbus.runtime.security.peers import GREETING_TOPIC, LEEWAY_S, Peer
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
@@ -85,7 +84,7 @@ def _none(sample: Any) -> Message | Frame:
 SESSION_TOPIC = Topic(GREETING_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
 
 
-class _GreetingReader(SealedReader):
+class GreetingReader(SealedReader):
     """Gives what it opens to the greeter, and nothing to anybody else."""
 
     greeter: Greeter
@@ -98,23 +97,24 @@ class _GreetingReader(SealedReader):
 class Greeter:
     """Greets for one bus, on its receive thread."""
 
-    def __init__(self, node: SealedNode, receiver: Receiver) -> None:
-        """Open the topic, and greet soon for the first time."""
-        self._seal = node.seal
-        self._receiver = receiver
+    def __init__(
+        self, seal: Seal, participant: bytes, reader: GreetingReader, writer: SealedWriter, thread: IoThread
+    ) -> None:
+        """Greet soon for the first time. ``participant``: prefix of this one's GUIDs. ``reader``, ``writer``: of
+        :data:`SESSION_TOPIC`."""
+        self._seal = seal
+        self._thread = thread
         self._answers: dict[bytes, int] = {}
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
-        self._participant = node.prefix
+        self._participant = participant
         self._is_due = True
         self._greeted_s = -REPEAT_S
-        reader = node.topic_reader(SESSION_TOPIC, _GreetingReader)
-        assert isinstance(reader, _GreetingReader)
         reader.greeter = self
-        self._writer: SealedWriter = node.topic_writer(SESSION_TOPIC)
+        self._writer = writer
         self._seal.peers.on_unproven = self._ask
         self._seal.peers.dropped = self._count
-        receiver.add(Channel(reader, _nobody, take=_no_frame))
-        receiver.look_after(self._greet)
+        thread.add_reader(reader)
+        thread.look_after(self._greet)
 
     def hear(self, peer: Peer, data: memoryview) -> None:
         """A greeting of a session. Raises FrameError."""
@@ -127,27 +127,27 @@ class Greeter:
             peer.floor = max(0, heard_at - LEEWAY_S)
             peer.retained = dict(zip(_RETAINED, said.retained, strict=True))
             self._seal.peers.prove(peer)
-            self._receiver.look()
+            self._thread.look()
         if said.challenge not in self._answers:
             self._answers[said.challenge] = self._seal.moment
             while len(self._answers) > MAX_ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._is_due = True
-            self._receiver.look_after(self._greet)
+            self._thread.look_after(self._greet)
 
     def greet_again(self) -> None:
         """There is another key, or the first one: who comes later can read only what is sealed with it."""
         self._is_due = True
-        self._receiver.look_after(self._greet)
+        self._thread.look_after(self._greet)
 
     def _ask(self) -> None:
         """There is data of a session that is not proven: perhaps it has not heard this process."""
         if time.monotonic() > self._greeted_s + REPEAT_S:
             self._is_due = True
-            self._receiver.look_after(self._greet)
+            self._thread.look_after(self._greet)
 
     def _count(self, why: str, samples: int) -> None:
-        self._receiver.rejected[why] += samples
+        self._thread.rejected[why] += samples
 
     def _greet(self) -> bool:
         """Greet, if it is due and time. Whether to try again soon."""
@@ -161,11 +161,3 @@ class Greeter:
             # A write that DDS does not take has held up this thread for 10 ms: others need it more.
             self._greeted_s = now_s + REPEAT_S * self._is_due
         return self._is_due
-
-
-def _nobody(messages: list[Message]) -> None:
-    raise AssertionError("greetings do not go to the loop")
-
-
-def _no_frame(frame: Frame) -> None:
-    raise AssertionError("greetings are not frames")

@@ -14,7 +14,8 @@ A rule is ``ACTION [WHAT] [key=value ...]``; rules are separated by semicolons o
     seconds=X   delay: how late (0.1). reorder: how long it is held back at most for one that overtakes it (0.1)
 
 Which samples a rule strikes depends on the seed and on their number among those that match, and on nothing else: not
-on the time, nor on other rules. What strikes them is :class:`gradbus.runtime.testing.faulty_bus.FaultyBus`.
+on the time, nor on other rules. They are applied by
+:mod:`gradbus.runtime.testing.fault_injection`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ small msgpack bodies with a schema (:mod:`gradbus.runtime.wire.control`), one fr
 from __future__ import annotations
 
 import os
-import socket
 import time
 from dataclasses import dataclass, field
 
@@ -26,11 +25,6 @@ class Identity:
 
     sender: int
     incarnation: int
-
-
-def process_name() -> str:
-    """This process, for a person: ``host:pid``."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def new_incarnation() -> int:

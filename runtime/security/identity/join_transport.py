@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.receiver import Receiver
 from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import Reader
+from gradbus.runtime.dds.participant import IoThread, Reader
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
@@ -80,11 +78,11 @@ class House(Protocol):
 class Porter:
     """Of one bus."""
 
-    def __init__(self, node: House, receiver: Receiver, list_file: ListFile | None = None) -> None:
+    def __init__(self, node: House, thread: IoThread, list_file: ListFile | None = None) -> None:
         """Open the topics, and say what there is to say. ``list_file``: the controller's, looked at now and then."""
         self._node = node
         self._party = node.party
-        self._receiver = receiver
+        self._thread = thread
         self._list_file = list_file
         self._looked_s = self._ticked_s = time.monotonic()
         self._is_pressing = False
@@ -104,9 +102,9 @@ class Porter:
             self._party.on_joined = self._on_joined
         self._beacons = _JoinReader(node.plain_reader(BEACON), self)
         for one in (reader, self._beacons):
-            receiver.add(Channel(one, _nobody, take=_no_frame))
-        receiver.add(self._writer)
-        receiver.each_turn = self._turn
+            thread.add_reader(one)
+        thread.add_writer(self._writer)
+        thread.each_turn = self._turn
 
     def hear(self, topic: str, data: memoryview, source: int) -> None:
         """A sample of one of the topics. Raises FrameError."""
@@ -124,7 +122,7 @@ class Porter:
             self._writer.write((), (data,))
         if self._is_busy and not self._is_pressing:
             self._is_pressing = True
-            self._receiver.look_after(self._press)
+            self._thread.look_after(self._press)
 
     @property
     def _is_busy(self) -> bool:
@@ -175,18 +173,10 @@ class Porter:
             self._node.refused()
         elif party.keys is not None:
             _tell(log.info, "joined", node=party.key.name, role=party.role, epoch=party.epoch)
-        self._receiver.rematched()
+        self._thread.rematched()
 
 
 def _tell(log_it: Callable[..., Any], event: str, **facts: object) -> None:
     """A line for the log of the host, which may not be able to take it: that must not end the receive thread."""
     with contextlib.suppress(Exception):
         log_it(event, **facts)
-
-
-def _nobody(messages: list[Message]) -> None:
-    raise AssertionError("what is said about joining does not go to the loop")
-
-
-def _no_frame(frame: Frame) -> None:
-    raise AssertionError("what is said about joining are no frames")

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradbus.runtime.dds.access_policy import NO_RANKS, Standing
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.endpoints import wire_topic
@@ -68,7 +68,7 @@ class IdentityNode(Node):
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
-        party: Door | Applicant, start: Callable[[IdentityNode, Any], None],
+        party: Door | Applicant, start: Callable[[IdentityNode, IoThread], None],
     ) -> None:  # fmt: skip
         """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
@@ -84,10 +84,10 @@ class IdentityNode(Node):
         else:
             self.standing, self._side = MemberStanding(party), MemberSide(party)
 
-    def start(self, receiver: Any) -> None:
+    def start(self, thread: IoThread) -> None:
         """Let others in, or ask to be."""
-        self._start(self, receiver)
-        ForeignReaders(self, receiver, self.members, knows_all=isinstance(self.party, Door))
+        self._start(self, thread)
+        ForeignReaders(self, thread, self.members, knows_all=isinstance(self.party, Door))
 
     def members(self) -> set[bytes] | None:
         """See :class:`.foreign_readers.Members`. A client knows the controller alone, and has nothing to say to others:

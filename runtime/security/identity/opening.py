@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.logs import process_name
 from gradbus.runtime.security.identity.admission import Door
 from gradbus.runtime.security.identity.allow_list import AllowList
 from gradbus.runtime.security.identity.allow_list_watcher import ListFile
@@ -16,7 +17,6 @@ from gradbus.runtime.security.identity.join_client import Applicant
 from gradbus.runtime.security.identity.key import NodeKey, load_node_key, parse_public, public_text
 from gradbus.runtime.security.identity.rank_keys import RankKeys
 from gradbus.runtime.security.settings import Security
-from gradbus.runtime.wire.messages import process_name
 
 
 def read_identity(security: Security) -> tuple[NodeKey, bytes, AllowList | None]:
@@ -86,8 +86,8 @@ def identity_node(
             party = Applicant(job, key, pinned, security.role)
             keys = party.ranks
 
-        def start_rank(node: RankNode, receiver: Any) -> None:
-            Porter(node, receiver, list_file)
+        def start_rank(node: RankNode, thread: IoThread) -> None:
+            Porter(node, thread, list_file)
 
         return partial(RankNode, **place, party=party, keys=keys, start=start_rank)
     if list_file is None:
@@ -95,7 +95,7 @@ def identity_node(
     else:
         party = Door(job, key, list_file.allowed, label=process_name())
 
-    def start(node: IdentityNode, receiver: Any) -> None:
-        Porter(node, receiver, list_file)
+    def start(node: IdentityNode, thread: IoThread) -> None:
+        Porter(node, thread, list_file)
 
     return partial(IdentityNode, **place, party=party, start=start)

@@ -13,11 +13,10 @@ from typing import Any
 
 from gradbus.runtime.dds.access_policy import Standing, job_taken
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, GradbusError, JoinRefused
 from gradbus.runtime.security.encryption import Seal
-from gradbus.runtime.security.endpoints import SealedNode
 from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.identity.admission import Door
 from gradbus.runtime.security.identity.allow_list import Ids, ids_text, is_within
@@ -25,6 +24,7 @@ from gradbus.runtime.security.identity.join_client import Applicant
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.rank_keys import RankKeys
 from gradbus.runtime.security.liveness_challenge import Greeter
+from gradbus.runtime.security.node import SealedNode
 
 REMOVED = "its node was taken off the allow list"
 
@@ -102,7 +102,7 @@ class RankNode(SealedNode):
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
-        party: Door | Applicant, keys: RankKeys, start: Callable[[RankNode, Any], None],
+        party: Door | Applicant, keys: RankKeys, start: Callable[[RankNode, IoThread], None],
     ) -> None:  # fmt: skip
         """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
         seal = Seal(partition, keys, party.session)
@@ -112,34 +112,35 @@ class RankNode(SealedNode):
         self.keys = keys
         self.standing = self._standing = RankStanding(party, keys)
         self._start = start
-        self._receiver: Any = None
+        self._thread: IoThread | None = None
         self._greeter: Greeter | None = None
 
-    def start(self, receiver: Any) -> None:
+    def start(self, thread: IoThread) -> None:
         """Join, or let others join; and greet, with every new key once more."""
-        self._receiver = receiver
+        self._thread = thread
 
         def changed() -> None:
             if self._greeter is not None:
                 self._greeter.greet_again()
-            receiver.rematched()
+            thread.rematched()
 
         def removed(sessions: Collection[bytes]) -> None:
             for session in sessions:
                 if session not in self.seal.peers.removed:
-                    receiver.shut_out(self.seal.peers.remove(session), REMOVED)
+                    thread.shut_out(self.seal.peers.remove(session), REMOVED)
 
         self.keys.on_change = changed
         self.party.on_removed = removed
-        self._start(self, receiver)  # first: keys come before what is sealed with them
-        self._greeter = Greeter(self, receiver)
-        ForeignReaders(self, receiver, self.members)
+        self._start(self, thread)  # first: keys come before what is sealed with them
+        self._greeter = self.start_greeter(thread)
+        ForeignReaders(self, thread, self.members)
 
     def refused(self) -> None:
         """This process must not go on."""
         self.keys.shut()
         self._standing.refused()
-        self._receiver.rematched()
+        if self._thread is not None:
+            self._thread.rematched()
 
     def plain_writer(self, topic: Topic) -> Any:
         """A writer whose samples are not sealed here."""

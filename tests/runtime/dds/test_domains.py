@@ -19,7 +19,7 @@ from gradbus.runtime.dds import domains, libddsc, native_topics
 from gradbus.runtime.dds import participant as dds
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.security.endpoints import SealedNode
+from gradbus.runtime.security.node import SealedNode
 from gradbus.runtime.wire.messages import Control
 
 DOMAIN = new_domain()

@@ -17,7 +17,6 @@ from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import CollectiveTimeout, ConfigError
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.testing.faults import Faults, Rule, parse_rules
-from gradbus.runtime.testing.faulty_bus import FaultyBus
 from gradbus.runtime.wire.control import Leave, NeedModel, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 
@@ -117,7 +116,7 @@ def heard(
                     assert isinstance(message.body, Leave)
                     got.append(message.body.reason)
                 await eventually(lambda: sum(one.rejected.values()) >= rejected)
-                assert isinstance(two, FaultyBus)
+                assert two.faults is not None
                 return got, dict(two.faults.fired), dict(one.rejected)
 
     result: tuple[list[str], dict[str, int], dict[str, int]] = run(main)
@@ -163,8 +162,8 @@ def test_a_damaged_update_is_never_put_together_and_a_whole_one_is(run: Run, pla
     payload = os.urandom(3 << 20)
 
     async def main() -> None:
-        async with gradbus.connect(**place) as one, gradbus.connect(**place) as two:
-            faulty = FaultyBus(two, "corrupt update nth=2; duplicate update nth=1; reorder update nth=3; delay model")
+        faults = Faults("corrupt update nth=2; duplicate update nth=1; reorder update nth=3; delay model")
+        async with gradbus.connect(**place) as one, gradbus.connect(**place, faults=faults) as faulty:
             with one.subscribe(ClientUpdate) as inbox:
                 await reads(faulty, ClientUpdate)
                 assembling = asyncio.create_task(payload_from(inbox, UPDATE, len(payload)))
@@ -174,7 +173,7 @@ def test_a_damaged_update_is_never_put_together_and_a_whole_one_is(run: Run, pla
                 assert not assembling.done()
                 await faulty.send_update(UPDATE, 5, payload, only=[1])
                 assert bytes(await assembling) == payload
-            assert faulty.faults.fired == {"corrupt update": 1, "duplicate update": 1, "reorder update": 1}
+            assert faults.fired == {"corrupt update": 1, "duplicate update": 1, "reorder update": 1}
 
     run(main)
 
@@ -208,16 +207,15 @@ def test_every_kind_of_sample_is_known_by_its_name_and_round(run: Run, place: di
     rules = "; ".join(f"drop {name} round=3" for name in names)
 
     async def main() -> dict[str, int]:
-        async with gradbus.connect(**place) as bus:
-            faulty = FaultyBus(bus, rules)
+        faults = Faults(rules)
+        async with gradbus.connect(**place, faults=faults) as faulty:
             for round_id in (2, 3):
                 await faulty.publish(CHIEF, TrainCmd(round_id, 0, 1, 0.1, 0))
                 await faulty.publish(CHIEF, Receipt(7, 1, 1, round_id, 1, True, ""))
                 await faulty.publish(CLIENT, NeedModel(1, round_id, 0, []))
                 await faulty.send_update(UPDATE._replace(round_id=round_id), 5, b"x")
                 await faulty.send_model(MODEL._replace(round_id=round_id), b"x")
-            assert bus._node is faulty._node  # one bus under two names
-            return dict(faulty.faults.fired)
+            return dict(faults.fired)
 
     assert run(main) == {f"drop {name}": 1 for name in names}
 

@@ -1,13 +1,12 @@
-"""A bus on which things go wrong: a real one, with faults between its writers and DDS.
+"""Writers that apply fault rules to samples on their way into DDS.
 
-    async with gradbus.connect(job="mnist") as bus:
-        faulty = FaultyBus(bus, "drop update p=0.1; duplicate control; seed=3")
-        await gradbus.Client(faulty, task, client_id=0).run()
-        print(faulty.faults.fired)
+    async with gradbus.connect(job="mnist", faults="drop update p=0.1; duplicate control; seed=3") as bus:
+        await gradbus.Client(bus, task, client_id=0).run()
+        print(bus.faults.fired)
 
-or for whole processes ``--set bus.faults="..."``, or ``GRADBUS_BUS__FAULTS`` in the environment. Faults strike what is
-sent: samples of all topics, those of collectives too. What passes through shared memory does not pass here; switch that
-off (``shared_memory=False``) to have everything on the bus.
+or for whole processes ``--set bus.faults="..."``, or ``GRADBUS_BUS__FAULTS`` in the environment. Faults apply to what
+is sent: samples of all topics, those of collectives too. Shared memory does not pass here; switch it off
+(``shared_memory=False``) to have everything on the bus.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.dds.encryption_protocol import Seals
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import Topic
@@ -47,26 +44,28 @@ class _Sample(NamedTuple):
     taken: Callable[[], None] | None = None
 
 
-class FaultyBus(Bus):
-    """An open bus under another name: both share everything, and what is opened for writing from now on is struck.
+class FaultInjector:
+    """Makes the writers of a bus that apply fault rules; a bus without faults has none of this.
 
     Attributes:
         faults: the rules, and the counts of those that fired.
     """
 
-    def __init__(self, bus: Bus, rules: str | list[Rule] | Faults) -> None:
-        """``rules``: see :mod:`.faults`. Make it before any actor is. Raises ConfigError: they are wrong."""
-        self.__dict__ = bus.__dict__  # not a second bus
+    def __init__(self, rules: str | list[Rule] | Faults) -> None:
+        """``rules``: see :mod:`.faults`. Raises ConfigError: they are wrong."""
         self.faults = rules if isinstance(rules, Faults) else Faults(rules)
         self._late = _LateWrites()
-        self._node.make_writer = partial(_FaultyWriter, faults=self.faults, late=self._late)
         log.warning("faults are switched on", rules=[str(rule) for rule in self.faults.rules])
 
-    async def close(self, *, drain_s: float = 1.0) -> None:
-        if not self._closed and self.faults.fired:
+    def make_writer(self, topic: Topic, entity: Any, fast: bool) -> Writer:
+        """A writer for an entity, in place of :class:`.dds.participant.Writer`."""
+        return _FaultyWriter(topic, entity, fast, faults=self.faults, late=self._late)
+
+    def close(self) -> None:
+        """Log what has fired, and drop samples that are still delayed."""
+        if self.faults.fired:
             log.warning("faults that fired", **{key.replace(" ", "_"): n for key, n in self.faults.fired.items()})
         self._late.stop()
-        await super().close(drain_s=drain_s)
 
 
 class _FaultyWriter(Writer):
