@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 from collections.abc import Iterator
@@ -223,8 +224,12 @@ def test_of_two_processes_with_rank_0_the_second_one_is_told(
 
 
 def the_second_one_is_told(job: tuple[int, str]) -> None:
-    with pytest.raises(dist.DistNetworkError, match=r"there is another rank 0, on .*\(process \d+\)\. If both"):
-        open_rank(job, 0, 2).get("nothing")
+    with (
+        pytest.raises(dist.DistNetworkError, match=r"there is another rank 0, on .*\(process \d+\)\. If both"),
+        contextlib.closing(open_rank(job, 0, 2)) as second,
+    ):
+        second.get("nothing")
+    until(lambda: not bus_thread._threads)  # else its bus would stay
 
 
 def test_a_store_that_all_ranks_have_joined_goes_on_whoever_comes(raw: RawRank, first: DdsStore) -> None:
