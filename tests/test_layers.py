@@ -58,7 +58,6 @@ IN_A_RING = {
     )),
 }  # fmt: skip
 READ_THEIR_OWN = ("experiments/bench",)
-MAX_LINES = 600
 
 Rule = Callable[[PurePosixPath, str], list[str]]
 
@@ -219,11 +218,6 @@ def torchvision_is_lazy(path: PurePosixPath, source: str) -> list[str]:
             return [f"line {item.line}: {item.name} in {layer}" for item in found]
 
 
-def files_stay_short(path: PurePosixPath, source: str) -> list[str]:
-    lines = len(source.splitlines())
-    return [f"{lines} lines, at most {MAX_LINES}: split it by idea"] if lines > MAX_LINES else []
-
-
 RULES: list[Rule] = [
     arrows_go_down,
     folders_of_runtime_keep_their_order,
@@ -232,7 +226,6 @@ RULES: list[Rule] = [
     nothing_runs_foreign_code,
     what_comes_from_outside_is_read_within_limits,
     torchvision_is_lazy,
-    files_stay_short,
 ]
 
 
@@ -301,10 +294,6 @@ def test_a_client_needs_nothing_of_the_controllers_half() -> None:
     assert needs("actors/federated/client.py") & controllers == set()
 
 
-def test_no_test_file_is_too_long() -> None:
-    assert [f"{path}: {text}" for path, source in sources("tests") for text in files_stay_short(path, source)] == []
-
-
 BAD = [
     (arrows_go_down, "codecs/q8.py", "from gradbus.runtime import errors"),
     (arrows_go_down, "codecs/q8.py", "from ..runtime.errors import GradbusError"),
@@ -356,7 +345,6 @@ BAD = [
     (torchvision_is_lazy, "runtime/_front/__init__.py", "import torchvision"),
     (torchvision_is_lazy, "models/data.py", "from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "class A:\n    from torchvision import datasets"),
-    (files_stay_short, "codecs/q8.py", "x = 1\n" * (MAX_LINES + 1)),
 ]
 GOOD = [
     (
@@ -409,7 +397,6 @@ GOOD = [
     ),
     (torchvision_is_lazy, "models/data.py", "def f():\n    from torchvision import datasets"),
     (torchvision_is_lazy, "models/data.py", "if TYPE_CHECKING:\n    import torchvision"),
-    (files_stay_short, "codecs/q8.py", "x = 1\n" * MAX_LINES),
 ]
 
 

@@ -366,7 +366,7 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 
 @opening("gradbus.connect", "bus")
-async def connect(
+async def connect(  # noqa: PLR0913 - settings by keyword, for programs that have no NetworkConfig
     job: str | None = None,
     *,
     domain: int = 0,

@@ -254,7 +254,7 @@ class Receiver(threading.Thread):
         self._wanted.set()
         self._post(self._on_fault)
 
-    def _take_turn(self, timeout_s: float) -> bool:
+    def _take_turn(self, timeout_s: float) -> bool:  # noqa: C901, PLR0912 - one turn of the loop, step by step
         """Wait for news and deal with them. By whoever holds the turn. False: there were none."""
         if self._arrivals or self._removals:
             self._attach_arrivals()

@@ -185,17 +185,23 @@ def _texts(parent: ET.Element, items: Mapping[str, str]) -> None:
         ET.SubElement(parent, tag).text = text
 
 
+def _read_user(document: str) -> tuple[str, str]:
+    """The text of the user's document, which CYCLONEDDS_URI holds or names, and where it is from."""
+    text = document.strip()
+    if text.startswith("<"):
+        return text, "CYCLONEDDS_URI"
+    parts = urlsplit(text)
+    path = Path(unquote(parts.path) if parts.scheme == "file" else text)
+    where = f"CYCLONEDDS_URI ({path})"
+    try:
+        return path.read_text(encoding="utf-8"), where
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{where}: cannot be read: {reason}. Unset it, or name a readable file") from None
+
+
 def _parse_user(document: str) -> ET.Element:
-    text, where = document.strip(), "CYCLONEDDS_URI"
-    if not text.startswith("<"):
-        parts = urlsplit(text)
-        path = Path(unquote(parts.path) if parts.scheme == "file" else text)
-        where = f"CYCLONEDDS_URI ({path})"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"{where}: cannot be read: {reason}. Unset it, or name a readable file") from None
+    text, where = _read_user(document)
     try:
         root = ET.fromstring(text)
     except ET.ParseError as error:
@@ -212,19 +218,23 @@ def _parse_user(document: str) -> ET.Element:
         if domain.tag != "Domain":
             raise ConfigError(f"{where}: expected <Domain> below <CycloneDDS>, got <{domain.tag}>")
         for section in domain:
-            if section.tag not in _SECTIONS:
-                near = difflib.get_close_matches(section.tag, _SECTIONS, n=1)
-                hint = f"; did you mean <{near[0]}>?" if near else ""
-                raise ConfigError(f"{where}: unknown section <{section.tag}> below <Domain>{hint}")
-            for element in section.iter():
-                # Cyclone does not look at capitals. Who decides what leaves the machine must not either.
-                element.tag = _names().get(element.tag.casefold(), element.tag)
-                if element.tag.casefold() == "networkinterfaceaddress":
-                    raise ConfigError(
-                        f"{where}: <{element.tag}> is the old way to name an interface; write <Interfaces>"
-                        f'<NetworkInterface name="..."/></Interfaces> below <General>'
-                    )
+            _check_section(section, where)
     return root
+
+
+def _check_section(section: ET.Element, where: str) -> None:
+    if section.tag not in _SECTIONS:
+        near = difflib.get_close_matches(section.tag, _SECTIONS, n=1)
+        hint = f"; did you mean <{near[0]}>?" if near else ""
+        raise ConfigError(f"{where}: unknown section <{section.tag}> below <Domain>{hint}")
+    for element in section.iter():
+        # Cyclone ignores capitals, and so must the check of what leaves the machine.
+        element.tag = _names().get(element.tag.casefold(), element.tag)
+        if element.tag.casefold() == "networkinterfaceaddress":
+            raise ConfigError(
+                f"{where}: <{element.tag}> is the old way to name an interface; write <Interfaces>"
+                f'<NetworkInterface name="..."/></Interfaces> below <General>'
+            )
 
 
 @functools.cache

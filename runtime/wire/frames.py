@@ -114,7 +114,7 @@ def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     return max(1, -(-total_bytes // chunk_bytes))
 
 
-def head(
+def head(  # noqa: PLR0913 - the fields of a header
     key: FrameKey, data: memoryview, seq: int, total_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, flags: int = 0,
     world: int = 0, descriptor: bytes = b"",
 ) -> bytes:  # fmt: skip
@@ -209,7 +209,7 @@ def sender_of(data: Any) -> int:
     return int.from_bytes(data[_SENDER_AT : _SENDER_AT + 4], "little")
 
 
-def parse(data: Any) -> Frame:
+def parse(data: Any) -> Frame:  # noqa: C901 - one check after the other, in the order of what each relies on
     """Check the bytes of one frame. Sizes and limits come before anything else; nothing is copied or allocated.
 
     Raises:

@@ -46,7 +46,7 @@ class MemoryLink:
     group_id: int = GROUP_ID
     refuses: Exception | None = None  # writing fails with it
 
-    def send(
+    def send(  # noqa: PLR0913 - the arguments of Link.send
         self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
         only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
     ) -> Job | None:  # fmt: skip

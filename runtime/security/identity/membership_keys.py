@@ -21,7 +21,7 @@ class MembershipKeys:
         outgoing: seals what this node says to the controller.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one grant of the controller brings
         self, job: str, session: bytes, controller: bytes, public: bytes, up: SharedKey, down: IncomingStreams,
         former: MembershipKeys | None, now_s: float,
     ) -> None:  # fmt: skip
