@@ -18,7 +18,7 @@ import gradbus
 from gradbus.actors.federated.rounds import CLIENT_LOST
 from gradbus.models import NullTask
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.alone]
 
 # Nobody dies here without a word, and a machine that stands still for seconds is no death.
 CALM: dict[str, Any] = {"lease_s": PATIENT_S}

@@ -14,7 +14,7 @@ from federation import Federation
 
 from gradbus.experiments.namespaces import Host, NoNamespaces, set_link
 
-pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults]
+pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.faults, pytest.mark.alone]
 
 
 def network(here: Host, other: Host, **more: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gradbus.experiments.bench.pauses import (
     survive,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.alone]
 
 KEY = "gradbus-key-1 " + "6b" * 32
 KINDS = (Kind(2, False), Kind(3, True, KEY))
