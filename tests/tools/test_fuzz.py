@@ -114,10 +114,10 @@ def test_memory_that_python_does_not_count_is_seen_as_well() -> None:
 
 def test_too_much_memory_of_either_kind_is_a_finding() -> None:
     limit = TARGETS["frame"].limit_bytes
-    assert program.Outcome("frame", peak_bytes=2 * limit, resident_bytes=2 * limit).ok
-    assert program.Outcome("frame", peak_bytes=2 * limit + 1, worst="this").too_much == "this"
+    assert program.FuzzOutcome("frame", peak_bytes=2 * limit, resident_bytes=2 * limit).ok
+    assert program.FuzzOutcome("frame", peak_bytes=2 * limit + 1, worst="this").too_much == "this"
     resident = 2 * limit + RESIDENT_SLACK_BYTES + 1
-    assert program.Outcome("frame", resident_bytes=resident, swollen="that").too_much == "that"
+    assert program.FuzzOutcome("frame", resident_bytes=resident, swollen="that").too_much == "that"
 
 
 def test_without_atheris_the_program_says_what_to_install(

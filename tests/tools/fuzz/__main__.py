@@ -1,4 +1,4 @@
-"""``make fuzz SECONDS=300``: all targets one after the other, then a table of what was done and what it took.
+"""``make fuzz SECONDS=300``: fuzz all targets one after the other, then print a table of inputs, crashes and memory.
 
 ``PYTHONPATH=tests/tools python -P -m fuzz --seconds 300 [TARGET ...]``. The exit code is 1 if an input broke a parser,
 or took more than twice the memory that the parser states; 2 if nothing could be fuzzed.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,23 +29,23 @@ from fuzz.target import RESIDENT_SLACK_BYTES
 from gradbus.experiments.amounts import size
 from gradbus.runtime.needs import install_line
 
-_START_S = 120.0  # on top of the time given: imports, seeds, and a corpus of an earlier run
-_KEPT_LINES = 40
 TOOLS = Path(__file__).resolve().parents[1]  # where a child finds this package
-# Of glibc: memory of some size comes from the kernel, and goes back to it at once, so that it can be seen.
+_START_S = 120.0  # on top of the time given: imports, seeds, and the corpus of an earlier run
+_KEPT_LINES = 40
+# Of glibc: memory of some size comes from the kernel, and returns to it at once, so that it can be measured.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of one target.
+class FuzzOutcome:
+    """The result of one target.
 
     Attributes:
-        executions: inputs that were read. corpus: of them, those that are kept because they reached something new.
-        peak_bytes: memory of one input at most, of Python and NumPy. resident_bytes: by which it made the process grow
-            at most, torch's memory included, to a MiB or so. worst, swollen: which inputs those were.
-        process_mb: the whole process, with what libFuzzer itself takes.
-        crashes: files with inputs that broke it. why: the end of what its process said, if it ended badly.
+        executions: inputs that were read. corpus: of them, those that are kept because they reached new code.
+        peak_bytes: memory of one input at most, of Python and NumPy. resident_bytes: growth of the process by one input
+            at most, torch's memory included, to a MiB or so. worst, swollen: the files with these inputs.
+        process_mb: the whole process, with libFuzzer's own memory.
+        crashes: files with inputs that broke the parser. why: the last output of a process that ended badly.
     """
 
     name: str
@@ -75,80 +76,65 @@ class Outcome:
         return not self.crashes and not self.why and not self.too_much
 
 
-def run(name: str, folder: Path, seconds: int) -> Outcome:
-    """Fuzz one target in a process of its own, then measure what its corpus takes in another."""
-    outcome = Outcome(name)
+def run(name: str, folder: Path, seconds: int) -> FuzzOutcome:
+    """Fuzz one target in a process of its own, then measure the memory of its corpus in another."""
+    outcome = FuzzOutcome(name)
     corpus, crashes = folder / name, folder / "crashes" / name
-    corpus.mkdir(parents=True, exist_ok=True)
-    crashes.mkdir(parents=True, exist_ok=True)
+    for path in (corpus, crashes):
+        path.mkdir(parents=True, exist_ok=True)
     known = set(crashes.iterdir())
-    with tempfile.TemporaryDirectory(prefix="gradbus-fuzz-", dir=_memory()) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="gradbus-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as scratch:
         started_s = time.monotonic()
-        code, said = _child(["fuzz", name, str(corpus), str(crashes), str(seconds)], seconds + _START_S, scratch)
+        code, text = _child(["fuzz", name, str(corpus), str(crashes), str(seconds)], seconds + _START_S, scratch)
         outcome.seconds = time.monotonic() - started_s
-        outcome.executions = _stat(said, "number_of_executed_units")
-        outcome.process_mb = _stat(said, "peak_rss_mb")
+        outcome.executions, outcome.process_mb = (
+            _stat(text, key) for key in ("number_of_executed_units", "peak_rss_mb")
+        )
         outcome.crashes = sorted(set(crashes.iterdir()) - known)
-        if code != 0 or outcome.crashes:
-            outcome.why = "\n".join(said.splitlines()[-_KEPT_LINES:]) or f"exit code {code}"
-            return outcome
-        outcome.corpus = len(list(corpus.iterdir()))
-        code, said = _child(["measure", name, str(corpus)], _START_S + seconds, scratch, GIVES_BACK)
-    try:
-        facts = json.loads(said.splitlines()[-1])
-        outcome.peak_bytes, outcome.worst = facts["peak_bytes"], facts["worst"]
-        outcome.resident_bytes, outcome.swollen = facts["resident_bytes"], facts["swollen"]
-    except (ValueError, IndexError, KeyError, TypeError):
-        outcome.why = "\n".join(said.splitlines()[-_KEPT_LINES:]) or f"exit code {code}"
+        if code == 0 and not outcome.crashes:
+            outcome.corpus = len(list(corpus.iterdir()))
+            code, text = _child(["measure", name, str(corpus)], _START_S + seconds, scratch, GIVES_BACK)
+            with contextlib.suppress(ValueError, IndexError, KeyError, TypeError):
+                facts: dict[str, Any] = json.loads(text.splitlines()[-1])
+                outcome.peak_bytes, outcome.worst = facts["peak_bytes"], facts["worst"]
+                outcome.resident_bytes, outcome.swollen = facts["resident_bytes"], facts["swollen"]
+                return outcome
+    outcome.why = "\n".join(text.splitlines()[-_KEPT_LINES:]) or f"exit code {code}"
     return outcome
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 def _child(
     arguments: Sequence[str], limit_s: float, scratch: str, more: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Its exit code, and what it said. ``scratch``: for its files; libFuzzer gives it no time to remove them."""
+    """Exit code and output of a child. ``scratch``: for its files, which libFuzzer gives it no time to remove."""
     command = [sys.executable, "-P", "-m", "fuzz.child", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(TOOLS), "TMPDIR": scratch, "OMP_NUM_THREADS": "1", **(more or {})}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environment,
-        errors="replace",
-    ) as process:  # fmt: skip
-        try:
-            said, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-            said += f"\nit went on for more than {limit_s:g} s and was ended"
-        except BaseException:
-            process.kill()
-            raise
-    return process.returncode, said
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=limit_s,
+            env=environment,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as expired:
+        return 1, f"{_text(expired.stdout)}\nit went on for more than {limit_s:g} s and was ended"
+    return done.returncode, _text(done.stdout)
 
 
-def _stat(said: str, name: str) -> int:
-    found = re.findall(rf"^stat::{name}: +(\d+)", said, re.M)
+def _text(output: bytes | None) -> str:
+    return (output or b"").decode(errors="replace")
+
+
+def _stat(text: str, name: str) -> int:
+    found = re.findall(rf"^stat::{name}: +(\d+)", text, re.M)
     return int(found[-1]) if found else 0
 
 
-def table_of(outcomes: Sequence[Outcome]) -> Table:
-    """For people."""
-    table = Table(title="Parsers, fuzzed", title_justify="left")
-    for column in (
-        "target",
-        "executions",
-        "per second",
-        "corpus",
-        "crashes",
-        "memory",
-        "with torch",
-        "stated",
-        "process",
-    ):
-        table.add_column(column, justify="left" if column == "target" else "right")
+def table_of(outcomes: Sequence[FuzzOutcome]) -> Table:
+    """A line for each target, and the sums."""
+    table = Table("target", title="Parsers, fuzzed", title_justify="left")
+    for column in ("executions", "per second", "corpus", "crashes", "memory", "with torch", "stated", "process"):
+        table.add_column(column, justify="right")
     for outcome in outcomes:
         table.add_row(
             outcome.name, f"{outcome.executions:,}", f"{outcome.executions / max(1e-9, outcome.seconds):,.0f}",
@@ -156,14 +142,14 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
             size(outcome.limit_bytes), f"{outcome.process_mb:,} MiB",
         )  # fmt: skip
     table.add_section()
-    crashes = sum(len(outcome.crashes) for outcome in outcomes)
-    table.add_row("all", f"{sum(o.executions for o in outcomes):,}", "", "", str(crashes), *[""] * 4)
+    executions, crashes = (sum(each) for each in zip(*((o.executions, len(o.crashes)) for o in outcomes), strict=True))
+    table.add_row("all", f"{executions:,}", "", "", str(crashes))
     return table
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="make fuzz", description="Give parsers millions of inputs, guided by what they reach."
+        prog="make fuzz", description="Give parsers millions of inputs, guided by the code that they reach."
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"all by default: {', '.join(NAMES)}")
     parser.add_argument("--seconds", type=int, default=300, help="for all targets together (default: %(default)s)")
@@ -187,18 +173,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     names = options.targets or NAMES
-    seconds = max(1, options.seconds // len(names))
-    outcomes: list[Outcome] = []
+    outcomes: list[FuzzOutcome] = []
     with contextlib.suppress(KeyboardInterrupt):
         for name in names:
-            outcomes.append(run(name, options.folder, seconds))
-            if not outcomes[-1].ok:
-                console.print(
-                    f"{name}: {outcomes[-1].why or 'too much memory: ' + outcomes[-1].too_much}", markup=False
-                )
-                for path in outcomes[-1].crashes:
+            outcome = run(name, options.folder, max(1, options.seconds // len(names)))
+            outcomes.append(outcome)
+            if not outcome.ok:
+                console.print(f"{name}: {outcome.why or 'too much memory: ' + outcome.too_much}", markup=False)
+                for path in outcome.crashes:
                     console.print(f"{name}: broken by {path}", markup=False)
-    console.print(table_of(outcomes))
+    if outcomes:
+        console.print(table_of(outcomes))
     return 0 if outcomes and all(outcome.ok for outcome in outcomes) else 1
 
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: a parser, the bytes it begins with, and the memory it states that it takes."""
+"""A target of fuzzing: a parser, inputs to start from, and the memory that it states, which is measured here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Target(NamedTuple):
-    """A parser and what it promises.
+    """A parser and its promises.
 
     Attributes:
-        read: gives it an input. What the parser may raise is expected in here; whatever comes out is a defect.
+        read: gives it an input, and catches the error that the parser may raise; any other one is a defect.
         limit_bytes: memory that an input may take, as the parser's module states it.
         seeds: inputs to start from: messages as they are sent, and some that are wrong in a way of their own.
         max_len: of an input, bytes.
@@ -28,13 +28,41 @@ class Target(NamedTuple):
 
 
 class Broken(AssertionError):
-    """The parser took something that it should not have taken, or made something else of it."""
+    """The parser accepted an input that it should refuse, or returned something else than the input holds."""
 
 
 def must(true: bool, what: str) -> None:
     """Raise :class:`Broken` unless so. Not an ``assert``, which ``python -O`` leaves out."""
     if not true:
         raise Broken(what)
+
+
+def reads_back(
+    decode: Callable[[bytes], Any], encode: Callable[[Any], Any], error: type[Exception],
+    check: Callable[[Any], None] = lambda value: None, max_error_chars: int = 20_000,
+) -> Callable[[bytes], None]:  # fmt: skip
+    """A reader of inputs of which each raises ``error``, or is decoded to a value that survives another round trip.
+
+    Args:
+        encode: may raise ValueError for a value that is never sent.
+        check: of the decoded value.
+        max_error_chars: of the error's text, which people have to read.
+    """
+
+    def read(data: bytes) -> None:
+        try:
+            value = decode(data)
+        except error as refusal:
+            must(len(str(refusal)) < max_error_chars, "an error that is too long to read")
+            return
+        check(value)
+        try:
+            again = encode(value)
+        except ValueError:
+            return
+        must(encode(decode(again)) == again, "a value comes back as another one")
+
+    return read
 
 
 @functools.cache

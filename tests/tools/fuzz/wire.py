@@ -1,4 +1,4 @@
-"""Targets: what comes from the bus before anybody has looked at it."""
+"""Targets: frames, control messages, objects and places of shared memory, as they come from the bus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from fuzz.target import Target, must
+from fuzz.target import Target, must, reads_back
 from gradbus.runtime.collectives import engine, objects
 from gradbus.runtime.collectives.streams import NewPayload
 from gradbus.runtime.collectives.tensors import Bytes, describe
@@ -31,7 +31,7 @@ _TOPICS = (*TOPICS.values(), collective_topic("g"), store_topic())
 
 
 def with_crc(frame: bytes) -> bytes:
-    """The same with the right checksum: chance would never find it, and everything behind it would stay unseen."""
+    """The frame with the right checksum, which random changes would never find."""
     if len(frame) < frames.HEADER_BYTES:
         return frame
     head, rest = frame[: _CRC.start], frame[_CRC.stop :]
@@ -95,11 +95,13 @@ def _frame_seeds() -> list[bytes]:
 
 
 def _with_descriptors(key: FrameKey, count: int) -> bytes:
-    """A frame that tells of so many slices in shared memory, the last ones of a payload, in place of the first."""
-    told = bytes(range(frames.DESCRIPTOR_BYTES)) * count
+    """A frame with descriptors of so many slices in shared memory, the last ones of a payload."""
+    descriptors = bytes(range(frames.DESCRIPTOR_BYTES)) * count
     data = memoryview(bytes(64))
-    head = frames.head(key, data, 1, 64 * (1 + count), chunk_bytes=64, flags=frames.Flags.SHARED, descriptor=told)
-    return head + told
+    head = frames.head(
+        key, data, 1, 64 * (1 + count), chunk_bytes=64, flags=frames.Flags.SHARED, descriptor=descriptors
+    )
+    return head + descriptors
 
 
 def _read_transfer(data: bytes) -> None:
@@ -118,7 +120,7 @@ def _read_transfer(data: bytes) -> None:
             continue
         must((verdict is Verdict.COMPLETE) <= (assembler.missing(key) == []), "complete, and frames are missing")
         if verdict is Verdict.COMPLETE:
-            must(len(assembler.take(key)) == frame.total_bytes, "the payload is not as long as it was said to be")
+            must(len(assembler.take(key)) == frame.total_bytes, "the payload is not as long as its frames state")
 
 
 def _transfer_seeds() -> list[bytes]:
@@ -126,15 +128,6 @@ def _transfer_seeds() -> list[bytes]:
     parts = [_frames_of(key, bytes(range(200)), chunk_bytes) for chunk_bytes in (64, 100, 1000)]
     parts += [_frames_of(key, b"", 64), parts[0][::-1], [*parts[0], *parts[1]]]
     return [_framed(some) for some in parts]
-
-
-def _read_control(data: bytes) -> None:
-    try:
-        body = control.decode(data)
-    except FrameError:
-        return
-    again = control.encode(body)
-    must(control.encode(control.decode(again)) == again, "a body comes back as another one")
 
 
 def _control_seeds() -> list[bytes]:
@@ -153,37 +146,19 @@ def _control_seeds() -> list[bytes]:
     return [*map(control.encode, bodies), b"\x80" * 100, b"\x92\xa5Hello\x80"]
 
 
-def _read_store(data: bytes) -> None:
-    try:
-        message = store_messages.decode(data)
-    except FrameError:
-        return
-    _, body = store_messages.frame_of(message, sender=0, incarnation=1, to=2)
-    must(store_messages.decode(body) == message, "a message comes back as another one")
+def _pack_store(message: store_messages.Message) -> bytes:
+    return bytes(store_messages.frame_of(message, sender=0, incarnation=1, to=2)[1])
 
 
 def _store_seeds() -> list[bytes]:
-    told: list[store_messages.Message] = [
+    messages: list[store_messages.Message] = [
         store_messages.Join(1, 2, "h 1"),
         store_messages.NotNow(True, "h 1", "h 2"),
         store_messages.Request(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
         store_messages.Answer(3, "done", ["key"], [b"value"], 7, ""),
         store_messages.Closed("gone"),
     ]
-    bodies = [bytes(store_messages.frame_of(message, sender=0, incarnation=1, to=2)[1]) for message in told]
-    return [*bodies, b"\xdc\x10\x00" * 9 + b"\x80" * 99]
-
-
-def _read_object(data: bytes) -> None:
-    try:
-        value = objects.unpack(data)
-    except CollectiveError:
-        return
-    try:
-        again = objects.pack(value)
-    except ValueError:
-        return  # deeper than what is sent
-    must(objects.pack(objects.unpack(again)) == again, "an object comes back as another one")
+    return [*map(_pack_store, messages), b"\xdc\x10\x00" * 9 + b"\x80" * 99]
 
 
 def _object_seeds() -> list[bytes]:
@@ -252,8 +227,8 @@ def _collective_seeds() -> list[bytes]:
     for meta in ("", describe(torch.zeros(2 * _CHUNK_FLOATS + 5))):  # larger ones, in shared memory
         name = engine.wire_name("grads/17", "all_gather", meta)
         key = FrameKey(Kind.COLLECTIVE, 1, 2, 3, 4, 5, name, 1)
-        seeds += [name.encode() + b"\n" + _framed(_told_of(key, counts)) for counts in ((3,), (1, 2), (1, 1, 1))]
-        short = _told_of(key, (1, 2), first_bytes=frames.CHUNK_BYTES - 100)  # chance would take long to find such
+        seeds += [name.encode() + b"\n" + _framed(_described(key, counts)) for counts in ((3,), (1, 2), (1, 1, 1))]
+        short = _described(key, (1, 2), first_bytes=frames.CHUNK_BYTES - 100)  # chance would take long to find such
         seeds.append(name.encode() + b"\n" + _framed(short))
     return seeds
 
@@ -262,10 +237,10 @@ def _framed(parts: Sequence[bytes]) -> bytes:
     return b"".join(len(frame).to_bytes(2, "little") + frame for frame in parts)
 
 
-def _told_of(key: FrameKey, counts: Sequence[int], first_bytes: int = frames.CHUNK_BYTES) -> list[bytes]:
-    """Frames that tell of a payload of two chunks and a bit in shared memory, so many chunks each.
+def _described(key: FrameKey, counts: Sequence[int], first_bytes: int = frames.CHUNK_BYTES) -> list[bytes]:
+    """Frames with descriptors of a payload of two chunks and a bit in shared memory, so many chunks each.
 
-    ``first_bytes``: that the first chunk is said to have.
+    ``first_bytes``: the size of the first chunk, as its frame states it.
     """
     made, first, total = [], 0, 2 * frames.CHUNK_BYTES + 20
     for count in counts:
@@ -280,7 +255,7 @@ def _told_of(key: FrameKey, counts: Sequence[int], first_bytes: int = frames.CHU
 
 
 def _read_place(data: bytes) -> None:
-    """Where somebody says that shared memory lies: on this machine, most of the time."""
+    """The text that names a place in shared memory, of this machine in most inputs."""
     text = data.decode("utf-8", "replace")
     for place in (text, f"{segment.machine()} {text}"):
         for read in (shared_payload.read, segment.attach):
@@ -295,9 +270,24 @@ TARGETS = {
     # A payload in pieces of one byte takes as much again to know which of them are here.
     "frame": Target(_read_frame, 2 * _GRANTED_BYTES, _frame_seeds),
     "transfer": Target(_read_transfer, 2 * _GRANTED_BYTES, _transfer_seeds),
-    "control": Target(_read_control, control.MAX_BODY_MEMORY, _control_seeds, max_len=control.MAX_BODY_BYTES),
-    "store": Target(_read_store, store_messages.MAX_MEMORY, _store_seeds, max_len=1 << 16),
-    "object": Target(_read_object, objects.MAX_OBJECT_MEMORY, _object_seeds, max_len=1 << 16),
+    "control": Target(
+        reads_back(control.decode, control.encode, FrameError),
+        control.MAX_BODY_MEMORY,
+        _control_seeds,
+        max_len=control.MAX_BODY_BYTES,
+    ),
+    "store": Target(
+        reads_back(store_messages.decode, _pack_store, FrameError),
+        store_messages.MAX_MEMORY,
+        _store_seeds,
+        max_len=1 << 16,
+    ),
+    "object": Target(
+        reads_back(objects.unpack, objects.pack, CollectiveError),
+        objects.MAX_OBJECT_MEMORY,
+        _object_seeds,
+        max_len=1 << 16,
+    ),
     "collective": Target(_read_collective, 2 * _COLLECTIVE_BYTES, _collective_seeds),
     "place": Target(_read_place, 1 << 16, lambda: [f"1 3 {'00' * segment.TOKEN_BYTES}".encode(), b"0 0 0"]),
 }
