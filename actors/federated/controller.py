@@ -549,7 +549,9 @@ class Controller:
 
     def _why_missed(self, round_: Round) -> dict[int, str]:
         """Of clients that were expected in this round and do not count, the reason that was seen."""
-        missed = {**dict.fromkeys(round_.open, NO_UPDATE), **self._missed}
+        missed = {
+            **dict.fromkeys(round_.silent, CLIENT_SILENT), **dict.fromkeys(round_.open, NO_UPDATE), **self._missed,
+        }  # fmt: skip
         for client_id, reason in round_.failed.items():
             is_own = reason in FAILURES
             missed[client_id] = f"{reason}: {self._failures.newest(client_id)}" if is_own else reason

@@ -21,6 +21,7 @@ from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
+from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store_messages import (
@@ -77,6 +78,8 @@ class Client:
         self._port = bus.frame_port()
         self._reader = self._port.open_reader(store_topic(self.incarnation), self._take)
         self._writer = self._port.open_writer(store_topic())
+        if not self._port.is_sealed:  # a sealed rank 0 cannot answer, but greets: that makes the doubt of the bus
+            self._port.open_reader(replace(SESSION_TOPIC, to_message=store_topic().to_message), self._take)
 
     async def join(self, timeout_s: float, patience_s: float) -> None:
         """Find the arbiter.

@@ -45,6 +45,7 @@ class FramePort:
         # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
         # take a quarter of the time of a collective of some MB.
         self.needs_crc = node.leaves_machine and node.needs_crc
+        self.is_sealed = not node.needs_crc  # what it writes
         self.shared_memory = node.shared_memory
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []

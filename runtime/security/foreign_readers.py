@@ -35,6 +35,8 @@ HELD_UP = 0.25  # of that time; less is what readers cost that do their best
 # have done harm, later ones get less time; and none when writes have waited for so long for guests that come and go.
 GRACE_S, SHORT_GRACE_S, ALERT_S = 1.5, 0.5, 60.0
 STRAIN_S = 1.5
+PAUSE_S = IDLE_S + 0.5  # a receive thread that had no turn for longer: this process stood still
+COUNTED_S = 0.5  # of such a pause
 MAX_GUESTS, GUEST_S = 8, 10.0  # of more that have been there for so long, each costs a copy of all that is sent
 SHUT_OUT_S, LONGEST_SHUT_OUT_S = 10.0, 600.0
 MAX_KNOWN = 4096  # participants that are remembered, because they were shut out
@@ -71,18 +73,18 @@ class _Watched:
     def is_held_up(self, now_s: float, window_s: float) -> bool:
         """Whether its writes have waited for a good part of the time since this was asked, at least ``window_s``; or
         somebody has, for so long, until its readers have taken over all; or none was taken for so long."""
-        awaited_since_s = self.writer.awaited_since_s
-        if awaited_since_s and now_s - awaited_since_s > window_s:
-            return True
-        refused_since_s = self.writer.refused_since_s  # who gives up soon and tries again later has hardly waited
-        if refused_since_s and now_s - refused_since_s > window_s and not self.writer.is_acknowledged:
-            return True
         if self.throttled_s >= 0 and now_s - self.since_s < window_s:
             return False
         throttled_s = self.writer.throttled_s
         before_s, self.throttled_s = self.throttled_s, throttled_s
         elapsed_s, self.since_s = now_s - self.since_s, now_s
-        return before_s >= 0 and throttled_s - before_s > HELD_UP * elapsed_s
+        if before_s >= 0 and throttled_s - before_s > HELD_UP * elapsed_s:
+            return True
+        awaited_since_s = self.writer.awaited_since_s
+        if awaited_since_s and now_s - awaited_since_s > window_s:
+            return True
+        refused_since_s = self.writer.refused_since_s  # who gives up soon and tries again later has hardly waited
+        return bool(refused_since_s) and now_s - refused_since_s > window_s and not self.writer.is_acknowledged
 
 
 class Members(Protocol):
@@ -113,6 +115,7 @@ class ForeignReaders:
         self._alert_until_s = self._strict_until_s = 0.0
         self._strain_s = self._strained_s = 0.0  # how long writes have waited, and when that was looked at
         self._due_s = self._wanted_s = 0.0
+        self._looked_s = time.monotonic()
         self._lines, self._line_s, self._unnamed = LINES, 0.0, 0
         self._is_placing = False
         self._cannot = False
@@ -124,6 +127,9 @@ class ForeignReaders:
     def look(self) -> float:
         """Look whether guests do harm. Returns the seconds after which to look again."""
         now_s = time.monotonic()
+        before_s, self._looked_s = self._looked_s, now_s
+        if now_s - before_s > PAUSE_S:
+            self._forgive(now_s - before_s, now_s)
         is_new = self._thread.has_new_readers
         if now_s < (self._due_s if is_new else self._wanted_s):
             return (self._due_s if is_new else self._wanted_s) - now_s
@@ -133,6 +139,12 @@ class ForeignReaders:
         pause_s = self._judge(now_s) if is_new or self._guests or self._shut else IDLE_S
         self._due_s, self._wanted_s = now_s + LOOK_S, now_s + pause_s
         return pause_s
+
+    def _forgive(self, pause_s: float, now_s: float) -> None:
+        """This process stood still. What guests have sent meanwhile is yet to be read, so little of that time counts
+        as theirs to show that they are members; some does, or a process that is always late would find nobody."""
+        shift_s = pause_s - COUNTED_S
+        self._guests = {prefix: min(now_s, since_s + shift_s) for prefix, since_s in self._guests.items()}
 
     def dismiss(self, writers: Sequence[Writer]) -> None:
         """Shut out guests that have not taken over what these writers have written: to delete a writer takes up to a

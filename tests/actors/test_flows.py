@@ -151,6 +151,20 @@ def test_an_offer_of_a_client_that_was_only_silent_counts_while_its_round_is_ope
     assert "client silent" not in report["dropped"]
 
 
+def test_a_client_that_was_silent_in_all_rounds_is_named_at_the_end(federation: Federation) -> None:
+    """It joined, and nobody has said how many clients there should be."""
+    controller = federation.controller(rounds=1, min_clients=2, dead_after_s=2.0)
+    sleeper = federation.client(2)
+    controller.wait_for("takes part", client=2)
+    sleeper.signal(signal.SIGSTOP)
+    controller.wait_for("silent", client=2)
+    clients = [federation.client(number) for number in range(2)]
+    done = controller.wait_for("done", timeout_s=60.0)
+    sleeper.signal(signal.SIGCONT)
+    assert done["never_counted"] == {2: "expected in 1 round; in round 1: client silent"}
+    assert [client.wait() for client in clients] == [0, 0]
+
+
 def test_without_any_client_the_controller_says_who_is_missing(federation: Federation) -> None:
     controller = federation.controller(rounds=1, num_clients=2, min_clients=2, start_timeout_s=0.5)
     assert controller.wait() == 3

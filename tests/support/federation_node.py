@@ -69,8 +69,11 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
             say({"event": "round", "run_id": controller.run_id, **report.to_json()})
         reports = [report.to_json() for report in controller.progress.reports]
         say(
-            {"event": "done", "reports": reports, "rejected": dict(bus.rejected), "fired": _fired(bus), **_traffic(bus)}
-        )
+            {
+                "event": "done", "reports": reports, "never_counted": controller.progress.never_counted,
+                "rejected": dict(bus.rejected), "fired": _fired(bus), **_traffic(bus),
+            }
+        )  # fmt: skip
     del controller
     _tell_what_is_left(say)
 
@@ -229,9 +232,9 @@ def _tell_what_is_said(say: Say, *, dies: bool) -> None:
 
 
 def _tell_who_takes_part(say: Say) -> None:
-    """Tell of a client that the controller counts as ready, and from which round on, if that has not begun yet, or
-    that is heard again after it was silent: only
-    then is its word not on its way any more, and whatever else the controller is waiting for may end."""
+    """Tell of a client that is silent, and of one that the controller counts as ready, and from which round on, if that
+    has not begun yet, or that is heard again after it was silent: only then is its word not on its way any more, and
+    whatever else the controller is waiting for may end."""
     hello, told = Members.hello, set[tuple[int, int, int]]()
 
     def watched(self: Members, client_id: int, incarnation: int, said: Hello, **facts: Any) -> tuple[Answer, str]:
@@ -252,7 +255,14 @@ def _tell_who_takes_part(say: Say) -> None:
             say({"event": "takes part", "client": client_id, "from_round": self.round_id})
         return lost, found
 
-    follows = Round.follow
+    def find_silent(self: Members, now_s: float) -> list[Any]:
+        found = finds(self, now_s)
+        for member in found:
+            say({"event": "silent", "client": member.client_id})
+        return found
+
+    follows, finds = Round.follow, Members.find_silent
+    Members.find_silent = find_silent  # type: ignore[method-assign]
     Round.follow = follow  # type: ignore[method-assign]
     Members.hello = watched  # type: ignore[method-assign]
 

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from torch_node import Ranks
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.security import Security, foreign_readers
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -313,3 +317,48 @@ def test_a_member_that_was_shut_out_just_before_its_greeting_was_read_is_found_a
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
 
     run(main())
+
+
+class _Clock:
+    """In place of :mod:`time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 5.0])
+def test_a_newcomer_is_not_shut_out_for_what_it_sent_while_this_process_stood_still(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    """It came just before; its greeting is read as soon as this process goes on. The clock is that of the test."""
+    clock, guest = _Clock(), bytes(16)
+    writer = Mock(
+        topic=SimpleNamespace(name="train/x"), has_new_readers=True, awaited_since_s=clock.now_s, refused_since_s=0.0,
+        throttled_s=0.0, readers=lambda known: {1: MatchedReader(guest, True)},
+    )  # fmt: skip
+    receiver: Any = SimpleNamespace(
+        writers=[writer], has_new_readers=True, rejected=Counter[str](), look_after=lambda function: None
+    )
+    node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
+    members: set[bytes] = set()
+    monkeypatch.setattr(foreign_readers, "time", clock)
+    readers = foreign_readers.ForeignReaders(node, receiver, lambda: members)
+
+    def look_for(seconds: float) -> int:
+        for _ in range(round(seconds / 0.05)):
+            clock.now_s += 0.05
+            readers.look()
+        return receiver.rejected["foreign reader"]
+
+    assert look_for(0.1) == 0
+    clock.now_s += pause_s
+    assert look_for(foreign_readers.GRACE_S - foreign_readers.COUNTED_S - 0.2) == 0  # a stranger has so much time left
+    if pause_s:
+        members.add(guest[:12])
+    assert look_for(2.0) == (0 if pause_s else 1)
