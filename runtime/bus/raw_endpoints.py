@@ -126,6 +126,10 @@ class FramePort:
         """See :meth:`.receiver.Receiver.pump`."""
         self._receiver.pump(done, until_s)
 
+    def spin(self, done: Callable[[], bool], until_s: float) -> None:
+        """See :meth:`.receiver.Receiver.pump`."""
+        self._receiver.pump(done, until_s, may_sleep=False)
+
     def nudge(self) -> None:
         """See :meth:`.receiver.Receiver.nudge`."""
         self._receiver.nudge()
@@ -133,10 +137,6 @@ class FramePort:
     def resume(self) -> None:
         """See :meth:`.receiver.Receiver.resume`."""
         self._receiver.resume()
-
-    def look_after(self, function: Callable[[], bool]) -> None:
-        """See :meth:`.receiver.Receiver.look_after`."""
-        self._receiver.look_after(function)
 
     def after_drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` on the receive thread when all that has come so far has been taken."""

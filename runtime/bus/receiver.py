@@ -23,6 +23,7 @@ from gradbus.runtime.dds.idl_types import SampleError
 from gradbus.runtime.dds.participant import Reader, Waiter, Writer
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.spinning import SPINNING
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
@@ -172,14 +173,15 @@ class Receiver(threading.Thread):
 
     # Turns
 
-    def pump(self, done: Callable[[], bool], until_s: float) -> None:
+    def pump(self, done: Callable[[], bool], until_s: float, *, may_sleep: bool = True) -> None:
         """Do the thread's work here while waiting for what comes of it: that saves two changes of threads.
 
         Returns when ``done()`` is true, when ``time.monotonic`` has reached ``until_s``, or when somebody else is at
-        work already; so whoever calls this still waits for what it waits for. Not for threads that must not wait.
+        work already; so whoever calls this still waits for what it waits for.
 
         Args:
             done: asked after each turn. Whoever makes it true from another thread calls :meth:`nudge` after that.
+            may_sleep: False, on a thread that must not: return where it would.
         """
         if self._stop_flag or not self._door.acquire(blocking=False):
             return
@@ -187,17 +189,25 @@ class Receiver(threading.Thread):
             self._visitor = threading.get_ident()
             if not self._turn.acquire(blocking=False):
                 self._waiter.wake()
-                if not self._turn.acquire(timeout=VISIT_S):
+                if not self._turn.acquire(timeout=max(0.0, min(until_s - time.monotonic(), VISIT_S))):
                     return
             try:
                 now_s = time.monotonic()
-                spin_until_s = now_s + SPIN_S
+                spin_until_s = now_s + (SPIN_S if SPINNING.pays(now_s) else 0.0)
                 while not self._stop_flag and not done() and (left_s := until_s - now_s) > 0:
-                    if now_s > spin_until_s:
+                    looked_s = now_s
+                    if now_s >= spin_until_s:
+                        if not may_sleep:
+                            break
                         self._take_turn(min(left_s, VISIT_S))
-                    elif not self._take_turn(0.0):
-                        os.sched_yield()  # to DDS's own threads, which bring what is waited for. Not when it is here
+                        now_s = time.monotonic()
+                        continue
+                    found = self._take_turn(0.0)
                     now_s = time.monotonic()
+                    if not found:
+                        if SPINNING.was_stalled(now_s - looked_s, now_s):
+                            spin_until_s = now_s
+                        os.sched_yield()  # to DDS's own threads, which bring what is waited for. Not when it is here
             except Exception as error:  # of DDS: it is the bus that cannot go on, not whoever waits here
                 self._fail(error)
             finally:
@@ -232,8 +242,12 @@ class Receiver(threading.Thread):
                 if self._visitor or self._visited:
                     # In the midst of calls that wait for what they start, the next visitor comes soon.
                     self._visited = False
-                    parked_s = PARKED_S if self._wanted.wait(parked_s) else min(2 * parked_s, LONG_PARKED_S)
-                    self._wanted.clear()
+                    if self._wanted.wait(parked_s):
+                        self._wanted.clear()
+                        self._visited = False
+                        parked_s = PARKED_S
+                    else:
+                        parked_s = min(2 * parked_s, LONG_PARKED_S)
                     continue
                 parked_s = PARKED_S
                 with self._turn:

@@ -25,6 +25,10 @@ VISITED_S = 2e-3
 _SHARED = int(frames.Flags.SHARED)
 
 
+def _no_letters(frame: Parts) -> bool:
+    return False
+
+
 class Outgoing:
     """Some chunks of a payload. Several threads may send them, each chunk once.
 
@@ -83,11 +87,14 @@ class Outgoing:
         self._note(numbers)
         return True
 
-    def samples(self, wait: Callable[[], bool]) -> Iterator[Parts | Pause]:
+    def samples(
+        self, wait: Callable[[], bool], put_letter: Callable[[Parts], bool] = _no_letters
+    ) -> Iterator[Parts | Pause]:
         """What is left, for the writer thread, which asks for a frame when it has written the one before.
 
         Args:
             wait: whether somebody else is at it just now.
+            put_letter: send a frame past DDS. False: that is not possible.
         """
         patience, look_s = None if self._slots is None else _Patience(self._slots), LOOK_S
         while self._is_left():
@@ -103,6 +110,10 @@ class Outgoing:
                 continue
             look_s = LOOK_S
             numbers, frame = taken
+            if put_letter(frame):
+                self._note(numbers)
+                yield 0.0  # it is others' turn
+                continue
             yield frame
             self._note(numbers)
 

@@ -63,15 +63,21 @@ class Progress(Protocol):
         """On a thread that would only wait: deal with what comes, until ``done()`` or that time (``time.monotonic``).
         May return early."""
 
+    def spin(self, done: Callable[[], bool], until_s: float) -> None:
+        """The same on the thread of an event loop, which must not sleep: returns early where it would."""
+
     def nudge(self) -> None:
         """Something has ended, on this thread; another one may be waiting for it in :meth:`pump`."""
 
     def resume(self) -> None:
-        """Something has begun that nobody waits for yet."""
+        """Something goes on that nobody waits for in :meth:`pump`: the threads of the bus are needed now."""
 
 
 class _NoProgress:
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
+        pass
+
+    def spin(self, done: Callable[[], bool], until_s: float) -> None:
         pass
 
     def nudge(self) -> None:

@@ -25,7 +25,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import data_movement
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
-from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
+from gradbus.runtime.collectives.handle import Clock, Handle, Looking, TimedOut, collective_timeout
 from gradbus.runtime.collectives.membership import DONE, Membership
 from gradbus.runtime.collectives.objects import ObjectCollectives
 from gradbus.runtime.collectives.operation import Operation
@@ -84,6 +84,8 @@ class Group(ObjectCollectives):
         self._engine = membership.engine
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        self._clock = Clock(self._loop, lambda: self._engine.progress.resume())
+        self._looking = Looking(self._engine, self._loop)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self.name = name
@@ -295,12 +297,14 @@ class Group(ObjectCollectives):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {limit_s}")
-        self._engine.check_process()
-        handle: Handle[Any] = Handle(operation, self._loop, limit_s, timed_out)
-        self._engine.start(operation, name, round_id)
-        self._engine.progress.resume()
-        handle.arm(threading.get_ident() == self._loop_thread)
-        return handle
+        engine = self._engine
+        engine.start(operation, name, round_id)
+        if not operation.done:
+            on_loop = threading.get_ident() == self._loop_thread
+            if not on_loop or not operation.is_sent:
+                engine.progress.resume()
+            self._clock.watch(operation, limit_s, timed_out, on_loop=on_loop)
+        return Handle(operation, self._loop, self._looking)
 
     def _arithmetic(self, tensor: Tensor, op: ReduceOp, divisor: int | None) -> Arithmetic:
         if divisor is not None and op != "mean":

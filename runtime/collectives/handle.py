@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusClosed, CollectiveTimeout
+
+LOOK_S = 200e-6  # how long the event loop's thread looks for the end of a small collective
+LOOK_BYTES = 64 * 1024
+TURN_S = 1e-3  # so long the loop goes without a turn where all that is awaited is there at once
+_MOST_SKIPPED = 63  # calls that are not looked for after some that were, in vain
+_FEW = 64
 
 T = TypeVar("T")
 
@@ -20,67 +32,136 @@ def collective_timeout(operation: Operation, timeout_s: float) -> Exception:
     return CollectiveTimeout(operation.key.name, operation.missing, timeout_s)
 
 
-class _Running(Generic[T]):
-    """A collective until it has ended, whether its handle is still there or not: its clock, and what comes of it."""
+class Clock:
+    """Ends collectives at their deadlines, on the event loop. One for all of a group: most are over long before, so
+    what is not awaited any more costs an entry in a list and no timer."""
 
-    __slots__ = ("_loop", "_operation", "_timed_out", "_timeout_s", "_timer", "future")
-
-    def __init__(
-        self, operation: Operation, loop: asyncio.AbstractEventLoop, timeout_s: float, timed_out: TimedOut
-    ) -> None:
-        self._operation = operation
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_pending: Callable[[], None]) -> None:
+        """``on_pending``: called on the loop when something was begun that is not over in its next turn."""
         self._loop = loop
-        self._timeout_s = timeout_s
-        self._timed_out = timed_out
+        self._on_pending = on_pending
+        self._new: list[_Deadline] = []
+        self._is_called = False
+        self._lock = threading.Lock()
+        self._running: list[_Deadline] = []  # a heap
+        self._forget_at = _FEW
         self._timer: asyncio.TimerHandle | None = None
-        self.future: asyncio.Future[T] = loop.create_future()
-        operation.on_end.append(self._ended)
+        self._timer_s = 0.0
 
-    def arm(self, on_loop: bool) -> None:
-        """Start the clock. ``on_loop``: this is the thread of the event loop."""
-        if on_loop:
-            self._arm()
+    def watch(self, operation: Operation, timeout_s: float, timed_out: TimedOut, *, on_loop: bool) -> None:
+        """End it with an error when so much time has passed. ``on_loop``: this is the thread of the event loop."""
+        with self._lock:
+            self._new.append(
+                _Deadline(time.monotonic() + timeout_s, id(operation), weakref.ref(operation), timeout_s, timed_out)
+            )
+            is_called, self._is_called = self._is_called, True
+        if is_called:
             return
         try:
-            self._loop.call_soon_threadsafe(self._arm)
+            (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._look)
         except RuntimeError:  # the loop is closed, and nobody would watch the deadline
-            self._operation.fail(BusClosed("the event loop of the group is closed"))
+            operation.fail(BusClosed("the event loop of the group is closed"))
 
-    def _arm(self) -> None:
-        self.future.add_done_callback(self._settled)
-        if not self._operation.done:
-            self._timer = self._loop.call_later(self._timeout_s, self._expire)
-        else:
-            self._resolve()
+    def _look(self) -> None:
+        with self._lock:
+            new, self._new, self._is_called = self._new, [], False
+        pending = [one for one in new if one.is_pending]
+        if pending:
+            self._on_pending()
+        for one in pending:
+            heapq.heappush(self._running, one)
+        now_s = time.monotonic()
+        while self._running and (self._running[0].at_s <= now_s or not self._running[0].is_pending):
+            heapq.heappop(self._running).expire()
+        if len(self._running) > self._forget_at:
+            self._running = [one for one in self._running if one.is_pending]
+            heapq.heapify(self._running)
+            self._forget_at = max(_FEW, 2 * len(self._running))
+        self._set_timer(now_s)
 
-    def _expire(self) -> None:
-        self._operation.fail(self._timed_out(self._operation, self._timeout_s))
-
-    def _ended(self, operation: Operation) -> None:
-        """On whatever thread ended it."""
-        try:
-            self._loop.call_soon_threadsafe(self._resolve)
-        except RuntimeError:
-            return  # the loop is closed: nobody waits any more
-
-    def _resolve(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self.future.done():
+    def _set_timer(self, now_s: float) -> None:
+        """One timer, for the next deadline. One that is too early already does no harm."""
+        if not self._running:
             return
-        error = self._operation.error
-        if error is None:
-            self.future.set_result(self._operation.value)
-        elif isinstance(error, asyncio.CancelledError):
-            self.future.cancel()
-        else:
-            self.future.set_exception(error)
-            self.future.exception()  # seen: a handle that nobody awaits any more is no reason for a warning
+        at_s = self._running[0].at_s
+        if self._timer is not None:
+            if self._timer_s <= at_s:
+                return
+            self._timer.cancel()
+        self._timer_s = at_s
+        self._timer = self._loop.call_later(max(0.0, at_s - now_s), self._on_timer)
 
-    def _settled(self, future: asyncio.Future[T]) -> None:
-        if future.cancelled():
-            self._operation.fail(asyncio.CancelledError())
+    def _on_timer(self) -> None:
+        self._timer = None  # first: it may be early by a little, and is needed again then
+        self._look()
+
+
+class _Deadline(NamedTuple):
+    at_s: float
+    number: int  # two of one time are in some order
+    operation: weakref.ref[Operation]  # it may hold much
+    timeout_s: float
+    timed_out: TimedOut
+
+    @property
+    def is_pending(self) -> bool:
+        operation = self.operation()
+        return operation is not None and not operation.done
+
+    def expire(self) -> None:
+        operation = self.operation()
+        if operation is not None and not operation.done:
+            operation.fail(self.timed_out(operation, self.timeout_s))
+
+
+class Looking:
+    """How the thread of an event loop waits for a small collective: it looks for what comes for a moment before it
+    sleeps in the loop, as to be woken there takes longer than the collective. Where that was in vain, several of the
+    next ones are not looked for."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._skip = self._skipped = 0
+        self._turn_s = 0.0
+        self._owes_turn = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread of the event loop."""
+        return threading.get_ident() == self._thread
+
+    def look(self, operation: Operation) -> None:
+        """Look for what ends this. Afterwards it has ended, or the threads of the bus are at it."""
+        engine = self._engine
+        if engine.pending > 1 or not operation.is_sent or operation.sent_bytes > LOOK_BYTES:
+            engine.progress.resume()
+            return
+        if self._skipped < self._skip:
+            self._skipped += 1
+            engine.progress.resume()
+            return
+        engine.progress.spin(lambda: operation.settled, time.monotonic() + LOOK_S)
+        self._skipped = 0
+        if operation.settled:
+            self._skip = 0
+        else:
+            self._skip = min(2 * self._skip + 1, _MOST_SKIPPED)
+            engine.progress.resume()
+
+    @property
+    def loop_is_due(self) -> bool:
+        """Whether the event loop has had no turn for some time, as all that was awaited was there at once."""
+        now_s = time.monotonic()
+        if not self._owes_turn:
+            self._owes_turn = True
+            self._turn_s = now_s
+            self._loop.call_soon(self._on_turn)
+        return now_s > self._turn_s + TURN_S
+
+    def _on_turn(self) -> None:
+        self._owes_turn = False
 
 
 class Handle(Generic[T]):
@@ -99,18 +180,12 @@ class Handle(Generic[T]):
         asyncio.CancelledError: it was cancelled.
     """
 
-    def __init__(
-        self, operation: Operation, loop: asyncio.AbstractEventLoop, timeout_s: float,
-        timed_out: TimedOut = collective_timeout,
-    ) -> None:  # fmt: skip
+    def __init__(self, operation: Operation, loop: asyncio.AbstractEventLoop, looking: Looking) -> None:
         self._operation = operation
-        self._running: _Running[T] = _Running(operation, loop, timeout_s, timed_out)
-        self._is_used = True  # until it runs: a call that was refused has nobody to wait for it
-
-    def arm(self, on_loop: bool) -> None:
-        """Start the clock. ``on_loop``: this is the thread of the event loop."""
+        self._loop = loop
+        self._looking = looking
+        self._future: asyncio.Future[T] | None = None
         self._is_used = False
-        self._running.arm(on_loop)
 
     def __del__(self) -> None:
         if not self._is_used and not self._operation.done:
@@ -124,7 +199,41 @@ class Handle(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         self._is_used = True
-        return self._running.future.__await__()
+        operation = self._operation
+        if self._future is None and self._looking.is_here:
+            if not operation.settled:
+                self._looking.look(operation)
+            if operation.settled and operation.error is None:
+                if self._looking.loop_is_due:
+                    yield
+                value: T = operation.value
+                return value
+        if self._future is None:
+            self._future = self._loop.create_future()
+            self._future.add_done_callback(self._on_done)
+            operation.when_settled(self._on_settled)
+        return (yield from self._future.__await__())
+
+    def _on_settled(self, operation: Operation) -> None:
+        """On whatever thread ended it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._resolve)
+
+    def _resolve(self) -> None:
+        future, error = self._future, self._operation.error
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(self._operation.value)
+        elif isinstance(error, asyncio.CancelledError):
+            future.cancel()
+        else:
+            future.set_exception(error)
+            future.exception()  # seen: a handle that nobody awaits any more is no reason for a warning
+
+    def _on_done(self, future: asyncio.Future[T]) -> None:
+        if future.cancelled():
+            self._operation.fail(asyncio.CancelledError())
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

@@ -33,7 +33,6 @@ SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
 RETAINED = 16
 _IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
-BELL = 2  # part of the frame that says: there is a letter for you
 
 
 class DdsLink:
@@ -113,7 +112,7 @@ class DdsLink:
         if slots is None and only is None and size <= min(self.inline_bytes, frames.CHUNK_BYTES):
             data = payload.data
             head = frames.head(frame_key, data, 0, size, flags=self._flags, world=self._world)
-            if self._write(writer, readers, (head, data)):
+            if self._put_letter(readers, (head, data)) or self._port.write(writer, (head, data)):
                 if written is not None:
                     written(0)
                 finished(size)
@@ -124,8 +123,11 @@ class DdsLink:
             finished=finished,
         )  # fmt: skip
 
+        def put(frame: Parts) -> bool:
+            return self._put_letter(readers, frame)
+
         def write(frame: Parts) -> bool:
-            return self._write(writer, readers, frame)
+            return put(frame) or self._port.write(writer, frame)
 
         if outgoing.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
             # What has many readers, one by one, is sent to all of them alike, see :meth:`push`.
@@ -137,7 +139,7 @@ class DdsLink:
         if slots is not None and self._letters is not None:
             self._forget_done()
             self._pushing.append((outgoing, write))
-        outgoing.job = self._port.submit(writer, outgoing.samples(self._is_visited), outgoing.outcome)
+        outgoing.job = self._port.submit(writer, outgoing.samples(self._is_visited, put), outgoing.outcome)
         return outgoing
 
     def share_no_more(self) -> None:
@@ -190,29 +192,18 @@ class DdsLink:
 
     def _is_visited(self) -> bool:
         letters = self._letters
-        return letters is not None and letters.has_visitor
+        return letters is not None and letters.has_working_visitor
 
-    def _write(self, writer: Writer, readers: Sequence[int], frame: Parts) -> bool:
-        """A frame as a letter, if its readers are waiting for some, else over DDS. False: DDS does not take it now."""
+    def _put_letter(self, readers: Sequence[int], frame: Parts) -> bool:
+        """Send a frame as a letter. False: it is too large, or its readers take none now."""
         letters = self._letters
         if letters is None or not letters.put(readers, frame):
-            return self._port.write(writer, frame)
-        for reader in letters.call(readers):
-            self._ring(reader)
+            return False
+        letters.call(readers)
         return True
-
-    def _ring(self, rank: int) -> None:
-        """Have a rank that does not look for letters any more look once."""
-        (frame,) = frames.split(self._frame_key(OperationKey(0, 0, ""), BELL, ""), b"", world=self._world)
-        if not self._port.write(self._inboxes[rank], frame):
-            self._port.submit(self._inboxes[rank], iter([frame]), _no_matter)
 
     def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:
         return FrameKey(
             Kind.COLLECTIVE, self._group_id, key.round_id, self._identity.sender, self._identity.incarnation, key.call,
             name, part,
         )  # fmt: skip
-
-
-def _no_matter(outcome: int | Exception) -> None:
-    pass

@@ -16,7 +16,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import Formation, Member
 from gradbus.runtime.collectives.hello_scheduler import REPEAT_S, Introductions
-from gradbus.runtime.collectives.link import BELL, DdsLink
+from gradbus.runtime.collectives.link import DdsLink
 from gradbus.runtime.collectives.shared_memory_transport import LetterProgress, Shared
 from gradbus.runtime.collectives.status import Pulses
 from gradbus.runtime.dds.missing_peers import WaitLog
@@ -235,8 +235,6 @@ class Membership:
         """On the receive thread, or on one that waits: a frame for this rank."""
         if frame.key.name:
             self.engine.receive(frame)
-        elif frame.key.part == BELL:
-            self._read_letters()
         else:
             self._note_probe(frame)
 
@@ -405,5 +403,7 @@ class Membership:
         finally:
             try:
                 await self._port.close()
+                if self._shared is not None:
+                    await self._shared.close()
             finally:
                 self._unshare()

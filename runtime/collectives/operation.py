@@ -104,6 +104,8 @@ class Operation:
     _link: Link | None = None
     _numbers = 0
     _ended = False
+    _is_calling_back = False
+    settled = False  # it has ended, and those that were to be called at the end have been
     _missing: tuple[int, ...] = ()  # of one that has failed
 
     def __init__(self, signature: str, rank: int, world: int, *, peers: Sequence[int] | None = None) -> None:
@@ -375,9 +377,30 @@ class Operation:
 
     def _call_back(self) -> None:
         with self._lock:
-            callbacks, self.on_end = self.on_end, []
-        for callback in callbacks:
+            if self._is_calling_back:
+                return
+            self._is_calling_back = True
+        while True:
+            with self._lock:
+                if not self.on_end:
+                    self.settled = True
+                    return
+                callback = self.on_end.pop(0)
             callback(self)
+
+    def when_settled(self, callback: Callable[[Operation], None]) -> None:
+        """Call it when this has ended, after all that were given before: on the thread that ends it, or here if it has
+        ended already."""
+        with self._lock:
+            if not self.settled:
+                self.on_end.append(callback)
+                return
+        callback(self)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all that it sends, as far as it can know by now, has left."""
+        return not self._sendings
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ from gradbus.runtime.shm.slots import Slots
 from gradbus.runtime.wire.frames import Frame
 
 MAX_WORLD = 256  # each rank maps the segments of all others
-BACK_SOON_S = 0.003
+CLOSE_S = 1.0  # the thread may be adding up some chunks
 
 
 class Shared:
@@ -61,7 +62,7 @@ class Shared:
         self.slots.admit(readers)
         if mailbox.AVAILABLE and len(readers) == self._world - 1:
             self.letters = Letters(self._rank, self._segment.memory, self._layout, self._take)
-            self.letters.open({rank: self._others[rank] for rank in readers})
+            self.letters.open({rank: self._others[rank] for rank in readers}, f"gradbus-letters-{self._rank}")
 
     def read_letters(self, *, all_of_them: bool = False) -> None:
         """Take the letters that are here.
@@ -71,6 +72,13 @@ class Shared:
         """
         if self.letters is not None:
             (self.letters.finish if all_of_them else self.letters.poll)()
+
+    async def close(self) -> None:
+        """Read no more letters. Waits, not for long, until the thread that does has ended."""
+        thread = None if self.letters is None else self.letters.close()
+        until_s = time.monotonic() + CLOSE_S
+        while thread is not None and thread.is_alive() and time.monotonic() < until_s:  # noqa: ASYNC110 - a thread
+            await asyncio.sleep(0.001)
 
     def lose(self, rank: int) -> None:
         """A rank is gone."""
@@ -85,38 +93,24 @@ class LetterProgress:
         self._letters = box
         self._work = work
         self._port = port
-        self._visits = 0
-        self._looked_s = 0.0
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         """See :class:`.engine.Progress`."""
         try:
-            self._letters.visit(done, until_s, self._work, self._on_return)
+            self._letters.visit(done, until_s, self._work)
         finally:
             if not self._work.idle:  # the writer thread has left it to this one
                 self._port.rouse()
+
+    def spin(self, done: Callable[[], bool], until_s: float) -> None:
+        """See :class:`.engine.Progress`."""
+        self._letters.visit(done, until_s, None, may_sleep=False)
 
     def nudge(self) -> None:
         """See :class:`.engine.Progress`."""
         self._letters.nudge()
 
     def resume(self) -> None:
-        """What begins now goes on while nobody waits: over DDS, whose threads always listen."""
-        if not self._letters.is_away:
-            self._letters.away()
-
-    def _on_return(self) -> None:
-        self._port.look_after(self._look_after)
-
-    def _look_after(self) -> bool:
-        """On the receive thread, every now and then. False: it need not be called any more."""
-        if self._letters.is_away:
-            return False
-        now_s = time.monotonic()
-        if now_s < self._looked_s + BACK_SOON_S:
-            return True
-        self._looked_s = now_s
-        if self._letters.visits != self._visits:
-            self._visits = self._letters.visits
-            return True
-        return not self._letters.away()
+        """See :class:`.engine.Progress`."""
+        self._letters.resume()
+        self._port.resume()

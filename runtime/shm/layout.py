@@ -8,7 +8,7 @@ Words are 32 bits, in the machine's order. All of a segment is written by its ow
 | notes | world x SLOTS words | of each slot of each rank: the last generation that the owner is through with |
 | tails | world words | bytes written so far into the ring of letters for each rank |
 | heads | world words | bytes read so far from each rank's ring of letters for the owner |
-| attention | 1 word | whether the owner looks for letters |
+| attention | 1 word | whether the owner looks for letters, see :mod:`.letters` |
 | rings | world x LETTER_RING_BYTES | letters for each rank |
 | slots | SLOTS x CHUNK_BYTES | chunks of payload |
 """
@@ -43,6 +43,10 @@ class Layout:
 
     def tails(self, memory: Bytes) -> memoryview:
         return self._words(memory, self._tails, self.world)
+
+    def tail_at(self, rank: int) -> int:
+        """Where in a segment the counter of bytes for a rank is."""
+        return self._tails + rank * _WORD
 
     def heads(self, memory: Bytes) -> memoryview:
         return self._words(memory, self._heads, self.world)

@@ -1,12 +1,25 @@
 """Frames from rank to rank through shared memory, for ranks that are waiting: no DDS, no change of threads.
 
-DDS takes a small frame through the kernel's network and three threads, while on one machine the rank that waits could
-look for itself. So every rank has, in its segment, a ring of letters for each other rank. A letter is a frame as it
-would go over DDS. A rank that waits for a collective looks into the rings of all others (:meth:`Letters.visit`): first
-again and again for a short time, then it sleeps on a futex in its own segment, which a sender wakes. A rank where
-nobody looks is *away*: what is for it goes over DDS, whose threads always listen. In between, for some milliseconds
-after a visit, it is *back soon*: its letters may wait for the next visit, or for the receive thread, which looks after
-them until then.
+DDS takes a small frame through the kernel's network and three threads, and may have to encrypt it, while on one machine
+the rank that waits could look for itself. So every rank has, in its segment, a ring of letters for each other rank. A
+letter is a frame as it would go over DDS.
+
+Two kinds of threads read the letters of a rank. A thread that waits for a collective visits (:meth:`Letters.visit`): it
+looks into the rings again and again for a short time, then it sleeps until a sender wakes it. When nobody visits, the
+thread of the mailbox (:class:`LetterThread`) sleeps in the same way. For some milliseconds after a visit it leaves the
+letters to the next visit, which usually comes soon: to wake a thread takes longer than a small collective.
+
+The attention word of a rank says whether its sender has to wake somebody:
+
+| attention | meaning | to which it changes |
+|---|---|---|
+| CLOSED | nobody reads letters: frames go over DDS | LOOKING when the group has formed |
+| LOOKING | a thread looks, or will in some milliseconds | ASLEEP by the thread that sleeps next; CLOSED at the end |
+| ASLEEP | a thread sleeps: wake it | LOOKING by that thread, or by a visitor that comes |
+
+A sleeper waits for the counters of bytes in the senders' segments to change (``futex_waitv``, Linux 5.16), so a letter
+that is written just before the sleep ends it at once. On an older kernel it waits for its own attention word, which a
+sender cannot write, and may miss a call: there a sleep is about as long as the time that was waited before.
 
 Written and read without locks between processes: one side alone writes each word. That is right where stores become
 visible in the order they were made (x86-64, and the locks taken in between keep a load from overtaking a store). Other
@@ -15,54 +28,45 @@ processors do without letters: :data:`AVAILABLE`.
 
 from __future__ import annotations
 
-import ctypes as ct
 import os
-import platform
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.shm import futex
 from gradbus.runtime.shm.layout import LETTER_RING_BYTES, Layout
 from gradbus.runtime.shm.segment import Bytes
+from gradbus.runtime.spinning import SPINNING
 from gradbus.runtime.wire.frames import Frame, parse
 
-AVAILABLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.maxsize > 1 << 32
+AVAILABLE = futex.AVAILABLE
 MAX_LETTER_BYTES = LETTER_RING_BYTES // 4
 SPIN_S = 100e-6  # a sleep and a wake-up take about as long
-NAP_S = 1e-3  # the first sleep; each one after that is twice as long
-SLEEP_S = 0.2  # signals are handled in between
+NAP_S = 1e-3  # without futex_waitv: the first sleep; each one after that is twice as long
+SLEEP_S = 0.2  # the longest sleep of a visitor: signals are handled in between
+IDLE_S = 1.0  # the longest sleep of the thread
 FINISH_S = 1.0  # how long to wait for a thread that reads: it puts some chunks in their places
 WORK_S = 50e-6  # with work that waits for others: they do not wake anybody for it
-_AWAY, _LOOKING, _ASLEEP, _BACK_SOON = range(4)
+PARKED_S = 0.003  # how often the thread looks whether visits go on
+LONG_PARKED_S = 0.012  # the same when visitors have come again and again: each look takes their core, and the GIL
+_CLOSED, _LOOKING, _ASLEEP = range(3)
 _SKIP = 0xFFFF_FFFF  # the rest of the ring is not used, the next letter stands at its beginning
 _MASK = 0xFFFF_FFFF
 _WORD = 8  # letters stand at multiples of it, behind their length
 
-_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
-
-
-class _TimeSpec(ct.Structure):
-    _fields_ = (("seconds", ct.c_long), ("nanoseconds", ct.c_long))
-
-
-def _futex() -> Callable[..., int]:
-    call = ct.CDLL(None, use_errno=True).syscall
-    call.restype = ct.c_long
-    call.argtypes = (ct.c_long, ct.c_void_p, ct.c_int, ct.c_uint32, ct.c_void_p, ct.c_void_p, ct.c_uint32)
-    return call
-
-
-_syscall = _futex() if AVAILABLE else None
-
 
 class _Box:
-    """The letters of one other rank, both ways."""
+    """The letters of one other rank, both ways.
 
-    __slots__ = ("attention", "attention_at", "broken", "heads", "incoming", "outgoing", "tails")
+    Attributes:
+        call_at: address of the word that the other rank waits for when it sleeps.
+        tail_at: address of its counter of bytes for this rank.
+    """
+
+    __slots__ = ("attention", "broken", "call_at", "heads", "incoming", "outgoing", "tail_at", "tails")
 
     def __init__(self, rank: int, mine: Bytes, theirs: Bytes, layout: Layout, me: int) -> None:
         self.incoming = layout.ring(theirs, me).data
@@ -70,7 +74,11 @@ class _Box:
         self.tails = layout.tails(theirs)
         self.heads = layout.heads(theirs)
         self.attention = layout.attention(theirs)
-        self.attention_at = theirs.ctypes.data + layout.attention_at
+        self.tail_at = theirs.ctypes.data + layout.tail_at(me)
+        waits_for_tails = futex.HAS_WAITV and layout.world <= futex.MAX_WORDS
+        self.call_at = (
+            mine.ctypes.data + layout.tail_at(rank) if waits_for_tails else theirs.ctypes.data + layout.attention_at
+        )
         self.broken = False
 
 
@@ -107,25 +115,41 @@ class Letters:
         self._reading = threading.Lock()
         self._look_again = False
         self._visiting = threading.Lock()
-        self._leaving = threading.RLock()  # signal handlers may nudge
+        self._attending = threading.RLock()  # guards who changes the attention word. Signal handlers may nudge
         self._visitor = 0
+        self._pushes = False
+        self._thread: LetterThread | None = None
+        self._bed = self.bed()  # of the visitor
         self.visits = 0
         self.sent = 0
         self.rejected = 0
 
-    def open(self, others: dict[int, Bytes]) -> None:
-        """Letters go to these ranks, and come from them. The values are their segments."""
+    def open(self, others: dict[int, Bytes], name: str = "gradbus-letters") -> None:
+        """Take letters of these ranks from now on, and write letters for them.
+
+        Args:
+            others: their segments, by rank.
+            name: of the thread.
+        """
         self._boxes = {
             rank: _Box(rank, self._mine, memory, self._layout, self._rank) for rank, memory in others.items()
         }
+        self._bed = self.bed()
+        self._thread = LetterThread(self, name)
+        self._attention[0] = _LOOKING
+        self._thread.start()
+
+    def close(self) -> threading.Thread | None:
+        """Take no more letters. Returns the thread, which ends soon."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
+        return thread
 
     # Out
 
     def put(self, readers: Sequence[int], parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a frame for some ranks. False: one of them is away, or has no room; nobody has got it.
-
-        When True, whoever went away in the meantime has been told by ``ring``, see :meth:`away`.
-        """
+        """Write a frame for some ranks. False: one of them takes none, or has no room; nobody has got it."""
         size = sum(len(part) for part in parts)
         if size > MAX_LETTER_BYTES:
             return False
@@ -134,7 +158,7 @@ class Letters:
             places = []
             for reader in readers:
                 box = self._boxes.get(reader)
-                if box is None or box.attention[0] == _AWAY:
+                if box is None or box.attention[0] == _CLOSED:
                     return False
                 tail = self._tails[reader]
                 left = LETTER_RING_BYTES - ((tail - box.heads[self._rank]) & _MASK)
@@ -158,18 +182,12 @@ class Letters:
         self.sent += 1
         return True
 
-    def call(self, readers: Sequence[int]) -> list[int]:
-        """Wake those of the readers that sleep. Returns those that have gone away since: they must be told over DDS."""
-        away = []
+    def call(self, readers: Sequence[int]) -> None:
+        """Wake those of the readers that sleep."""
         for reader in readers:  # a lock was released since the letter was written: its store is out
             box = self._boxes[reader]
-            attention = box.attention[0]
-            if attention == _ASLEEP:
-                assert _syscall is not None
-                _syscall(_SYS_FUTEX, box.attention_at, _FUTEX_WAKE, 1, None, None, 0)
-            elif attention == _AWAY:
-                away.append(reader)
-        return away
+            if box.attention[0] == _ASLEEP:
+                futex.wake(box.call_at)
 
     # In
 
@@ -243,14 +261,17 @@ class Letters:
         """Whether some thread looks for letters."""
         return self._visitor != 0
 
-    def visit(
-        self, done: Callable[[], bool], until_s: float, work: Work, on_return: Callable[[], None] | None = None
-    ) -> bool:
+    @property
+    def has_working_visitor(self) -> bool:
+        """Whether it also sends what waits for slots."""
+        return self._visitor != 0 and self._pushes
+
+    def visit(self, done: Callable[[], bool], until_s: float, work: Work | None, *, may_sleep: bool = True) -> bool:
         """Take letters until ``done()`` is true or ``time.monotonic`` has reached ``until_s``.
 
         Args:
             work: what else there is to do meanwhile.
-            on_return: called if this rank was away.
+            may_sleep: False: return where this thread would sleep.
 
         Returns:
             False: another thread is visiting, nothing was done.
@@ -258,68 +279,182 @@ class Letters:
         if not self._visiting.acquire(blocking=False):
             return False
         try:
-            self._visitor = threading.get_ident()
-            was_away = self.is_away
-            self._attention[0] = _LOOKING
-            if was_away and on_return is not None:
-                on_return()
-            self.visits += 1
-            spin_until_s = time.monotonic() + SPIN_S
-            nap_s = NAP_S
+            with self._attending:
+                self._visitor = threading.get_ident()
+                self._pushes = work is not None
+                self._attention[0] = _LOOKING
+                self.visits += 1
+            if self._thread is not None and self._thread.on_duty:
+                futex.wake(self._attention_at)  # it leaves the letters to this visit and the next ones
+            bed = self._bed
+            bed.nap_s = NAP_S
+            now_s = time.monotonic()
+            spin_s = SPIN_S if SPINNING.pays(now_s) else 0.0
+            spin_until_s = now_s + spin_s
             while not done():
-                found = self.poll() | work.push()
-                now_s = time.monotonic()
+                found = self.poll()
+                if work is not None:
+                    found |= work.push()
+                looked_s, now_s = now_s, time.monotonic()
                 if now_s >= until_s:
                     break
                 if found:
-                    spin_until_s = now_s + SPIN_S
-                    nap_s = NAP_S
+                    spin_until_s = now_s + spin_s
+                    bed.nap_s = NAP_S
                     continue
-                if now_s < spin_until_s:
+                if now_s < spin_until_s and not SPINNING.was_stalled(now_s - looked_s, now_s):
                     os.sched_yield()
                     continue
-                self._sleep(done, min(nap_s if work.idle else WORK_S, until_s - now_s))
-                nap_s = min(2 * nap_s, SLEEP_S)
+                if not may_sleep:
+                    break
+                self._sleep(bed, done, min(SLEEP_S if work is None or work.idle else WORK_S, until_s - now_s))
         finally:
             try:
-                with self._leaving:
+                with self._attending:
                     self._visitor = 0
-                    self._attention[0] = _BACK_SOON
+                    self._attention[0] = _LOOKING if self._thread is not None else _CLOSED
             finally:
                 self._visiting.release()
         return True
 
-    def _sleep(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """A sender cannot write here: who calls after the last look, but before the futex is reached, wakes nobody.
-        That is why a sleep is about as long as the time that was waited before."""
-        assert _syscall is not None
+    def _sleep(self, bed: _Bed, done: Callable[[], bool], timeout_s: float) -> None:
+        bed.remember()  # first: whatever comes after it keeps this thread awake
         self._attention[0] = _ASLEEP
         if not self.poll() and not done():  # it takes a lock: what was written before the store above is seen
-            timeout = _TimeSpec(0, int(timeout_s * 1e9))
-            _syscall(_SYS_FUTEX, self._attention_at, _FUTEX_WAIT, _ASLEEP, ct.byref(timeout), None, 0)
+            bed.sleep(timeout_s)
         self._attention[0] = _LOOKING
 
     def nudge(self) -> None:
         """Something that the visitor may wait for has happened on this thread."""
         if self._visitor and self._visitor != threading.get_ident():
-            assert _syscall is not None
-            with self._leaving:  # it may have gone away meanwhile
+            with self._attending:  # it may have gone away meanwhile
                 if self._visitor:
                     self._attention[0] = _LOOKING  # so that it does not fall asleep now
-            _syscall(_SYS_FUTEX, self._attention_at, _FUTEX_WAKE, 1, None, None, 0)
+            futex.wake(self._attention_at)
 
-    def away(self) -> bool:
-        """Nobody looks any more: what comes from now on comes over DDS. False: there is a visitor."""
-        if not self._visiting.acquire(blocking=False):
-            return False
+    def resume(self) -> None:
+        """Have the thread look now: something goes on that no visitor waits for."""
+        thread = self._thread
+        if thread is not None:
+            thread.resume()
+
+    def begin_duty(self, bed: _Bed) -> bool:
+        """On the thread: announce that it sleeps next. False: there is a visitor, who changes the word."""
+        with self._attending:
+            if self._visitor:
+                return False
+            bed.remember()
+            self._attention[0] = _ASLEEP
+            return True
+
+    def end_duty(self, *, closes: bool = False) -> None:
+        """On the thread: it is awake, or it ends."""
+        with self._attending:
+            if not self._visitor:
+                self._attention[0] = _CLOSED if closes else _LOOKING
+
+    def bed(self) -> _Bed:
+        """A place to sleep, for one thread."""
+        return _Bed(self._attention_at, list(self._boxes.values()), self._rank)
+
+    def wake_thread(self) -> None:
+        """Wake whoever of this rank sleeps."""
+        with self._attending:
+            self._attention[0] = _LOOKING
+        futex.wake(self._attention_at)
+
+
+class _Bed:
+    """Where one thread of a rank sleeps until a letter comes, or its attention word has changed.
+
+    Attributes:
+        nap_s: without futex_waitv, the longest sleep next time.
+    """
+
+    __slots__ = ("_attention_at", "_boxes", "_rank", "_words", "nap_s")
+
+    def __init__(self, attention_at: int, boxes: list[_Box], rank: int) -> None:
+        self._attention_at = attention_at
+        self._rank = rank
+        self._boxes = boxes
+        self._words: futex.WaitWords | None = None
+        if futex.HAS_WAITV and len(boxes) < futex.MAX_WORDS:
+            self._words = futex.WaitWords([attention_at, *(box.tail_at for box in boxes)])
+            self._words.expect(0, _ASLEEP)
+        self.nap_s = NAP_S
+
+    def remember(self) -> None:
+        """Note how much has been written so far."""
+        if self._words is not None:
+            for number, box in enumerate(self._boxes, start=1):
+                self._words.expect(number, box.tails[self._rank])
+
+    def sleep(self, timeout_s: float) -> None:
+        """Sleep unless more has been written since, or somebody has changed the attention word."""
+        if self._words is not None:
+            self._words.wait(timeout_s)
+            return
+        futex.wait(self._attention_at, _ASLEEP, min(timeout_s, self.nap_s))
+        self.nap_s = min(2 * self.nap_s, SLEEP_S)
+
+
+class LetterThread(threading.Thread):
+    """Reads the letters of a rank while no thread visits.
+
+    Attributes:
+        on_duty: whether it reads, or sleeps until there is something to read.
+    """
+
+    def __init__(self, letters: Letters, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._letters = letters
+        self._wanted = threading.Event()
+        self._stop_flag = False
+        self._visits = 0  # those that it knows of
+        self.on_duty = False
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stop_flag = True
+        self._wanted.set()
+        self._letters.wake_thread()
+
+    def resume(self) -> None:
+        """Go on duty as soon as nobody visits, unless it is."""
+        if not self.on_duty or self._visits != self._letters.visits:
+            self._wanted.set()
+
+    def run(self) -> None:
+        letters, bed = self._letters, self._letters.bed()
+        while not self._stop_flag:
+            self.on_duty = True
+            while letters.visits == self._visits and not self._stop_flag and letters.begin_duty(bed):
+                found = self._poll()
+                if not found:
+                    bed.sleep(IDLE_S)
+                letters.end_duty()
+                if found:
+                    bed.nap_s = NAP_S
+            self.on_duty = False
+            self._park()
+        letters.end_duty(closes=True)
+        self._poll()
+
+    def _park(self) -> None:
+        """Wait until the visits are over, or somebody wants this thread. In the midst of calls that wait for what they
+        start, the next visitor comes soon."""
+        letters, parked_s = self._letters, PARKED_S
+        while not self._stop_flag and (letters.has_visitor or self._visits != letters.visits):
+            self._visits = letters.visits
+            if self._wanted.wait(parked_s):
+                self._wanted.clear()
+                self._visits, parked_s = letters.visits, PARKED_S
+            else:
+                parked_s = min(2 * parked_s, LONG_PARKED_S)
+
+    def _poll(self) -> bool:
         try:
-            self._attention[0] = _AWAY
-        finally:
-            self._visiting.release()
-        self.poll()  # it takes a lock: what was written before the store above is seen
-        return True
-
-    @property
-    def is_away(self) -> bool:
-        """Whether letters are refused."""
-        return self._attention[0] == _AWAY
+            return self._letters.poll()
+        except Exception:  # of whoever takes frames: the letter is lost, and those behind it are not
+            self._letters.rejected += 1
+            return True

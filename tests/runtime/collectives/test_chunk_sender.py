@@ -242,7 +242,7 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
 @pytest.mark.parametrize("is_left", [True, False])
 def test_who_has_pushed_rouses_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
     ranks, roused = Ranks(), []
-    port: Any = SimpleNamespace(look_after=lambda _: None, rouse=lambda: roused.append(1))
+    port: Any = SimpleNamespace(rouse=lambda: roused.append(1))
     work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
     LetterProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
     assert roused == [1] * is_left

@@ -5,17 +5,17 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from shared_pair import Ranks, letter
 
-from gradbus.runtime.collectives.shared_memory_transport import BACK_SOON_S, LetterProgress
+from gradbus.runtime.shm import futex
 from gradbus.runtime.shm import mailbox as module
 from gradbus.runtime.shm.layout import LETTER_RING_BYTES
-from gradbus.runtime.shm.mailbox import MAX_LETTER_BYTES, SLEEP_S, Letters
+from gradbus.runtime.shm.mailbox import MAX_LETTER_BYTES, Letters
 
 pytestmark = pytest.mark.skipif(not module.AVAILABLE, reason="letters need Linux on x86-64")
 
@@ -29,37 +29,53 @@ class NoWork:
         return False
 
 
-class Port:
-    """Keeps the functions that the receive thread is to call."""
-
-    def __init__(self) -> None:
-        self.cares: list[Callable[[], bool]] = []
-
-    def look_after(self, function: Callable[[], bool]) -> None:
-        self.cares.append(function)
-
-    def turn(self) -> None:
-        """Call them once, as the receive thread does."""
-        for function in list(self.cares):
-            if not function():
-                self.cares.remove(function)
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two ranks whose letters only the test reads."""
+    yield from without_threads(2)
 
 
 @pytest.fixture
-def ranks() -> Ranks:
-    return Ranks()
+def three() -> Iterator[Ranks]:
+    yield from without_threads(3)
 
 
-def come_back(ranks: Ranks, rank: int = 1) -> Letters:
-    """A visit that ends at once: from now on the rank is back soon."""
-    letters = ranks.letters(rank)
-    assert letters.visit(lambda: True, 0.0, NoWork())
-    return letters
+def without_threads(world: int) -> Iterator[Ranks]:
+    ranks = Ranks(world)
+    for rank in range(world):
+        thread = ranks.letters(rank).close()
+        assert thread is not None
+        thread.join(WAIT_S)
+        assert ranks.letters(rank)._attention[0] == module._CLOSED
+        ranks.letters(rank)._attention[0] = module._LOOKING
+    yield ranks
+
+
+@pytest.fixture
+def attended() -> Iterator[Ranks]:
+    """Two ranks with the threads that read their letters."""
+    ranks = Ranks()
+    yield ranks
+    for rank in range(2):
+        thread = ranks.letters(rank).close()
+        if thread is not None:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 def send(ranks: Ranks, transfer: int, data: bytes = b"", *, sender: int = 0, to: int = 1) -> bool:
     box = ranks.letters(sender)
-    return box.put([to], letter(transfer, data, sender=sender)) and box.call([to]) == []
+    if not box.put([to], letter(transfer, data, sender=sender)):
+        return False
+    box.call([to])
+    return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.0002)
 
 
 def transfers(ranks: Ranks, rank: int = 1) -> list[int]:
@@ -80,7 +96,6 @@ def visiting(letters: Letters, done: Callable[[], bool]) -> threading.Thread:
 
 
 def test_letters_arrive_as_they_were_written(ranks: Ranks) -> None:
-    come_back(ranks)
     assert send(ranks, 1, b"hello")
     assert ranks.letters(1).poll()
     (frame,) = ranks.taken[1]
@@ -88,29 +103,26 @@ def test_letters_arrive_as_they_were_written(ranks: Ranks) -> None:
     assert not ranks.letters(1).poll()
 
 
-def test_nothing_is_written_for_a_rank_that_is_away(ranks: Ranks) -> None:
-    assert ranks.letters(1).is_away
-    assert not send(ranks, 1)
-    come_back(ranks)
-    assert send(ranks, 2)
-    assert ranks.letters(1).away()  # takes what has come
-    assert transfers(ranks) == [2]
-    assert not send(ranks, 3)
+def test_nothing_is_written_for_a_rank_that_takes_no_letters(attended: Ranks) -> None:
+    assert send(attended, 1)
+    thread = attended.letters(1).close()
+    assert thread is not None
+    thread.join(WAIT_S)
+    assert transfers(attended) == [1]
+    assert not send(attended, 2)
 
 
-def test_all_readers_get_it_or_none() -> None:
-    ranks = Ranks(3)
-    come_back(ranks, 1)
-    assert not ranks.letters(0).put([1, 2], letter(1))
-    come_back(ranks, 2)
-    assert ranks.letters(0).put([1, 2], letter(2))
+def test_all_readers_get_it_or_none(three: Ranks) -> None:
+    three.letters(2)._attention[0] = module._CLOSED
+    assert not three.letters(0).put([1, 2], letter(1))
+    three.letters(2)._attention[0] = module._LOOKING
+    assert three.letters(0).put([1, 2], letter(2))
     for rank in (1, 2):
-        ranks.letters(rank).poll()
-        assert transfers(ranks, rank) == [2]
+        three.letters(rank).poll()
+        assert transfers(three, rank) == [2]
 
 
 def test_a_full_ring_refuses_and_nothing_is_lost_where_it_begins_anew(ranks: Ranks) -> None:
-    come_back(ranks)
     sent = taken = 0
     for size in (100, 5000, 3, 12_000, 0, 9999) * 20:
         while send(ranks, sent, bytes([sent % 251]) * size):
@@ -125,7 +137,6 @@ def test_a_full_ring_refuses_and_nothing_is_lost_where_it_begins_anew(ranks: Ran
 def test_counters_of_bytes_wrap(ranks: Ranks) -> None:
     start = (1 << 32) - LETTER_RING_BYTES // 2
     ranks.letters(0)._tails[1] = ranks.letters(1)._heads[0] = start
-    come_back(ranks)
     for transfer in range(100):
         assert send(ranks, transfer, bytes(3000))
         ranks.letters(1).poll()
@@ -133,7 +144,6 @@ def test_counters_of_bytes_wrap(ranks: Ranks) -> None:
 
 
 def test_what_is_large_is_no_letter(ranks: Ranks) -> None:
-    come_back(ranks)
     assert not send(ranks, 1, bytes(MAX_LETTER_BYTES))
 
 
@@ -157,7 +167,6 @@ def test_a_ring_that_makes_no_sense_is_not_read_any_more(ranks: Ranks, size: int
 
 
 def test_what_is_no_frame_is_counted_and_the_next_one_is_taken(ranks: Ranks) -> None:
-    come_back(ranks)
     ranks.letters(0).put([1], (b"no frame at all",))
     ranks.letters(0).put([1], (b"",))
     assert send(ranks, 5)
@@ -165,17 +174,14 @@ def test_what_is_no_frame_is_counted_and_the_next_one_is_taken(ranks: Ranks) -> 
     assert (ranks.letters(1).rejected, transfers(ranks)) == (2, [5])
 
 
-def test_nobody_can_write_letters_in_the_name_of_another_rank() -> None:
-    ranks = Ranks(3)
-    come_back(ranks, 1)
-    assert ranks.letters(2).put([1], letter(1, sender=0))
-    ranks.letters(1).poll()
-    assert (ranks.letters(1).rejected, ranks.taken[1]) == (1, [])
+def test_nobody_can_write_letters_in_the_name_of_another_rank(three: Ranks) -> None:
+    assert three.letters(2).put([1], letter(1, sender=0))
+    three.letters(1).poll()
+    assert (three.letters(1).rejected, three.taken[1]) == (1, [])
 
 
 @pytest.mark.parametrize("head", [8, LETTER_RING_BYTES, 1 << 31, 0xFFFF_0000])
 def test_a_reader_that_claims_to_have_read_what_was_not_written_gets_no_letters(ranks: Ranks, head: int) -> None:
-    come_back(ranks)
     ranks.letters(1)._heads[0] = head
     assert not send(ranks, 1)
 
@@ -196,27 +202,30 @@ def test_a_visitor_is_woken_by_a_letter(ranks: Ranks) -> None:
     assert transfers(ranks) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("has_waitv", [True, False])
 def test_a_letter_that_comes_just_before_the_visitor_sleeps_does_not_wait_for_long(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, has_waitv: bool
 ) -> None:
     """It was not there when the visitor looked last, and its sender has called before there was anybody to wake."""
-    letters, syscall = ranks.letters(1), module._syscall
+    if has_waitv and not futex.HAS_WAITV:
+        pytest.skip("this kernel has no futex_waitv")
+    monkeypatch.setattr(futex, "HAS_WAITV", has_waitv)
+    (ranks,) = without_threads(2)
+    letters, sleep = ranks.letters(1), module._Bed.sleep
     sent: list[bool] = []
-    slept_ns: list[int] = []  # at most: the clock would also count the time in which the thread gets no turn
 
-    def late(number: int, address: int, operation: int, *rest: Any) -> int:
-        if operation == module._FUTEX_WAIT:
-            slept_ns.append(rest[1]._obj.nanoseconds)
-            if not sent:
-                sent.append(send(ranks, 1))
-        assert syscall is not None
-        return syscall(number, address, operation, *rest)
+    def late(bed: Any, timeout_s: float) -> None:
+        if not sent:
+            sent.append(send(ranks, 1))
+        sleep(bed, timeout_s)
 
-    monkeypatch.setattr(module, "_syscall", late)
-    letters.visit(lambda: bool(ranks.taken[1]), time.monotonic() + WAIT_S, NoWork())
+    monkeypatch.setattr(module._Bed, "sleep", late)
+    monkeypatch.setattr(module, "SLEEP_S", WAIT_S / 2)  # a sleep that nobody ends
+    start_s = time.monotonic()
+    letters.visit(lambda: bool(ranks.taken[1]), start_s + WAIT_S, NoWork())
     assert sent == [True]
     assert transfers(ranks) == [1]
-    assert sum(slept_ns) < SLEEP_S / 2 * 1e9
+    assert time.monotonic() - start_s < WAIT_S / 2
 
 
 def test_a_visitor_is_woken_by_a_nudge(ranks: Ranks) -> None:
@@ -230,33 +239,10 @@ def test_a_visitor_is_woken_by_a_nudge(ranks: Ranks) -> None:
     assert not thread.is_alive()
 
 
-def test_a_nudge_that_comes_late_does_not_bring_back_who_is_away(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters, over, held, go_on = ranks.letters(1), threading.Event(), threading.Event(), threading.Event()
-    visitor = visiting(letters, over.is_set)
-
-    def slow() -> int:  # the thread stands still in the midst of a nudge
-        if threading.get_ident() == nudger.ident:
-            held.set()
-            go_on.wait(WAIT_S)
-        return threading.get_ident()
-
-    nudger = threading.Thread(target=letters.nudge, daemon=True)
-    monkeypatch.setattr(module, "threading", SimpleNamespace(get_ident=slow))
-    nudger.start()
-    assert held.wait(WAIT_S)
-    over.set()
-    visitor.join(WAIT_S)
-    assert letters.away()
-    go_on.set()
-    nudger.join(WAIT_S)
-    assert letters.is_away
-
-
 def test_one_thread_visits_at_a_time(ranks: Ranks) -> None:
     letters, over = ranks.letters(1), threading.Event()
     thread = visiting(letters, over.is_set)
     assert not letters.visit(lambda: False, time.monotonic() + WAIT_S, NoWork())
-    assert not letters.away()
     over.set()
     thread.join(WAIT_S)
     assert letters.visit(lambda: True, 0.0, NoWork())
@@ -268,7 +254,7 @@ def test_a_visit_that_is_interrupted_is_over(ranks: Ranks, where: str) -> None:
         raise KeyboardInterrupt
 
     work: Any = NoWork()
-    letters = come_back(ranks)
+    letters = ranks.letters(1)
     assert send(ranks, 1)
     match where:
         case "work":
@@ -279,9 +265,9 @@ def test_a_visit_that_is_interrupted_is_over(ranks: Ranks, where: str) -> None:
         letters.visit(interrupt if where == "done" else lambda: False, time.monotonic() + WAIT_S, work)
     assert not letters.has_visitor
     letters._take = ranks.taken[1].append
+    letters._attention[0] = module._LOOKING  # there is no thread that would look
     assert send(ranks, 2)
     assert letters.visit(lambda: 2 in transfers(ranks), time.monotonic() + WAIT_S, NoWork())
-    assert letters.away()
 
 
 # Two threads that read
@@ -292,7 +278,7 @@ class Held:
 
     def __init__(self, ranks: Ranks) -> None:
         self._reached, self.go_on = threading.Event(), threading.Event()
-        letters = come_back(ranks)
+        letters = ranks.letters(1)
         take = letters._take
 
         def slow(frame: Any) -> None:
@@ -309,9 +295,9 @@ class Held:
         assert send(ranks, 2)  # that thread does not know of this one
 
 
-def test_who_goes_away_while_another_thread_reads_leaves_no_letter_behind(ranks: Ranks) -> None:
+def test_who_looks_while_another_thread_reads_has_that_look_again(ranks: Ranks) -> None:
     held = Held(ranks)
-    assert ranks.letters(1).away()
+    assert not ranks.letters(1).poll()
     held.go_on.set()
     held.thread.join(WAIT_S)
     assert transfers(ranks) == [1, 2]
@@ -333,62 +319,67 @@ def test_who_must_have_all_letters_waits_for_the_thread_that_reads(ranks: Ranks)
     assert had == [[1, 2]]
 
 
-# Who looks after the letters of a rank that is back soon
+# The thread that reads while nobody visits
 
 
-def test_letters_are_looked_after_until_the_rank_is_away(ranks: Ranks) -> None:
-    port: Any = Port()
-    letters = ranks.letters(1)
-    progress = LetterProgress(letters, port, NoWork())
-    for transfer in range(3):
-        progress.pump(lambda: True, time.monotonic() + WAIT_S)
-        assert not letters.is_away
-        assert send(ranks, transfer)
-        until_s = time.monotonic() + WAIT_S
-        while port.cares:
-            port.turn()
-            assert time.monotonic() < until_s
-        assert letters.is_away
-        assert transfers(ranks) == list(range(transfer + 1))
+def test_letters_are_read_also_when_nobody_visits(attended: Ranks) -> None:
+    for transfer in range(20):
+        assert send(attended, transfer)
+        wait_until(lambda count=transfer + 1: len(attended.taken[1]) == count)  # type: ignore[misc]
+    assert transfers(attended) == list(range(20))
 
 
-def test_they_are_also_if_the_rank_goes_away_just_when_a_visit_begins(ranks: Ranks) -> None:
-    port: Any = Port()
-    letters = ranks.letters(1)
-    progress = LetterProgress(letters, port, NoWork())
-    progress.pump(lambda: True, time.monotonic() + WAIT_S)
-    visit = letters.visit
-
-    def late(*arguments: Any, **options: Any) -> bool:
-        while not letters.is_away:
-            port.turn()
-        assert port.cares == []
-        return visit(*arguments, **options)
-
-    letters.visit = late  # type: ignore[method-assign]
-    progress.pump(lambda: True, time.monotonic() + WAIT_S)
-    assert not letters.is_away
-    assert len(port.cares) == 1
+def test_the_thread_sleeps_while_there_is_nothing_to_read(attended: Ranks) -> None:
+    letters = attended.letters(1)
+    wait_until(lambda: letters._attention[0] == module._ASLEEP)
+    thread = letters._thread
+    assert thread is not None
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    before_s = time.clock_gettime(clock)
+    time.sleep(0.2)
+    assert time.clock_gettime(clock) - before_s < 0.02
 
 
-def test_a_visitor_is_not_sent_away(ranks: Ranks) -> None:
-    port: Any = Port()
-    letters, over = ranks.letters(1), threading.Event()
-    progress = LetterProgress(letters, port, NoWork())
-    thread = threading.Thread(target=progress.pump, args=(over.is_set, time.monotonic() + WAIT_S), daemon=True)
-    thread.start()
-    until_s = time.monotonic() + 10 * BACK_SOON_S
-    while not letters.has_visitor or time.monotonic() < until_s:
-        port.turn()
-    progress.resume()
-    assert not letters.is_away
-    over.set()
-    progress.nudge()
-    thread.join(WAIT_S)
-    assert send(ranks, 1)
-    progress.resume()  # something begins that nobody waits for
-    assert letters.is_away
-    assert transfers(ranks) == [1]
+def test_after_a_visit_letters_wait_for_the_next_one_or_not_for_long(attended: Ranks) -> None:
+    letters = attended.letters(1)
+    for transfer in range(0, 20, 2):
+        letters.visit(lambda count=transfer + 1: len(attended.taken[1]) >= count, 0.0, None, may_sleep=False)  # type: ignore[misc]
+        assert send(attended, transfer)
+        letters.visit(lambda count=transfer + 1: len(attended.taken[1]) >= count, time.monotonic() + WAIT_S, None)  # type: ignore[misc]
+        assert send(attended, transfer + 1)
+        wait_until(lambda count=transfer + 2: len(attended.taken[1]) == count)  # type: ignore[misc]
+    assert transfers(attended) == list(range(20))
+
+
+def test_the_thread_goes_on_at_once_where_it_is_wanted(attended: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PARKED_S", WAIT_S * 10)
+    letters = attended.letters(1)
+    for transfer in range(10):
+        letters.visit(lambda: True, 0.0, None, may_sleep=False)
+        letters.resume()
+        assert send(attended, transfer)
+        wait_until(lambda count=transfer + 1: len(attended.taken[1]) == count)  # type: ignore[misc]
+
+
+def test_a_frame_that_nobody_can_take_does_not_stop_the_thread(attended: Ranks) -> None:
+    letters = attended.letters(1)
+    take = letters._take
+
+    def refuse(frame: Any) -> None:
+        letters._take = take
+        raise ValueError("no")
+
+    letters._take = refuse
+    assert send(attended, 1)
+    wait_until(lambda: letters.rejected == 1)
+    assert send(attended, 2)
+    wait_until(lambda: transfers(attended) == [2])
+
+
+def test_a_visitor_that_may_not_sleep_comes_back(ranks: Ranks) -> None:
+    start_s = time.monotonic()
+    ranks.letters(1).visit(lambda: False, start_s + WAIT_S, None, may_sleep=False)
+    assert time.monotonic() - start_s < WAIT_S / 2
 
 
 def test_a_visit_ends_in_time_also_when_there_is_always_something_to_do(ranks: Ranks) -> None:

@@ -1,0 +1,53 @@
+"""Whether a thread that waits for another process looks again and again for a short time before it sleeps.
+
+To sleep and to be woken takes about 50 us, as long as a small collective, so looking pays where there is a core for it.
+Where there is none it costs much: the other process, or a thread of this one, waits for the core meanwhile, and a
+thread that has used up its share gets the next one milliseconds later. So a thread that finds, while it looks, that it
+was not running for a while makes all threads of this process sleep at once for some time.
+"""
+
+from __future__ import annotations
+
+import os
+
+STALL_S = 1e-3  # between two looks: more than what is done in between takes, less than another program's turn
+REST_S = 0.05
+LONGEST_REST_S = 1.6
+_CLEAN = 200  # looks for a while without a stall, after which a rest is short again
+
+
+class Spinning:
+    """The state of one process. From any thread: what a race may lose is a rest that is not taken."""
+
+    def __init__(self, cores: int) -> None:
+        self._rests_until_s = 0.0 if cores > 1 else float("inf")
+        self._rest_s = REST_S
+        self._clean = 0
+
+    def pays(self, now_s: float) -> bool:
+        """Whether to look for a while now. ``now_s``: ``time.monotonic``."""
+        if now_s < self._rests_until_s:
+            return False
+        self._clean += 1
+        if self._clean > _CLEAN:
+            self._rest_s = REST_S
+        return True
+
+    def was_stalled(self, gap_s: float, now_s: float) -> bool:
+        """Tell that so much time has passed between two looks. True: there is no core; sleep now."""
+        if gap_s < STALL_S:
+            return False
+        self._rests_until_s = now_s + self._rest_s
+        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        self._clean = 0
+        return True
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return os.cpu_count() or 1
+
+
+SPINNING = Spinning(_cores())
