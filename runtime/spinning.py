@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 
 STALL_S = 1e-3  # between two looks: more than what is done in between takes, less than another program's turn
-REST_S = 0.05
-LONGEST_REST_S = 1.6
-_CLEAN = 200  # looks for a while without a stall, after which a rest is short again
+REST_STALLS = 4  # a rest is so many times as long as the stall
+LONGEST_REST_S = 0.2  # with stalls of 3 ms, one after each rest, they take less than a fiftieth of the time
+_SOON_S = 0.02  # a stall that comes so soon after a rest doubles the next one
 
 
 class Spinning:
@@ -21,25 +21,19 @@ class Spinning:
 
     def __init__(self, cores: int) -> None:
         self._rests_until_s = 0.0 if cores > 1 else float("inf")
-        self._rest_s = REST_S
-        self._clean = 0
+        self._rest_s = 0.0
 
     def pays(self, now_s: float) -> bool:
         """Whether to look for a while now. ``now_s``: ``time.monotonic``."""
-        if now_s < self._rests_until_s:
-            return False
-        self._clean += 1
-        if self._clean > _CLEAN:
-            self._rest_s = REST_S
-        return True
+        return now_s >= self._rests_until_s
 
     def was_stalled(self, gap_s: float, now_s: float) -> bool:
         """Tell that so much time has passed between two looks. True: there is no core; sleep now."""
         if gap_s < STALL_S:
             return False
+        is_soon = now_s - gap_s < self._rests_until_s + _SOON_S
+        self._rest_s = min(max(REST_STALLS * gap_s, 2 * self._rest_s if is_soon else 0.0), LONGEST_REST_S)
         self._rests_until_s = now_s + self._rest_s
-        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
-        self._clean = 0
         return True
 
 

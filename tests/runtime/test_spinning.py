@@ -1,0 +1,33 @@
+"""When threads that wait look again and again before they sleep, and when they leave the cores to others."""
+
+from __future__ import annotations
+
+from gradbus.runtime.spinning import LONGEST_REST_S, STALL_S, Spinning
+
+
+def test_looking_pays_until_a_turn_was_lost() -> None:
+    spinning = Spinning(cores=2)
+    assert spinning.pays(0.0)
+    assert not spinning.was_stalled(STALL_S / 2, 1.0)
+    assert spinning.pays(1.0)
+    assert spinning.was_stalled(3e-3, 2.0)
+    assert not spinning.pays(2.005)
+    assert spinning.pays(2.0 + LONGEST_REST_S)
+
+
+def test_where_every_look_is_stalled_rests_become_long_and_short_again_afterwards() -> None:
+    spinning, now_s, stalled_s = Spinning(cores=2), 0.0, 0.0
+    while now_s < 10.0:
+        if spinning.pays(now_s):
+            now_s += 3e-3
+            stalled_s += 3e-3
+            assert spinning.was_stalled(3e-3, now_s)
+        now_s += 1e-3
+    assert stalled_s < 0.03 * now_s
+    now_s += 1.0
+    spinning.was_stalled(2e-3, now_s)
+    assert spinning.pays(now_s + 0.02)
+
+
+def test_on_a_single_core_nobody_looks() -> None:
+    assert not Spinning(cores=1).pays(1e9)
