@@ -133,14 +133,14 @@ def status(
     interface: Annotated[str | None, typer.Option(help="Network interface. [default: lo]")] = None,
     peers: Annotated[str | None, typer.Option(help="Addresses of the other machines, separated by commas.")] = None,
     key_file: KeyFile = None,
-    timeout: Annotated[float, typer.Option(min=0.5, help="Seconds to wait for a first word.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.5, help="Seconds to wait for a first answer.")] = 5.0,
     seconds: Annotated[float, typer.Option(min=0.5, help="How long to listen from then on.")] = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     loop: Loop = LoopName.UVLOOP,
 ) -> None:
     """Say what a running job is doing: its members, whom it waits for and why, rates, drops.
 
-    It only listens, and nobody waits for it. For federated and for data-parallel jobs.
+    It only listens, and no process waits for it. For federated and for data-parallel jobs.
     """
 
     def action() -> None:

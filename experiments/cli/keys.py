@@ -16,7 +16,7 @@ keys = typer.Typer(
     no_args_is_help=True,
 )
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The key file.", show_default=False)]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the node.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node.", show_default=False)]
 ListFile = Annotated[Path, typer.Option("--list", metavar="FILE", help="The allow list, bus.allow_file.")]
 
 
@@ -30,8 +30,8 @@ def new(
 ) -> None:
     """Make a random key in a new file with mode 0600: of a job, or of a node.
 
-    Copy the key of a job to every member, by a safe way. The key of a node stays where it is; of that, the public half
-    goes to the controller. A file that exists is never overwritten. The key itself is not shown.
+    Copy the key of a job to every member, by a safe way. The key of a node stays where it is: only its public half goes
+    to the controller. A file that exists is never overwritten. The key itself is not shown.
     """
 
     def action() -> None:

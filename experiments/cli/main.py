@@ -59,14 +59,14 @@ def _common(
 
 @app.command()
 def demo(
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 5,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 2,
-    samples: Annotated[int, typer.Option(min=0, help="Per client and round; 0: all that the client has.")] = 2000,
+    samples: Annotated[int, typer.Option(min=0, help="Samples per client and round; 0: all of the client.")] = 2000,
     data: Annotated[str, typer.Option(help=DATA_HELP)] = "auto",
-    codec: Annotated[CodecChoice, typer.Option(help="Of the clients' updates.")] = CodecChoice.FP32,
-    downlink_codec: Annotated[CodecChoice, typer.Option(help="Of the global model.")] = CodecChoice.FP32,
+    codec: Annotated[CodecChoice, typer.Option(help="Codec of the clients' updates.")] = CodecChoice.FP32,
+    downlink_codec: Annotated[CodecChoice, typer.Option(help="Codec of the global model.")] = CodecChoice.FP32,
     partition: Annotated[str, typer.Option(help=PARTITION_HELP)] = "iid",
-    seed: Annotated[int, typer.Option(min=0, max=0x7FFF_FFFF)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=0x7FFF_FFFF, help="Seed of everything random.")] = 0,
     domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
@@ -131,7 +131,12 @@ def controller(
 @app.command()
 def client(
     config: Config,
-    client_id: Annotated[int, typer.Option("--id", min=0, help="One for each client of the job.", show_default=False)],
+    client_id: Annotated[
+        int,
+        typer.Option(
+            "--id", min=0, help="Id of this client, another one for each client of the job.", show_default=False
+        ),
+    ],
     insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,

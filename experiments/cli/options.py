@@ -19,7 +19,7 @@ Overrides = Annotated[
 DataRoot = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder that holds MNIST/raw. [default: $GRADBUS_DATA, the cache]")
 ]
-Level = Annotated[LogLevel, typer.Option(help="What is worth a log line.")]
+Level = Annotated[LogLevel, typer.Option(help="Least important level that is logged.")]
 Style = Annotated[LogStyle, typer.Option(help="auto: readable on a terminal, JSON elsewhere.")]
 Loop = Annotated[LoopName, typer.Option(help="Event loop; asyncio where there is no uvloop.")]
 RunDir = Annotated[
@@ -48,7 +48,7 @@ Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follo
 
 
 def insecure_setting(insecure: bool) -> list[str]:
-    """The option as an override of its setting, if it is given."""
+    """The override of a setting that the option stands for, if it is given."""
     return ["bus.insecure=true"] if insecure else []
 
 

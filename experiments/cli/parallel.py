@@ -29,7 +29,7 @@ from gradbus.experiments.run.lifecycle import guard
 def worker(
     config: Config,
     rank: Annotated[
-        int | None, typer.Option(help="Of this process, from 0. [default: the file, $GRADBUS_RANK, $RANK]")
+        int | None, typer.Option(help="Rank of this process, from 0. [default: the file, $GRADBUS_RANK, $RANK]")
     ] = None,
     world: Annotated[
         int | None,
@@ -44,7 +44,9 @@ def worker(
     data_root: DataRoot = None,
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="What is worth a log line. [default: info; warning for rank 0, which tells of each epoch]"),
+        typer.Option(
+            help="Least important level that is logged. [default: info; warning for rank 0, which reports each epoch]"
+        ),
     ] = None,
     log_style: Style = LogStyle.AUTO,
     loop: Loop = LoopName.UVLOOP,
@@ -52,7 +54,7 @@ def worker(
 ) -> None:
     """Train as one rank of a data-parallel job: the same model on every rank, each with its part of the data.
 
-    One process per rank, on one machine or on several. Rank 0 tells how it goes.
+    One process per rank, on one machine or on several. Rank 0 reports the progress.
     """
     hint: list[str] = []
 

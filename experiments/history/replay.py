@@ -7,6 +7,7 @@ ascending order. Other strategies have steps of their own; they are run again as
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.history.reader import Event, RunHistory
@@ -15,12 +16,12 @@ from gradbus.runtime.testing.journal import model_name, update_name, weights_nam
 if TYPE_CHECKING:
     import numpy as np
 
-    from gradbus.experiments.history.invariants import InvariantResult
 
+Expect = Callable[[bool, str], None]  # whether a fact holds, and a sentence for where it does not
 _ONE = float(1 << 30)  # of the fixed point
 
 
-def replay(run: RunHistory, result: InvariantResult) -> None:
+def replay(run: RunHistory, expect: Expect) -> None:
     """Compute again the rounds of runs that kept their payloads, from their first round on."""
     folder = run.directory / "payloads"
     runs: dict[str, list[tuple[Event, list[Event]]]] = {}
@@ -43,7 +44,7 @@ def replay(run: RunHistory, result: InvariantResult) -> None:
     for name, rounds in runs.items():
         opening = openings[name]
         if (folder / weights_name(int(name, 16), opening["round"])).exists() and _has_all(opening):
-            _Replay(run, result, opening).all(rounds)
+            _Replay(run, expect, opening).all(rounds)
 
 
 def _has_all(opening: Event) -> bool:
@@ -60,7 +61,7 @@ def _weight(update: Event) -> int:
 
 
 class _Replay:
-    def __init__(self, run: RunHistory, result: InvariantResult, opening: Event) -> None:
+    def __init__(self, run: RunHistory, expect: Expect, opening: Event) -> None:
         import numpy as np
 
         from gradbus.actors.aggregation.clipping import within_limits
@@ -68,7 +69,7 @@ class _Replay:
         from gradbus.runtime.config.federated import FederatedConfig
 
         self._folder = run.directory / "payloads"
-        self._result = result
+        self._expect = expect
         self._run_id = int(opening["run"], 16)
         config = FederatedConfig.model_validate(opening["federated"])
         data = (self._folder / weights_name(self._run_id, opening["round"])).read_bytes()
@@ -86,10 +87,10 @@ class _Replay:
             try:
                 self._round(done, sorted(updates, key=lambda update: update["client"]))
             except (OSError, ValueError) as error:
-                self._result.expect(False, f"round {done} cannot be computed again: {error}")
+                self._expect(False, f"round {done} cannot be computed again: {error}")
                 return
             crc32 = zlib.crc32(self._weights.data)
-            self._result.expect(
+            self._expect(
                 crc32 == commit["crc32"],
                 f"round {done}: its updates give a model with CRC-32 {crc32:08x}, committed is {commit['crc32']:08x}",
             )
