@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,6 +49,7 @@ _TYPES: dict[str, Any] = {
     "ModelBlob": idl_types.ModelBlobType,
     "Frame": idl_types.FrameType,
 }
+MAX_DELETING = 64  # writers at the same time, each on a thread
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
 
 
@@ -293,6 +295,7 @@ class Node:
         self.fast = False
         self.topics = domains.Topics(self.participant, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
+        self._writers: set[Writer] = set()
         self._is_open = True
         self._made_in = forks.generation
         self.leaves_machine = leaves_machine(xml)
@@ -368,8 +371,13 @@ class Node:
             entity.set_status_mask(DDSStatus.PublicationMatched)
             writer = self.make_writer(topic, entity, self.fast)
             undo.pop_all()
-        writer.deleted = partial(self.topics.leave, topic.name)
+        writer.deleted = partial(self._forget, writer)
+        self._writers.add(writer)
         return writer
+
+    def _forget(self, writer: Writer) -> None:
+        self._writers.discard(writer)
+        self.topics.leave(writer.topic.name)
 
     def topic_reader(self, topic: Topic) -> Reader:
         """A reader; DDS starts to fill it at once. Raises as :meth:`topic_writer`."""
@@ -413,11 +421,23 @@ class Node:
         if not self._is_open or self._made_in != forks.generation:
             return
         self._is_open = False
+        _delete_together(list(self._writers))
         for entity in reversed(self._made):
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
+
+
+def _delete_together(writers: Sequence[Writer]) -> None:
+    """Delete writers in about a second. DDS takes so long for each that has samples which a reader did not acknowledge,
+    so those are deleted at the same time."""
+    late = [writer for writer in writers if not writer.wait_for_acks(0.0)]
+    for writer in set(writers).difference(late):
+        writer.delete()
+    if late:
+        with ThreadPoolExecutor(min(len(late), MAX_DELETING), "gradbus-delete") as pool:
+            list(pool.map(lambda writer: writer.delete(), late))
 
 
 class Waiter:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,14 @@ from bus_helpers import CHIEF, CLIENT, MIB, MODEL, UPDATE, Run, reads
 from patience import eventually
 
 import gradbus
+from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed
+from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Leave
+from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob, TrainCmd
 
+NEVER_TAKES = Path(__file__).parents[2] / "support" / "never_takes.py"
 BOUND_S = 15.0  # of a second, on a machine that stands still for some; what is unsent would give up after 30 s
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
@@ -204,6 +210,35 @@ def test_a_close_whose_caller_is_cancelled_is_bounded_and_complete(run: Run, pla
         assert threads_of_gradbus() == []
 
     run(main)
+
+
+def test_writers_whose_samples_a_process_does_not_take_do_not_add_up_when_a_bus_closes(
+    run: Run, place: dict[str, Any]
+) -> None:
+    writers = 12  # a second each, one after the other
+
+    async def main() -> float:
+        async with gradbus.connect(**place, security="none") as bus:
+            port = bus.frame_port()
+            opened = [port.open_writer(collective_topic(f"group-{number}")) for number in range(writers)]
+            await bus.matched(lambda: all(writer.matched for writer in opened), timeout_s=50)
+            key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, 0, "x", 0)
+            for writer in opened:
+                for _ in range(8):  # twice as many as the reader keeps
+                    port.write(writer, next(frames.split(key, b"x")))
+                assert not writer.wait_for_acks(0.0)
+            closing_s = time.monotonic()
+        await eventually(lambda: threads_of_gradbus() == [])
+        return time.monotonic() - closing_s
+
+    command = [sys.executable, str(NEVER_TAKES), str(place["domain"]), "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "watching\n"
+            assert run(main) < writers / 2
+        finally:
+            process.kill()
 
 
 def test_a_bus_whose_opening_is_cancelled_leaves_nothing_behind(run: Run, place: dict[str, Any]) -> None:
