@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddp_processes import Ranks
+from ddp_node import ddp_ranks
 from dds_domains import new_domain
 from federation import Federation
 from patience import PATIENT_S, until
@@ -124,9 +124,9 @@ def test_when_a_rank_dies_in_a_step_the_others_know_at_once_and_their_parameters
         "epochs": 2, "eval_every_epochs": 0, "hash_every": 1, "history_dir": str(history),
         "state_dir": str(tmp_path / "state"), "checkpoint_every_steps": 2,
     }  # fmt: skip
-    with Ranks(3, **settings) as ranks:
+    with ddp_ranks(3, **settings) as ranks:
         dies = {"fail_at": fail_at(1, 5, place), **DYING}
-        nodes = ranks.start(rank_0=CALM, rank_1=dies, rank_2=CALM)
+        nodes = ranks.start_all(rank_0=CALM, rank_1=dies, rank_2=CALM)
         assert nodes[1].wait(40.0) == -signal.SIGKILL
         died_s = time.monotonic()
         for rank in (0, 2):
@@ -134,7 +134,7 @@ def test_when_a_rank_dies_in_a_step_the_others_know_at_once_and_their_parameters
             assert "rank 1" in failed["text"]
             assert failed["at_s"] - died_s < GAP_S
             assert nodes[rank].wait(10.0) == 3
-        again = ranks.start(rank_0=CALM, rank_1=CALM, rank_2=CALM)
+        again = ranks.start_all(rank_0=CALM, rank_1=CALM, rank_2=CALM)
         assert len({node.wait_for("done")["params_hash"] for node in again}) == 1
         assert [node.wait() for node in again] == [0, 0, 0]
     findings = {finding.name: finding for finding in check(read_history(history))}

@@ -10,7 +10,7 @@ import other_user
 import pytest
 from dds_domains import new_domain
 from federation import DIM, NOBODY_DIES_S, Federation
-from torch_node import Ranks
+from torch_node import SceneRanks
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -72,7 +72,9 @@ def test_he_takes_no_rank_of_a_store_and_runs_no_code_by_objects_of_torch(
     url = f"dds://{new_domain()}/objects-{tmp_path.name}"
     gate, over, bomb = (Path(his_home, name) for name in ("gate", "over", "bomb"))
     environments = {rank: {} if protected else {"GRADBUS_BUS__SECURITY": "none"} for rank in (0, 1)}
-    with Ranks("rendezvous_scenes", "exchange_objects", url=url, gate=str(gate), environments=environments) as ranks:
+    with SceneRanks(
+        "rendezvous_scenes", "exchange_objects", url=url, gate=str(gate), environments=environments
+    ) as ranks:
         attack = {"url": url, "bomb": str(bomb), "until": str(over), "timeout_s": 2.0 if protected else 20.0}
         his = [
             other_user.start("ranks", his_home, **attack, level=level)

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel run for :mod:`ddp_processes`: a process of its own that says what happens."""
+"""Ranks of a data-parallel run: processes of their own that say what happens. See :mod:`ranks`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from ranks import Ranks
 
 import gradbus
 from gradbus.actors import Worker
@@ -22,6 +23,11 @@ from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.tasks import single_error
 
 Say = Callable[[dict[str, Any]], None]
+
+
+def ddp_ranks(world: int, *, samples: int = 256, batch_size: int = 16, lease_s: float = 1.0, **config: Any) -> Ranks:
+    """``lease_s``: who is silent for so long is taken for dead."""
+    return Ranks(run_forked, world, samples=samples, batch_size=batch_size, lease_s=lease_s, config=config)
 
 
 class Task(ClassificationTask):
@@ -47,7 +53,7 @@ async def _work(spec: dict[str, Any], say: Say) -> None:
     config = DataParallelConfig(**spec["config"])
     network = gradbus.NetworkConfig(lease_s=spec["lease_s"])
     async with (
-        gradbus.connect(job=spec["job"], domain=spec["domain"], network=network) as bus,
+        gradbus.connect(**spec["place"], network=network) as bus,
         join_group(bus, rank=spec["rank"], world=spec["world"], timeout_s=30.0, collective_timeout_s=30.0) as group,
     ):
         worker = Worker(group, Task(spec, say), config, fail_at=spec.get("fail_at", ""))

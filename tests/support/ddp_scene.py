@@ -1,7 +1,7 @@
 """Data-parallel ranks for tests: several in one process, each on a bus of its own, over DDS; and what they must equal.
 
 In one process, because that takes a fraction of a second. What only real processes show (a rank that is killed) is in
-``ddp_processes``.
+``ddp_node``.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
-import queue
 import sys
 import threading
 import time
@@ -14,9 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import torch
-import warm
-from dds_domains import new_domain
-from federation import Node
+from ranks import Ranks
 
 import gradbus
 from gradbus.experiments.namespaces import enter_namespace
@@ -26,8 +22,6 @@ from gradbus.runtime.security import Security
 
 Script = Callable[[Group], Awaitable[Any]]
 LEASE_S = 20.0  # where no death is tested, a machine that stands still for seconds is none
-
-_numbers = itertools.count()
 
 
 @contextlib.asynccontextmanager
@@ -54,44 +48,14 @@ async def as_ranks(place: dict[str, Any], world: int, script: Script, **options:
     return [task.result() for task in running]
 
 
-class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Ranks of one group as processes; those that are left at the end are killed."""
+def group_ranks(script: Callable[..., Any], world: int, **common: Any) -> Ranks:
+    """Ranks of one group as processes.
 
-    def __init__(self, script: Callable[..., Any], world: int, **common: Any) -> None:
-        """``script``: run in each process, as ``script(Rank(...))``; a function of some module, for it is pickled.
-        ``common``: what all ranks are told, see :class:`Rank`."""
-        place = {"job": f"group-{os.getpid()}-{next(_numbers)}", "domain": new_domain()}
-        self._common = {"script": script, "place": place, "world": world, **common}
-        self._nodes: list[tuple[Node, Any]] = []
-
-    def start(self, rank: int, **own: Any) -> Node:
-        """Start one rank; ``own`` is for this one alone."""
-        spec = {**self._common, "rank": rank, **own}
-        process, ours, events = warm.fork_that_tells(run_forked, spec, both_ways=True)
-        node = Node(process, events)
-        self._nodes.append((node, ours))
-        return node
-
-    def start_all(self, **of_ranks: dict[str, Any]) -> list[Node]:
-        """Start all ranks; ``rank_1={...}`` is for one of them."""
-        return [self.start(rank, **of_ranks.get(f"rank_{rank}", {})) for rank in range(self._common["world"])]
-
-    @property
-    def nodes(self) -> list[Node]:
-        """All that were started, in that order."""
-        return [node for node, _ in self._nodes]
-
-    def tell(self, rank: int) -> None:
-        """Say a word to a rank that waits for one, the rank that was started as number ``rank``."""
-        self._nodes[rank][1].send("go on")
-
-    def __exit__(self, *_: object) -> None:
-        for node, pipe in self._nodes:
-            node.end()
-            with contextlib.suppress(queue.Empty):  # the reader of its events ends with the last one
-                while node.incoming.get(timeout=1.0) is not None:
-                    pass
-            pipe.close()
+    Args:
+        script: run in each process, as ``script(Rank(...))``; a function of some module, for it is pickled.
+        common: what all ranks are told, see :class:`Rank`.
+    """
+    return Ranks(run_forked, world, script=script, **common)
 
 
 class Rank:

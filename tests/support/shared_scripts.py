@@ -1,4 +1,4 @@
-"""What a rank that shares memory does in a process of its own, for :class:`group_node.Ranks`."""
+"""What a rank that shares memory does in a process of its own, for :func:`group_node.group_ranks`."""
 
 from __future__ import annotations
 

@@ -12,17 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import warm
-from dds_domains import new_domain
-from federation import Node
 from patience import PATIENT_S
+from ranks import Ranks
 
 SCENES = Path(__file__).resolve().parents[1] / "torch_backend"
 LEASE_S = PATIENT_S  # of a rank that does not die: a machine that stands still for seconds is no death
@@ -57,16 +54,14 @@ class Place:
         )  # fmt: skip
 
 
-class Ranks(AbstractContextManager["Ranks"]):
+class SceneRanks(Ranks):
     """The ranks of one scene: a function of a file in tests/torch_backend, ``scene(place)``, in each process."""
 
     def __init__(self, file: str, scene: str, world: int = 2, backend: str = "dds", **options: Any) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "file": file, "scene": scene, "world": world, "backend": backend, "options": options,
-            "port": self._store.port, "domain": new_domain(),
-        }  # fmt: skip
-        self.nodes = [_start({**common, "rank": rank}) for rank in range(world)]
+        port = self._store.port
+        super().__init__(run_forked, world, file=file, scene=scene, backend=backend, options=options, port=port)
+        self.start_all()
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:
         """What the scene returned on each rank: tensors, numbers, text, lists and dicts of them."""
@@ -80,28 +75,19 @@ class Ranks(AbstractContextManager["Ranks"]):
         """What the scene returned, from the event "done"."""
         return torch.load(io.BytesIO(event["value"]), weights_only=True)
 
-    def __exit__(self, *_: object) -> None:
-        for node in self.nodes:
-            node.end()
-
 
 def play(
     file: str, scene: str, world: int = 2, backend: str = "dds", *, timeout_s: float = 60.0, **options: Any
 ) -> list[Any]:
     """Run a scene to its end. Returns what it returned, rank by rank."""
-    with Ranks(file, scene, world, backend, **options) as ranks:
+    with SceneRanks(file, scene, world, backend, **options) as ranks:
         return ranks.results(timeout_s)
-
-
-def _start(spec: dict[str, Any]) -> Node:
-    process, _, events = warm.fork_that_tells(run_forked, spec)
-    return Node(process, events)
 
 
 def run_forked(spec: dict[str, Any], pipe: Any) -> None:
     """Entry of a forked process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["GRADBUS_BUS__DOMAIN"] = str(spec["domain"])
+    os.environ["GRADBUS_BUS__DOMAIN"] = str(spec["place"]["domain"])
     dies = spec["rank"] in spec["options"].get("dying", ())
     os.environ["GRADBUS_BUS__LEASE_S"] = str(DYING_LEASE_S if dies else LEASE_S)
     os.environ.update(spec["options"].get("environments", {spec["rank"]: {}})[spec["rank"]])

@@ -13,7 +13,7 @@ import pytest
 from dds_domains import new_domain
 from patience import soonest
 from ports import kept_ports
-from torch_node import LEASE_S, SOON_S, Ranks, play
+from torch_node import LEASE_S, SOON_S, SceneRanks, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -27,7 +27,7 @@ def test_a_killed_rank_is_an_exception_on_all_others() -> None:
 
 def one_is_killed() -> float:
     """Seconds until all others know."""
-    with Ranks("end_scenes", "one_is_killed", world=3, dying=[2]) as ranks:
+    with SceneRanks("end_scenes", "one_is_killed", world=3, dying=[2]) as ranks:
         died = ranks.nodes[2].wait_for("dies")
         failed = [node.wait_for("failed as it should") for node in ranks.nodes[:2]]
         results = [node.wait_for("done") for node in ranks.nodes[:2]]
@@ -48,7 +48,7 @@ def test_a_killed_rank_ends_a_backward_pass_of_ddp() -> None:
 
 def killed_in_ddp() -> float:
     """Seconds until all others know."""
-    with Ranks("end_scenes", "killed_in_ddp", world=3, dying=[2]) as ranks:
+    with SceneRanks("end_scenes", "killed_in_ddp", world=3, dying=[2]) as ranks:
         died = ranks.nodes[2].wait_for("dies")
         failed = [node.wait_for("failed as it should") for node in ranks.nodes[:2]]
         for node in ranks.nodes[:2]:

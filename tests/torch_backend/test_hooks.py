@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_node import Ranks, play
+from torch_node import SceneRanks, play
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> Results:
     """What all scenes return on dds, rank by rank."""
-    with Ranks("hook_scenes", "dds_all", folder=str(folder)) as ranks:
+    with SceneRanks("hook_scenes", "dds_all", folder=str(folder)) as ranks:
         return ranks.results(timeout_s=100.0)
 
 

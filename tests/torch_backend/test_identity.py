@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from identities import Identities
-from torch_node import Ranks
+from torch_node import SceneRanks
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +28,10 @@ def test_ranks_of_two_machines_with_a_key_each_meet_by_either_store_and_a_strang
     names = ["server", "server", "host-b"]  # two of them on one machine
     environments = [environment(known, name) for name in names]
     gate = tmp_path / "gate"
-    with Ranks("identity_scenes", "both_ways", 3, gate=str(gate), environments=environments) as ranks:
+    with SceneRanks("identity_scenes", "both_ways", 3, gate=str(gate), environments=environments) as ranks:
         urls = [node.wait_for("met")["url"] for node in ranks.nodes]
         others = [environment(known, "stranger")]
-        with Ranks("identity_scenes", "stranger", 1, url=urls[0], environments=others) as strangers:
+        with SceneRanks("identity_scenes", "stranger", 1, url=urls[0], environments=others) as strangers:
             (told,) = strangers.results()
         gate.touch()
         found = ranks.results()

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from patience import soonest
 from stores import finished, new_job
-from torch_node import SOON_S, Ranks, play
+from torch_node import SOON_S, SceneRanks, play
 
 from gradbus.torch import register, store_link
 from gradbus.torch.rendezvous import parse
@@ -153,7 +153,7 @@ def test_when_rank_0_is_killed_all_others_are_told_soon_and_any_other_rank_is_no
 
 def one_after_the_other_dies() -> float:
     """Seconds from the death of rank 0 until rank 1 knows."""
-    with Ranks("rendezvous_scenes", "one_after_the_other_dies", world=3, dying=[0, 2]) as ranks:
+    with SceneRanks("rendezvous_scenes", "one_after_the_other_dies", world=3, dying=[0, 2]) as ranks:
         first, second, third = ranks.nodes
         assert third.wait() == -signal.SIGKILL
         second.wait_for("waits")

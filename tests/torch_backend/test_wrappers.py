@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from patience import soonest
-from torch_node import SOON_S, Ranks, play
+from torch_node import SOON_S, SceneRanks, play
 
 from gradbus.torch.functions import OPS
 from gradbus.torch.named import MAX_NAME_BYTES, wire_name
@@ -207,7 +207,7 @@ def test_who_is_late_is_named_and_who_is_dead_ends_the_step() -> None:
 
 def late_then_dead() -> float:
     """Seconds until all others know of the death."""
-    with Ranks("wrapper_scenes", "late_then_dead", world=3, dying=[2]) as ranks:
+    with SceneRanks("wrapper_scenes", "late_then_dead", world=3, dying=[2]) as ranks:
         died = ranks.nodes[2].wait_for("dies", 60.0)
         failed = [node.wait_for("failed as it should") for node in ranks.nodes[:2]]
         results = [ranks.value(node.wait_for("done")) for node in ranks.nodes[:2]]

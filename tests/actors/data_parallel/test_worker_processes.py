@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddp_processes import Ranks
+from ddp_node import ddp_ranks
 from federation import NOBODY_DIES_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -22,8 +22,8 @@ TOLD_WITHIN_S = 3.0 + 10.0
 
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
 def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str) -> None:
-    with Ranks(3, exchange=exchange, **LONG, **STEADY) as ranks:
-        nodes = ranks.start(rank_1=MORTAL)
+    with ddp_ranks(3, exchange=exchange, **LONG, **STEADY) as ranks:
+        nodes = ranks.start_all(rank_1=MORTAL)
         for node in nodes:
             node.wait_for("batch", number=20)
         killed_s = time.monotonic()  # the clock of all processes of a machine
@@ -39,14 +39,14 @@ def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str
 
 def test_after_a_kill_all_ranks_go_on_from_the_last_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "checkpoint_every_steps": 3, **STEADY}
-    with Ranks(2, **settings) as ranks:
-        whole = [node.wait_for("done") for node in ranks.start()]
-    with Ranks(2, **settings, state_dir=str(tmp_path)) as ranks:
-        first, second = ranks.start(rank_1={"die_at": 10, **MORTAL})
+    with ddp_ranks(2, **settings) as ranks:
+        whole = [node.wait_for("done") for node in ranks.start_all()]
+    with ddp_ranks(2, **settings, state_dir=str(tmp_path)) as ranks:
+        first, second = ranks.start_all(rank_1={"die_at": 10, **MORTAL})
         assert first.wait_for("failed")["kind"] == "PeerLost"
         assert second.wait() == -signal.SIGKILL
         assert first.wait() == 3
-        again = ranks.start()
+        again = ranks.start_all()
         results = [node.wait_for("done") for node in again]
         assert again[0].all("batch")[0]["epoch"] == 1
     for result in (*results, *whole):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from federation import Node
-from group_node import Ranks
+from group_node import group_ranks
 from group_scripts import lives, steps_until_the_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -35,7 +35,7 @@ def assert_later_ones_end_at_once(node: Node, end: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
 def test_a_killed_rank_ends_pending_and_later_collectives_of_all_others_in_time(world: int, victim: int) -> None:
-    with Ranks(steps_until_the_end, world, network=NETWORK) as ranks:
+    with group_ranks(steps_until_the_end, world, network=NETWORK) as ranks:
         nodes = ranks.start_all()
         for node in nodes:
             node.wait_for("under way")
@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_pending_and_later_collectives_of_all_others_in_time(
 def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algorithm: str, shared: bool) -> None:
     dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
     network = NETWORK | {"shared_memory": shared}
-    with Ranks(steps_until_the_end, 3, network=network, numel=4 << 20, algorithm=algorithm) as ranks:
+    with group_ranks(steps_until_the_end, 3, network=network, numel=4 << 20, algorithm=algorithm) as ranks:
         nodes = ranks.start_all(rank_1=dies)
         killed_s = nodes[1].wait_for("dies")["at_s"]
         for end in ends_of([nodes[0], nodes[2]]):
@@ -68,7 +68,7 @@ def test_a_rank_killed_while_it_sends_a_large_vector_is_a_lost_one_as_well(algor
 
 @pytest.mark.parametrize("stopped", [[2], [0, 1, 2]], ids=["one", "all at once"])
 def test_stopped_ranks_are_waited_for_and_all_go_on_when_they_do(stopped: list[int]) -> None:
-    with Ranks(steps_until_the_end, 3, network={}, steps=40) as ranks:
+    with group_ranks(steps_until_the_end, 3, network={}, steps=40) as ranks:
         nodes = ranks.start_all()
         for node in nodes:
             node.wait_for("under way")
@@ -86,7 +86,7 @@ def test_stopped_ranks_are_waited_for_and_all_go_on_when_they_do(stopped: list[i
 def test_a_rank_whose_loop_hangs_is_named_at_the_deadline_and_ends_when_it_goes_on() -> None:
     """It lives, and the kernel knows."""
     limits = {"collective_timeout_s": 2.0}
-    with Ranks(steps_until_the_end, 3, network=NETWORK, limits=limits) as ranks:
+    with group_ranks(steps_until_the_end, 3, network=NETWORK, limits=limits) as ranks:
         nodes = ranks.start_all(rank_1={"block_in_step": 8})
         hung_s = nodes[1].wait_for("blocks")["at_s"]
         for end in ends_of([nodes[0], nodes[2]]):
@@ -100,7 +100,7 @@ def test_a_rank_whose_loop_hangs_is_named_at_the_deadline_and_ends_when_it_goes_
 
 
 def test_a_rank_that_raises_ends_the_others_at_once_and_they_know_why() -> None:
-    with Ranks(steps_until_the_end, 3) as ranks:
+    with group_ranks(steps_until_the_end, 3) as ranks:
         nodes = ranks.start_all(rank_2={"raise_in_step": 6})
         for end in ends_of(nodes[:2]):
             assert (end["kind"], end["ranks"]) == ("PeerLost", [2])
@@ -109,7 +109,7 @@ def test_a_rank_that_raises_ends_the_others_at_once_and_they_know_why() -> None:
 
 
 def test_a_rank_that_starts_seconds_after_the_others_is_waited_for() -> None:
-    with Ranks(steps_until_the_end, 3, steps=10) as ranks:
+    with group_ranks(steps_until_the_end, 3, steps=10) as ranks:
         early = [ranks.start(0), ranks.start(1)]
         time.sleep(2.0)  # no event: that is the case
         assert all(node.process.is_alive() for node in early)
@@ -122,7 +122,7 @@ def test_a_rank_that_starts_seconds_after_the_others_is_waited_for() -> None:
 @pytest.mark.parametrize("pause_s", [0.0, 1.5], ids=["at once", "later"])
 def test_a_killed_rank_that_starts_again_forms_the_group_anew_with_the_survivors(pause_s: float) -> None:
     """They use the same names and rounds: nothing of its former life is taken for the new one's."""
-    with Ranks(lives, 3, network=NETWORK) as ranks:
+    with group_ranks(lives, 3, network=NETWORK) as ranks:
         nodes = ranks.start_all(rank_1={"die_in_life": 0})
         first = {tuple(node.wait_for("joined")["members"]) for node in nodes}
         assert nodes[1].wait() == -signal.SIGKILL
@@ -142,7 +142,7 @@ def test_a_killed_rank_that_starts_again_forms_the_group_anew_with_the_survivors
 
 
 def test_a_rank_killed_while_the_group_forms_is_replaced_by_its_next_start() -> None:
-    with Ranks(lives, 3, network=NETWORK) as ranks:
+    with group_ranks(lives, 3, network=NETWORK) as ranks:
         first, early = ranks.start(0), ranks.start(1)
         early.wait_for("connected")
         early.signal(signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_a_rank_killed_while_the_group_forms_is_replaced_by_its_next_start() -> 
 
 
 def test_ranks_that_die_one_after_the_other_leave_the_last_one_with_the_names_of_both() -> None:
-    with Ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
+    with group_ranks(steps_until_the_end, 3, network=NETWORK) as ranks:
         nodes = ranks.start_all()
         for node in nodes:
             node.wait_for("under way")

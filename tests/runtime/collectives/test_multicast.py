@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from group_node import Ranks
+from group_node import group_ranks
 from group_scripts import every_collective, steps_until_the_end, traffic_of_collectives
 
 from gradbus.experiments.namespaces import Host
@@ -21,7 +21,7 @@ LOST_S = 10.0  # of the 20 s of a lease: the kernel tells of it, and a busy mach
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_collective_is_right_with_multicast(shared: bool) -> None:
     network = MULTICAST | {"shared_memory": shared}
-    with Ranks(every_collective, 4, numels=[5, 100_000], network=network) as ranks:
+    with group_ranks(every_collective, 4, numels=[5, 100_000], network=network) as ranks:
         for node in ranks.start_all():
             assert node.wait(60.0) == 0
             (done,) = node.all("done")
@@ -30,7 +30,7 @@ def test_every_collective_is_right_with_multicast(shared: bool) -> None:
 
 def test_every_collective_is_right_where_each_rank_misses_other_packets_of_a_multicast() -> None:
     network = MULTICAST | {"shared_memory": False, "loss_per_mille": 100}
-    with Ranks(every_collective, 3, numels=[1, 100_000], network=network, limits={"timeout_s": 60.0}) as ranks:
+    with group_ranks(every_collective, 3, numels=[1, 100_000], network=network, limits={"timeout_s": 60.0}) as ranks:
         for node in ranks.start_all():
             assert node.wait(60.0) == 0
             (done,) = node.all("done")
@@ -41,7 +41,7 @@ def test_every_collective_is_right_where_each_rank_misses_other_packets_of_a_mul
 def test_a_rank_killed_while_it_multicasts_a_large_vector_is_named_in_time(algorithm: str) -> None:
     dies = {"die_in_step": 2, "die_after_bytes": 2 << 20}
     network = MULTICAST | {"shared_memory": False}
-    with Ranks(steps_until_the_end, 4, network=network, numel=2 << 20, algorithm=algorithm) as ranks:
+    with group_ranks(steps_until_the_end, 4, network=network, numel=2 << 20, algorithm=algorithm) as ranks:
         nodes = ranks.start_all(rank_1=dies)
         killed_s = nodes[1].wait_for("dies")["at_s"]
         for node in (nodes[0], nodes[2], nodes[3]):
@@ -64,7 +64,7 @@ def traffic(
         places: which of the hosts each rank is on. interfaces: of the hosts, which their ranks use.
     """
     network = {"lease_s": 20.0, "shared_memory": False, **network}
-    with Ranks(traffic_of_collectives, len(places), size_bytes=PAYLOAD_BYTES) as ranks:
+    with group_ranks(traffic_of_collectives, len(places), size_bytes=PAYLOAD_BYTES) as ranks:
         for rank, place in enumerate(places):
             ranks.start(
                 rank, namespace=hosts[place].name, interface=interfaces[place],

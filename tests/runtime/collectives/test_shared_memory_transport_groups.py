@@ -14,7 +14,7 @@ import pytest
 import torch
 from bus_helpers import Run
 from federation import named_by
-from group_node import LEASE_S, Ranks, as_ranks
+from group_node import LEASE_S, as_ranks, group_ranks
 from memory_maps import mapped, open_files
 from patience import eventually
 from shared_scripts import (
@@ -52,7 +52,7 @@ def test_results_are_the_same_with_and_without_it_and_leaving_gives_all_of_it_ba
     digests = []  # of each rank: what all_to_all gives differs between them
     for share in (True, False):
         network = {"lease_s": LEASE_S, "shared_memory": share}
-        with Ranks(every_size, world, network=network, sizes=sizes) as ranks:
+        with group_ranks(every_size, world, network=network, sizes=sizes) as ranks:
             found = []
             for node in ranks.start_all():
                 assert node.wait(60.0) == 0
@@ -68,7 +68,7 @@ def test_results_are_the_same_with_and_without_it_and_leaving_gives_all_of_it_ba
 
 @pytest.mark.slow
 def test_a_killed_rank_leaves_nothing_behind_and_nothing_of_it_stays_with_the_others() -> None:
-    with Ranks(killed_while_it_sends, 3) as ranks:
+    with group_ranks(killed_while_it_sends, 3) as ranks:
         nodes = ranks.start_all()
         pids = {node.process.pid for node in nodes}
         assert nodes[1].wait(60.0) == -signal.SIGKILL
@@ -83,7 +83,7 @@ def test_a_killed_rank_leaves_nothing_behind_and_nothing_of_it_stays_with_the_ot
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_with_slots_does_not_hold_up_the_others_and_all_is_there_when_it_goes_on() -> None:
-    with Ranks(beside_one_that_stands_still, 3) as ranks:
+    with group_ranks(beside_one_that_stands_still, 3) as ranks:
         nodes = ranks.start_all()
         for node in nodes:
             node.wait_for("ready")

@@ -23,7 +23,7 @@ from dds_domains import new_domain
 from identities import Identities
 from patience import eventually
 from structlog.testing import capture_logs
-from torch_node import Ranks
+from torch_node import SceneRanks
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -215,7 +215,7 @@ def test_a_store_goes_on_beside_a_stranger_and_names_it(tmp_path: Path) -> None:
     url, gate = f"dds://{domain}/beset-{os.getpid()}-{next(_numbers)}", tmp_path / "gate"
     with (
         stranger(domain) as process,
-        Ranks("rendezvous_scenes", "exchange_values", url=url, gate=str(gate), just_end=True) as ranks,
+        SceneRanks("rendezvous_scenes", "exchange_values", url=url, gate=str(gate), just_end=True) as ranks,
     ):
         for node in ranks.nodes:
             node.wait_for("is in", 30.0)

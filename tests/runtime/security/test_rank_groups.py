@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
-from group_node import Ranks
+from group_node import group_ranks
 from group_scripts import known_ranks
 from identities import Identities
 from patience import eventually
@@ -80,10 +80,10 @@ def test_a_group_of_known_processes_works_strangers_stay_out_and_who_is_removed_
     names = ["server", "host-1", "host-2"]
     securities = {f"rank_{rank}": {"security": known.rank_security(name, rank)} for rank, name in enumerate(names)}
     limits = {"collective_timeout_s": 20.0}
-    with Ranks(known_ranks, 3, network={"lease_s": 5.0}, limits=limits) as ranks:
+    with group_ranks(known_ranks, 3, network={"lease_s": 5.0}, limits=limits) as ranks:
         nodes = ranks.start_all(**securities)
         works = [node.wait_for("works") for node in nodes]
-        where = ranks._common["place"]
+        where = ranks.place
         run(strangers_stay_out(known, where))
         known.remove("host-2")
         ended = [node.wait_for("ended") for node in nodes]
