@@ -145,7 +145,7 @@ def status(
 
     def action() -> None:
         from gradbus.experiments.buses import check
-        from gradbus.experiments.run.status_settings import settings_of
+        from gradbus.experiments.run.status import settings_of
         from gradbus.experiments.rundir.directory import json_text
         from gradbus.runtime import logs
 
@@ -158,8 +158,7 @@ def status(
         }  # fmt: skip
         settings = settings_of(config, {key: value for key, value in options.items() if value is not None})
         check(settings)
-        from gradbus.experiments.run.status import observe
-        from gradbus.experiments.run.status_text import lines_of
+        from gradbus.experiments.run.status import lines_of, observe
 
         picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
         print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))

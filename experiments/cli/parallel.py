@@ -59,7 +59,7 @@ def worker(
     hint: list[str] = []
 
     def action() -> None:
-        from gradbus.experiments.run.worker_command import worker_run
+        from gradbus.experiments.run.commands import worker_run
 
         add_current_directory_to_path()
         extra = [] if resume is None else [f"worker.resume={str(resume).lower()}"]

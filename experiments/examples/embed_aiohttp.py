@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +26,7 @@ from gradbus.experiments.files import ControllerFile, load
 from gradbus.experiments.report.metrics import JobCollector, Totals
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import guard, say
+from gradbus.experiments.rundir.directory import json_text
 from gradbus.runtime import logs
 from gradbus.runtime.errors import ConfigError
 
@@ -106,9 +105,6 @@ class Job:
     def status(self) -> dict[str, Any]:
         """As a JSON object."""
         progress = self.progress
-        last = (
-            {key: _finite(value) for key, value in progress.reports[-1].to_json().items()} if progress.reports else None
-        )
         return {
             "phase": self.phase,
             "round": progress.round_id,
@@ -117,7 +113,7 @@ class Job:
             "expected": progress.expected,
             "min": progress.minimum,
             "clients": list(progress.clients) if self.running else [],
-            "last_report": last,
+            "last_report": progress.reports[-1].to_json() if progress.reports else None,
             "dropped": dict(self.totals.dropped),
             "rejected": dict(self.rejected),
             "error": self.reason,
@@ -224,12 +220,7 @@ async def _health(request: web.Request) -> web.Response:
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:
-    return web.json_response(value, status=status, dumps=lambda item: json.dumps(item, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity, which the loss of a run that diverges becomes."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return web.json_response(value, status=status, dumps=json_text)  # the loss of a run that diverges is no JSON number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,7 +244,7 @@ def _serve(options: argparse.Namespace) -> None:
         raise ConfigError(f"--job names one job, but there are {len(paths)} configurations: name each in its own file")
     overrides = list(options.set or ())
     if options.job is not None:
-        overrides.append(f"bus.job={json.dumps(options.job)}")
+        overrides.append(f"bus.job={json_text(options.job)}")
     service = FederatedService()
     for path in paths:
         file = load(ControllerFile, path, overrides=overrides)

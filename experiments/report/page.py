@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradbus.experiments.amounts import DASH
 from gradbus.experiments.report import style
+from gradbus.experiments.rundir.directory import replaced
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
@@ -281,11 +282,10 @@ def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def write(page: Page, out: Path) -> int:
     """Write the page, whole or not at all. Returns its size in bytes. Raises ConfigError: it cannot be written."""
     data = render(page).encode("utf-8")
-    temporary = out.with_name(f"{out.name}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(out)
+        with replaced(out) as temporary:
+            temporary.write_bytes(data)
     except OSError as error:
         raise ConfigError(f"report {out} cannot be written: {error.strerror}. Name another file (--out)") from None
     return len(data)

@@ -1,7 +1,13 @@
-"""The commands ``demo`` and ``controller``: plan, run, and say what came of it."""
+"""The commands ``demo``, ``controller`` and ``worker``: read the settings, run, and print what came of it.
+
+What takes seconds to import (torch) is imported once the settings are known to be right.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,17 +15,28 @@ from typing import TYPE_CHECKING
 from gradbus.experiments.amounts import percent, size
 from gradbus.experiments.buses import check
 from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
-from gradbus.experiments.figures.run_accuracy import draw_accuracy
-from gradbus.experiments.files import ControllerFile, load
+from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
+from gradbus.experiments.files import ControllerFile, WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars
+from gradbus.experiments.run.console import Screen
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
 from gradbus.experiments.run.lifecycle import run_loop
-from gradbus.experiments.run.screen import Screen
-from gradbus.experiments.rundir.directory import RunDirectory, finished, new_path
+from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, round_display
+from gradbus.experiments.run.rank_environment import find_place
+from gradbus.experiments.rundir.directory import ControllerDirectory, finished, new_path, open_log
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_line
+from gradbus.runtime.tasks import single_error
 
 if TYPE_CHECKING:
     from gradbus.actors import RoundReport
+    from gradbus.actors.data_parallel.report import EpochReport
+    from gradbus.experiments.run.data_parallel import Outcome
+
+log = get_logger("cli")
+
+
+# -- a federated run ---------------------------------------------------------------------------------------------------
 
 
 def demo_run(options: DemoOptions, *, live: bool, loop: LoopName, hint: list[str]) -> None:
@@ -28,14 +45,14 @@ def demo_run(options: DemoOptions, *, live: bool, loop: LoopName, hint: list[str
     screen.configure_logs()
     planned = plan(options)
     check(planned.controller.bus)
-    with open_scalars(planned.controller.tensorboard) as scalars, RunDirectory(planned.run_dir) as run:
+    with open_scalars(planned.controller.tensorboard) as scalars, ControllerDirectory(planned.run_dir) as run:
         hint.append(f"What was done until then is in {run.path}")
         bus = planned.controller.bus
         if planned.note:
             screen.say(f"data: {planned.note}")
         screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
         reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars), loop)
-        _conclude(screen, run, reports, title=bus.job)
+        _conclude_rounds(screen, run, reports, title=bus.job)
 
 
 def controller_run(
@@ -45,7 +62,7 @@ def controller_run(
     """``gradbus controller``. ``hint`` gets how the run can be continued, once that is known."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
-    from gradbus.experiments.run.federated import run_controller  # loads torch
+    from gradbus.experiments.run.federated import end_again, run_controller
 
     # Who asks for a style of log lines wants to see them.
     screen = Screen(live=live and style is LogStyle.AUTO, level=level, style=style)
@@ -59,22 +76,20 @@ def controller_run(
             f"gradbus controller {config} --run-dir {path} --set federated.rounds={2 * done.rounds}. "
             f"To begin anew: another --run-dir"
         )
-        from gradbus.experiments.run.federated import end_again
-
         return run_loop(lambda: end_again(file, done.run_id), loop)
-    with open_scalars(file.tensorboard) as scalars, RunDirectory(path) as run:
+    with open_scalars(file.tensorboard) as scalars, ControllerDirectory(path) as run:
         hint.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
         if screen.table:
-            log_file = screen.log_file(run)
-            display = screen.display(log_file, file)
-            with screen.logging(log_file):
+            log_file = screen.log_file(run.log)
+            display = round_display(screen, log_file, f"job {file.bus.job}", federated.num_clients or 0)
+            with screen.logging_to(log_file):
                 reports = run_loop(lambda: run_controller(file, run, display, say=screen.say, scalars=scalars), loop)
-        else:
-            reports = run_loop(lambda: run_controller(file, run, screen.silent(), scalars=scalars), loop)
-        _conclude(screen, run, reports, title=file.bus.job)
+        else:  # each round is a line of the log
+            reports = run_loop(lambda: run_controller(file, run, scalars=scalars), loop)
+        _conclude_rounds(screen, run, reports, title=file.bus.job)
 
 
-def _conclude(screen: Screen, run: RunDirectory, reports: Sequence[RoundReport], *, title: str) -> None:
+def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence[RoundReport], *, title: str) -> None:
     sums = run.summary
     draw_accuracy(run.path / "accuracy.png", reports, title=title)
     for one in sums["never_counted"]:
@@ -82,4 +97,81 @@ def _conclude(screen: Screen, run: RunDirectory, reports: Sequence[RoundReport],
     screen.say(
         f"done: {sums['rounds']} rounds, accuracy {percent(sums['accuracy'])}, "
         f"up {size(sums['bytes_up'])}, down {size(sums['bytes_down'])}; run directory {run.path}"
+    )
+
+
+# -- a rank of a data-parallel run -------------------------------------------------------------------------------------
+
+
+def worker_run(
+    config: Path, *, rank: int | None, world: int | None, run_dir: Path | None, overrides: Sequence[str],
+    data_root: Path | None, live: bool, level: LogLevel | None, style: LogStyle, loop: LoopName, hint: list[str],
+) -> None:  # fmt: skip
+    """``gradbus worker``. ``hint`` gets how the run can be continued, once that is known."""
+    file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
+    place = find_place(rank=rank, world=world, file_rank=file.rank, file_world=file.world)
+    leads = place.rank == 0
+    check(file.bus, rank=place.rank)
+    path = run_dir or file.run_dir or (new_path(file.bus.job) if leads else None)
+    file = file.model_copy(update={"run_dir": path})
+    # Rank 0 prints a line for each epoch, and the others their own part: the log need not do so again. Where the others
+    # log JSON, that has an event for each epoch, and lines of text would be in the way of its reader.
+    is_json = style is LogStyle.JSON or (style is LogStyle.AUTO and not sys.stderr.isatty())
+    prints = leads or not is_json
+    table = Screen(live=live and leads and style is LogStyle.AUTO).table
+    usual = LogLevel.WARNING if prints and not table else LogLevel.INFO
+    screen = Screen(live=table, level=level or usual, style=style)
+    screen.configure_logs()
+    from gradbus.experiments.run.data_parallel import Output, run_worker
+
+    def run(output: Output) -> Outcome | None:
+        try:
+            return run_loop(lambda: run_worker(file, place, output), loop)
+        except ExceptionGroup as group:
+            raise single_error(group) from None
+
+    epochs = file.worker.epochs
+    lines: Display[EpochReport] = Display()
+    if prints:
+        lines = Lines(screen.console, lambda report: epoch_line(report, epochs, of_all=leads))
+    if path is None or not leads:
+        # Started by hand it says what it waits for, too; among the lines of all ranks rank 0 says that for all.
+        by_hand = prints and style is LogStyle.AUTO
+        run(Output(say=screen.say, display=lambda _: lines) if by_hand else Output(display=lambda _: lines))
+        return
+    hint.append(f"To continue: the same command for all ranks, with --run-dir {path}")
+    with open_scalars(file.tensorboard) as scalars:
+        if screen.table:
+            with open_log(path, "rank-0.log") as stream:
+                log_file = screen.log_file(stream)
+                title = f"job {file.bus.job}"
+                with screen.logging_to(log_file):
+                    outcome = run(Output(
+                        screen.say, lambda worker: EpochTable(screen.console, log_file, title, worker, epochs), scalars
+                    ))  # fmt: skip
+        else:
+            outcome = run(Output(screen.say, lambda _: lines, scalars))
+    if outcome is not None:
+        _conclude_epochs(screen, outcome, title=file.bus.job)
+
+
+def _from_torchrun() -> dict[str, object]:
+    """Two launches at once must not meet: where torchrun has a name for a launch, the job gets it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return {} if name == "none" else {"bus": {"job": re.sub(r"[^A-Za-z0-9._-]", "-", f"torchrun-{name}")[:64]}}
+
+
+def _conclude_epochs(screen: Screen, outcome: Outcome, *, title: str) -> None:
+    from gradbus.experiments.report.profile_table import summary_table
+
+    summary, picture = outcome.summary, outcome.path / "accuracy.png"
+    try:
+        draw_epochs(picture, outcome.reports, title=title)
+    except (OSError, ValueError) as error:  # the run is done, with or without it
+        log.warning("picture not drawn", path=str(picture), error=str(error))
+    width = None if screen.console.is_terminal else max(120, screen.console.width)  # a file has none
+    screen.console.print(summary_table(outcome.profiles), width=width)
+    screen.say(
+        f"done: {summary.epochs} epochs, {summary.steps} steps, accuracy {percent(summary.accuracy)}, "
+        f"sent {size(summary.bytes_out)}, received {size(summary.bytes_in)} by rank 0; run directory {outcome.path}"
     )

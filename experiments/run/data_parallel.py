@@ -7,7 +7,6 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.lifecycle import off_the_loop
+from gradbus.experiments.run.live import Display
 from gradbus.experiments.run.rank_environment import Place
-from gradbus.experiments.run.worker_live import EpochDisplay, NoDisplay
+from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
 from gradbus.experiments.rundir.versions import cores
-from gradbus.experiments.rundir.worker_directory import WorkerDirectory
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import ConfigError
@@ -35,8 +34,8 @@ log = get_logger("cli")
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
-    """How the user hears of the run.
+class Output:
+    """Where the output for the user goes.
 
     Attributes:
         say: gets lines. display: makes what shows the epochs of a worker that has not started. scalars: gets the
@@ -44,7 +43,7 @@ class Telling:
     """
 
     say: Callable[[str], None] = lambda text: None
-    display: Callable[[Worker], AbstractContextManager[EpochDisplay]] = lambda worker: NoDisplay()
+    display: Callable[[Worker], Display[EpochReport]] = lambda worker: Display()
     scalars: Scalars | None = None
 
 
@@ -53,7 +52,7 @@ class Outcome:
     """What a run has come to.
 
     Attributes:
-        path: the run directory. reports: of the epochs that this process has done. summary: of this rank. profiles: of
+        path: the run directory. reports: of all epochs, on rank 0. summary: of this rank. profiles: of
             all ranks, in order.
     """
 
@@ -63,7 +62,7 @@ class Outcome:
     profiles: list[ProfileSummary]
 
 
-async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcome | None:
+async def run_worker(file: WorkerFile, place: Place, output: Output) -> Outcome | None:
     """All epochs that are left. Once they have begun the run directory is complete whatever the end; a start that comes
     to nothing leaves the directory of an earlier run as it was.
 
@@ -85,14 +84,14 @@ async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcom
     await off_the_loop(task.load, "load")
     if task.note:
         log.info("data", note=task.note)
-        telling.say(f"data: {task.note}")
+        output.say(f"data: {task.note}")
     rules = file.worker
     run: _Run | None = None
     try:
         async with open_bus(file.bus, rank=rank) as bus:
             if world > 1:
                 log.info("waiting for the others", rank=rank, world=world, job=file.bus.job, domain=file.bus.domain)
-                telling.say(
+                output.say(
                     f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, on {file.bus.interface}"
                 )
             async with join_group(
@@ -100,10 +99,10 @@ async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcom
                 collective_timeout_s=rules.collective_timeout_s,
             ) as group:  # fmt: skip
                 met = await _meet(group, file, task, directory)
-                telling.say(met.text)
+                output.say(met.text)
                 if met.is_finished:
                     return None
-                run = _Run(file, group, task, met.directory, telling)
+                run = _Run(file, group, task, met.directory, output)
                 await run.train()
     finally:
         if run is not None:  # when the others know already how it ended: this takes a while
@@ -113,7 +112,7 @@ async def run_worker(file: WorkerFile, place: Place, telling: Telling) -> Outcom
 
 class _Run:
     def __init__(
-        self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, telling: Telling
+        self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, output: Output
     ) -> None:
         config: DataParallelConfig = file.worker
         if config.state_dir is None:
@@ -124,36 +123,34 @@ class _Run:
         self._group = group
         self._task = task
         self._directory = directory
-        self._telling = telling
+        self._output = output
         profile_dir = config.profile_dir or directory.path
         own = config.model_copy(update={"profile_dir": profile_dir})
         self._worker = Worker(group, task, own, on_open=self._opened)
-        self._scalars = telling.scalars
+        self._scalars = output.scalars
         if self._scalars is not None:
             self._worker.profile.on_window = self._scalars.window
         self._has_opened = False
         self._is_first = group.rank == 0
         self._started_s = time.perf_counter()
         self._end = "failed"
-        self._reports: list[EpochReport] = []
         self._profiles: list[ProfileSummary] = []
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(self._directory.path, self._reports, self._worker.summary, self._profiles)
+        return Outcome(self._directory.path, self._directory.reports(), self._worker.summary, self._profiles)
 
     async def train(self) -> None:
         """All epochs; then find out where the time went, on all ranks."""
         try:
-            with self._telling.display(self._worker) as shown:
+            with self._output.display(self._worker) as shown:
                 async with contextlib.aclosing(self._worker.epochs()) as epochs:
                     async for report in epochs:
-                        self._reports.append(report)
                         if self._is_first:
                             self._directory.add(report)
                         if self._scalars is not None:
                             self._scalars.epoch(report)
-                        shown.epoch_done(report)
+                        shown.done(report)
             await off_the_loop(self._write_trace, "trace")
             profiles = await self._group.all_gather_object("run/profile", self._worker.summary.profile.to_json())
             self._profiles = [ProfileSummary.from_json(values) for values in profiles]
@@ -191,10 +188,9 @@ class _Run:
             return
         summary = self._worker.summary
         values = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "profile"}
-        accuracies = [report.accuracy for report in self._reports if report.accuracy is not None]
         try:
             self._directory.finish(
-                outcome=self._end, **values, best_accuracy=max(accuracies, default=None),
+                outcome=self._end, **values,
                 wall_s=round(time.perf_counter() - self._started_s, 3), job=self._file.bus.job, data=self._task.note,
                 profiles=[profile.to_json() for profile in self._profiles or [summary.profile]],
             )  # fmt: skip

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 from gradbus.experiments.cli.exit_codes import ClientsGone, ExitCode, NoData
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.report.scalars import Scalars
+from gradbus.experiments.run.console import Screen, readable
 from gradbus.experiments.run.lifecycle import before_abort, off_the_loop
-from gradbus.experiments.run.logfile import readable
-from gradbus.experiments.run.screen import Screen
-from gradbus.experiments.rundir.directory import RunDirectory, new_path
+from gradbus.experiments.run.live import round_display
+from gradbus.experiments.rundir.directory import ControllerDirectory, new_path
 from gradbus.experiments.rundir.versions import cores
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
@@ -145,7 +145,7 @@ def _partition(text: str) -> Any:
 
 
 async def run_demo(
-    planned: DemoPlan, run: RunDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None
+    planned: DemoPlan, run: ControllerDirectory, screen: Screen, options: DemoOptions, scalars: Scalars | None = None
 ) -> list[RoundReport]:
     """Start the clients, run the controller, end the clients.
 
@@ -155,7 +155,7 @@ async def run_demo(
     config = run.path / "client.json"
     config.write_text(planned.client.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
     # Its clients are its own children: it knows when one of them ends, and that the others are on their way.
-    log_file = screen.log_file(run, hidden=["still waiting"])
+    log_file = screen.log_file(run.log, hidden=["still waiting"])
 
     async with ClientProcesses() as clients:
         for number in range(options.clients):
@@ -174,9 +174,11 @@ async def run_demo(
                 for line in client.last_lines(3):
                     log_file.show(f"  client {client.name}: {readable(line)}")
 
-        with screen.logging(log_file):
+        title = f"job {planned.controller.bus.job}"
+        display = round_display(screen, log_file, title, planned.controller.federated.num_clients or 0)
+        with screen.logging_to(log_file):
             rounds = asyncio.create_task(
-                run_controller(planned.controller, run, screen.display(log_file, planned.controller), scalars=scalars),
+                run_controller(planned.controller, run, display, scalars=scalars),
                 name="rounds",
             )
             watch = asyncio.create_task(clients.watch(ended), name="watch")
@@ -195,7 +197,7 @@ async def run_demo(
     return reports
 
 
-async def _await_end(rounds: asyncio.Task[Any], clients: ClientProcesses, run: RunDirectory) -> None:
+async def _await_end(rounds: asyncio.Task[Any], clients: ClientProcesses, run: ControllerDirectory) -> None:
     """All clients have ended: where they ended well, the run is about to end. Raises ClientsGone: it does not."""
     well = all(client.process.returncode == ExitCode.OK for client in clients.all)
     await asyncio.wait([rounds], timeout=2.0 if well else 0.0)

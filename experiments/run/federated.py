@@ -16,17 +16,17 @@ from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
-from gradbus.experiments.rundir.directory import RunDirectory
+from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
 
-MakeDisplay = Callable[[Controller], Display]
+MakeDisplay = Callable[[Controller], Display[RoundReport]]
 
 
 async def run_controller(
-    file: ControllerFile, run: RunDirectory, display: MakeDisplay, *, say: Callable[[str], None] = lambda text: None,
-    scalars: Scalars | None = None,
+    file: ControllerFile, run: ControllerDirectory, display: MakeDisplay = lambda controller: Display(), *,
+    say: Callable[[str], None] = lambda text: None, scalars: Scalars | None = None,
 ) -> list[RoundReport]:  # fmt: skip
     """All rounds that are left. Once the run has begun its directory is complete whatever the end; a start that comes
     to nothing leaves what an earlier one has written as it was.
@@ -68,7 +68,7 @@ async def run_controller(
                         run.add(progress.reports)
                         if scalars is not None:
                             scalars.rounds(progress.reports)
-                        shown.round_done(report)
+                        shown.done(report)
         outcome = "done"
     except asyncio.CancelledError:
         outcome = "stopped"

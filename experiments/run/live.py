@@ -1,10 +1,10 @@
-"""What a user sees while rounds run: a table that follows the controller, or one plain line per round."""
+"""What a user sees while a run goes on: a table that follows it, or one plain line per round or epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,39 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from gradbus.experiments.amounts import number, percent, ranges, size
-from gradbus.experiments.run.logfile import LogFile
+from gradbus.experiments.run.console import LogFile, Screen
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
+    from gradbus.actors import Controller, Worker
+    from gradbus.actors.data_parallel.report import EpochReport
     from gradbus.actors.federated.report import Progress, RoundReport
 
 _REFRESH_PER_S = 5
-_OTHER_LINES = 13  # of the screen, besides rounds
 _BAR_WIDTH = 24
 _FEW_CLIENTS = 8  # that a person counts at a glance
 
 R = TypeVar("R")
 
 
-class Display(Protocol):
-    """Shows a run from entering to leaving."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
-
-    def round_done(self, report: RoundReport) -> None:
-        """A round was committed."""
-
-
-class PlainLines:
-    """One line per round, for files, pipes and ``--no-live``."""
-
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._console = console
-        self._progress = progress
+class Display(Generic[R]):
+    """Shows a run from entering to leaving. This one shows nothing: the log has it all."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,27 +37,31 @@ class PlainLines:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def round_done(self, report: RoundReport) -> None:
-        shared = f" ({size(report.bytes_shared)} of it in memory)" if report.bytes_shared else ""
-        text = (
-            f"round {report.round_id}/{self._progress.rounds}: clients {report.updates}/{report.expected}, "
-            f"loss {number(report.loss, 4)}, accuracy {percent(report.accuracy)}, "
-            f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
-            f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
-        )
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def done(self, report: R) -> None:
+        """A round was committed, or all ranks have gone through an epoch."""
 
 
-class LiveTable:
-    """A table that is drawn anew five times a second, by a thread of rich's: the event loop never waits for the
-    terminal. The thread only reads what the loop changes, and each value stands for itself."""
+class Lines(Display[R]):
+    """One line per report, for files, pipes and ``--no-live``."""
 
-    def __init__(self, console: Console, progress: Progress, log: LogFile, title: str, clients: int) -> None:
+    def __init__(self, console: Console, line_of: Callable[[R], str]) -> None:
         self._console = console
-        self._progress = progress
+        self._line_of = line_of
+
+    def done(self, report: R) -> None:
+        self._console.print(self._line_of(report), markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveTable(Display[R]):
+    """A table that is drawn anew five times a second by a thread of rich: the event loop never waits for the terminal.
+
+    The thread only reads what the loop changes, and each value stands for itself.
+    """
+
+    def __init__(self, console: Console, log: LogFile, title: str) -> None:
+        self._console = console
         self._log = log
         self._title = title
-        self._clients = clients
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=_REFRESH_PER_S)
 
     def __enter__(self) -> Self:
@@ -83,58 +71,61 @@ class LiveTable:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def round_done(self, report: RoundReport) -> None:
-        """The next refresh shows it."""
-
     def render(self) -> RenderableType:
         """The picture of this moment."""
-        progress = self._progress
-        room = max(3, self._console.height - _OTHER_LINES)
-        parts: list[RenderableType] = [
-            head(self._title, len(progress.reports), progress.rounds, "rounds", self._console.width),
-            rounds_table(progress.reports[-room:], self._console.width),
-            _now(progress, self._clients, self._console.width),
-        ]
-        dropped = dict(progress.dropped)
-        if dropped:
-            parts.append(warning("not counted: " + ", ".join(f"{why} {n}" for why, n in dropped.items())))
-        if progress.out:
-            parts.append(warning(f"kept out for bad updates: {ranges(progress.out)}"))
-        parts += map(warning, list(self._log.warnings))
-        return Group(*parts)
+        return Group(*self._parts(), *map(warning, list(self._log.warnings)))
+
+    @abstractmethod
+    def _parts(self) -> Iterable[RenderableType]:
+        """What stands above the warnings."""
+
+    def _rows(self, reports: Sequence[R], other_lines: int) -> Sequence[R]:
+        """The newest reports, as many as there is room for beside so many lines."""
+        return reports[-max(3, self._console.height - other_lines) :]
 
 
-def head(title: str, done: int, total: int, unit: str, width: int) -> RenderableType:
-    """One line: what runs, and how far it is. A long title gives way."""
-    row = Table.grid(padding=(0, 1))
-    count = f"{done}/{total} {unit}"
-    row.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BAR_WIDTH - len(count) - 3))
-    row.add_row(
-        Text(plain_line(title), style="bold"), ProgressBar(total=max(1, total), completed=done, width=_BAR_WIDTH), count
+# -- a federated run ---------------------------------------------------------------------------------------------------
+
+
+def round_line(report: RoundReport, rounds: int) -> str:
+    """A round as one line. ``rounds``: of the whole run."""
+    shared = f" ({size(report.bytes_shared)} of it in memory)" if report.bytes_shared else ""
+    return (
+        f"round {report.round_id}/{rounds}: clients {report.updates}/{report.expected}, "
+        f"loss {number(report.loss, 4)}, accuracy {percent(report.accuracy)}, "
+        f"up {size(report.bytes_up)}, down {size(report.bytes_down)}{shared}, train {report.train_s:.2f} s, "
+        f"wire {report.wire_s:.2f} s, aggregate {report.aggregate_s:.3f} s, total {report.seconds:.2f} s"
     )
-    return row
 
 
-def warning(line: str) -> Text:
-    """One line, whatever its length."""
-    return Text(plain_line(line), style="yellow", overflow="ellipsis", no_wrap=True)
+class RoundTable(LiveTable["RoundReport"]):
+    """The rounds, where the controller stands, and what did not count."""
+
+    def __init__(self, console: Console, log: LogFile, title: str, progress: Progress, clients: int) -> None:
+        """``clients``: how many are expected."""
+        self._progress = progress
+        self._clients = clients
+        super().__init__(console, log, title)  # which draws once
+
+    def _parts(self) -> Iterable[RenderableType]:
+        progress, width = self._progress, self._console.width
+        yield head(self._title, len(progress.reports), progress.rounds, "rounds", width)
+        yield rounds_table(self._rows(progress.reports, 13), width)
+        yield _now(progress, self._clients, width)
+        if dropped := dict(progress.dropped):
+            yield warning("not counted: " + ", ".join(f"{why} {n}" for why, n in dropped.items()))
+        if progress.out:
+            yield warning(f"kept out for bad updates: {ranges(progress.out)}")
 
 
-def _now(progress: Progress, clients: int, width: int) -> Text:
-    count = len(progress.clients)
-    here = f"{f'{count} ' if count > _FEW_CLIENTS else ''}clients here: {ranges(progress.clients) or 'none'}"
-    text = Text(progress.phase, style="cyan", no_wrap=True, overflow="ellipsis")
-    if progress.phase in ("starting", "waiting"):
-        wanted = max(clients, progress.minimum)
-        text.append(f" for clients: {count}/{wanted} (min {progress.minimum})")
-    if progress.phase in ("aggregating", "evaluating"):
-        text.append(f" round {progress.round_id}" if progress.round_id else " the initial model")
-    if progress.phase == "training":
-        text.append(
-            f" round {progress.round_id}: updates {progress.ready}/{progress.expected} (min {progress.minimum})"
-        )
-    fits = len(text) + 3 + len(here) <= width
-    return text.append(f" | {here}" if fits else f"\n{here}", style="default")
+def round_display(
+    screen: Screen, log: LogFile, title: str, clients: int
+) -> Callable[[Controller], Display[RoundReport]]:
+    """Makes the display of a controller: a table on a terminal, else lines."""
+    console = screen.console
+    if screen.table:
+        return lambda controller: RoundTable(console, log, title, controller.progress, clients)
+    return lambda controller: Lines(console, lambda report: round_line(report, controller.progress.rounds))
 
 
 def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Table:
@@ -155,10 +146,108 @@ def rounds_table(reports: Sequence[RoundReport], width: int | None = None) -> Ta
     spare = ["in memory", "aggregate s", "wire s", "down", "train s", "loss"]
     if not any(report.bytes_shared for report in reports):
         del columns["in memory"], spare[0]
-    return fitted_table(columns, reports, width, spare=spare)
+    return _fitted_table(columns, reports, width, spare=spare)
 
 
-def fitted_table(
+def _now(progress: Progress, clients: int, width: int) -> Text:
+    count = len(progress.clients)
+    here = f"{f'{count} ' if count > _FEW_CLIENTS else ''}clients here: {ranges(progress.clients) or 'none'}"
+    text = Text(progress.phase, style="cyan", no_wrap=True, overflow="ellipsis")
+    if progress.phase in ("starting", "waiting"):
+        wanted = max(clients, progress.minimum)
+        text.append(f" for clients: {count}/{wanted} (min {progress.minimum})")
+    if progress.phase in ("aggregating", "evaluating"):
+        text.append(f" round {progress.round_id}" if progress.round_id else " the initial model")
+    if progress.phase == "training":
+        text.append(
+            f" round {progress.round_id}: updates {progress.ready}/{progress.expected} (min {progress.minimum})"
+        )
+    fits = len(text) + 3 + len(here) <= width
+    return text.append(f" | {here}" if fits else f"\n{here}", style="default")
+
+
+# -- a data-parallel run -----------------------------------------------------------------------------------------------
+
+
+def epoch_line(report: EpochReport, epochs: int, *, of_all: bool = True) -> str:
+    """An epoch as one line. ``of_all``: with what is the same on all ranks; else what is this rank's own."""
+    skipped = f", {report.skipped_steps} steps skipped" if report.skipped_steps else ""
+    parts = [
+        *([f"step {report.step}"] if of_all else []),
+        f"loss {number(report.loss, 4)}",
+        *([f"accuracy {percent(report.accuracy)}"] if of_all else []),
+        f"step {_milliseconds(report.step_s_mean)} ms",
+        f"wait {_milliseconds(report.wait_s_mean)} ms",
+        f"sent {size(report.bytes_out_per_step)} per step",
+        *([f"density {_share(report.density)}{skipped}", f"epoch {report.seconds:.2f} s"] if of_all else []),
+    ]
+    return f"epoch {report.epoch + 1}/{epochs}: {', '.join(parts)}{'' if of_all else skipped}"
+
+
+class EpochTable(LiveTable["EpochReport"]):
+    """The epochs, and the step that rank 0 has come to."""
+
+    def __init__(self, console: Console, log: LogFile, title: str, worker: Worker, epochs: int) -> None:
+        self._worker = worker
+        self._epochs = epochs
+        self._reports: list[EpochReport] = []
+        super().__init__(console, log, title)  # which draws once
+
+    def done(self, report: EpochReport) -> None:
+        self._reports.append(report)
+
+    def _parts(self) -> Iterable[RenderableType]:
+        done = [report.epoch + 1 for report in self._reports if report.finished]
+        yield head(self._title, done[-1] if done else 0, self._epochs, "epochs", self._console.width)
+        yield epochs_table(self._rows(self._reports, 10), self._console.width)
+        yield Text(f"step {self._worker.step}", style="cyan")
+
+
+def epochs_table(reports: Sequence[EpochReport], width: int | None = None) -> Table:
+    """The epochs as a table, one row each. ``width``: characters there are; columns that do not fit are left out."""
+    columns: dict[str, Callable[[EpochReport], str]] = {
+        "epoch": lambda report: str(report.epoch + 1),
+        "step": lambda report: str(report.step),
+        "loss": lambda report: number(report.loss, 4),
+        "accuracy": lambda report: percent(report.accuracy),
+        "step ms": lambda report: _milliseconds(report.step_s_mean),
+        "wait ms": lambda report: _milliseconds(report.wait_s_mean),
+        "sent per step": lambda report: size(report.bytes_out_per_step),
+        "density": lambda report: _share(report.density),
+        "epoch s": lambda report: f"{report.seconds:.2f}",
+    }
+    return _fitted_table(columns, reports, width, spare=("density", "step", "epoch s", "wait ms", "loss", "step ms"))
+
+
+def _share(part: float) -> str:
+    """0.001 as 0.1 %."""
+    return f"{100 * part:.3g} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"
+
+
+# -- pieces of tables --------------------------------------------------------------------------------------------------
+
+
+def head(title: str, done: int, total: int, unit: str, width: int) -> RenderableType:
+    """One line: what runs, and how far it is. A long title gives way."""
+    row = Table.grid(padding=(0, 1))
+    count = f"{done}/{total} {unit}"
+    row.add_column(no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BAR_WIDTH - len(count) - 3))
+    row.add_row(
+        Text(plain_line(title), style="bold"), ProgressBar(total=max(1, total), completed=done, width=_BAR_WIDTH), count
+    )
+    return row
+
+
+def warning(line: str) -> Text:
+    """One line, whatever its length."""
+    return Text(plain_line(line), style="yellow", overflow="ellipsis", no_wrap=True)
+
+
+def _fitted_table(
     columns: Mapping[str, Callable[[R], str]], reports: Sequence[R], width: int | None, *, spare: Sequence[str]
 ) -> Table:
     """A table without rules. Where it is wider than ``width``, ``spare`` columns are left out, one after the other: a

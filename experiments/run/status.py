@@ -1,23 +1,31 @@
-"""What a job is doing, from what its members say to each other: a participant that only reads, and whom nobody awaits.
+"""``gradbus status``: what a job is doing, from what its members send to each other.
 
-Controllers, clients and ranks tell all others where they stand, once or twice a second. The observer listens for two
-seconds and puts it together. It says nothing, and nobody waits for it; of a sealed job it is a member, and greets.
+Controllers, clients and ranks send all others their status once or twice a second. The observer is a participant that
+only reads: it listens for two seconds and puts together what it receives, and nobody waits for it. In an encrypted job
+it joins as a member.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+
+from gradbus.experiments.amounts import percent, ranges, size
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.runtime.collectives.status import period_s
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
 from gradbus.runtime.dds.topics import Overheard
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, Pulse, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
@@ -33,6 +41,38 @@ DOING = {
     "idle": "has not begun",
 }
 """What the phases of a client mean while its update is waited for."""
+
+MAX_LINES = 40  # clients, or ranks of one group, that get a line of their own
+
+
+# -- which bus ---------------------------------------------------------------------------------------------------------
+
+
+class BusFile(Settings):
+    """The part of any configuration that says how to reach the others; the rest is somebody else's."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    bus: BusSettings = BusSettings()
+
+
+def settings_of(config: Path | None, options: Mapping[str, Any]) -> BusSettings:
+    """From, weak to strong, a configuration file, the environment, and options of the command. A key without a word of
+    the level is that of the job.
+
+    Raises:
+        ConfigError: something is wrong with them, or no job is named.
+    """
+    overrides = [f"bus.{key}={json.dumps(value)}" for key, value in options.items()]
+    settings = load_settings(BusFile, config, overrides=overrides).bus
+    if "key_file" in options and settings.security in ("none", "user"):
+        settings = settings.model_copy(update={"security": "psk"})
+    if config is None and "job" not in options and "job" not in settings.model_fields_set:
+        raise ConfigError("which job? Name it, as in: gradbus status mnist, or give its configuration with --config")
+    return settings
+
+
+# -- what is received --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -226,3 +266,86 @@ def _about_key(rejected: Mapping[str, int]) -> str:
     if rejected.get("not sealed"):
         return "Somebody there does not seal what he says: leave out the key, and set GRADBUS_BUS__SECURITY=none"
     return ""
+
+
+# -- as lines for people -----------------------------------------------------------------------------------------------
+
+
+def lines_of(picture: Mapping[str, Any]) -> list[str]:
+    """All of it, what is waited for first."""
+    lines = [f"job {picture['job']}"]
+    if "federated" in picture:
+        lines += _federated_lines(picture["federated"])
+    for group in picture.get("groups", ()):
+        lines += _group_lines(group)
+    return [plain_line(line) for line in lines]
+
+
+def _federated_lines(found: Mapping[str, Any]) -> list[str]:
+    controller, clients = found["controller"], found["clients"]
+    lines = (
+        ["no controller was heard: its clients wait for it"] if controller is None else _controller_lines(controller)
+    )
+    if found["controllers"] > 1:
+        lines.append(f"{found['controllers']} controllers were heard: one of them has just been replaced")
+    waited_for = [client for client in clients if client["waited_for"]]
+    others = [client for client in clients if not client["waited_for"]]
+    for client in waited_for[:MAX_LINES]:
+        lines.append(f"  waiting for client {client['client']}: {client['why']}" + _at(client))
+    if len(waited_for) > MAX_LINES:
+        lines.append(f"  and for {len(waited_for) - MAX_LINES} more")
+    out = [client["client"] for client in others if "why" in client]
+    if others:
+        lines.append(f"  clients that nobody waits for: {ranges(client['client'] for client in others)}")
+    if out or (controller and controller["kept_out"]):
+        lines.append(f"  kept out for bad updates: {ranges(controller['kept_out'] if controller else out)}")
+    return lines
+
+
+def _controller_lines(found: Mapping[str, Any]) -> list[str]:
+    of = f"/{found['rounds']}" if found["rounds"] else ""
+    lines = [f"{found['phase']}, round {found['round']}{of}, {found['clients']} clients" + _silence(found)]
+    if found["phase"] == "training":
+        lines.append(
+            f"  updates {found['ready']}/{found['expected']} (min {found['minimum']}) after {found['round_s']:.1f} s, "
+            f"{found['left_s']:.0f} s until the deadline"
+        )
+    if found["last_round_s"]:
+        accuracy = "" if found["accuracy"] is None else f", accuracy {percent(found['accuracy'])}"
+        lines.append(
+            f"  last round {found['last_round_s']:.2f} s, up {size(found['bytes_up'])}, down "
+            f"{size(found['bytes_down'])}{accuracy}"
+        )
+    if found["dropped"]:
+        lines.append("  not counted: " + ", ".join(f"{reason} {n}" for reason, n in found["dropped"].items()))
+    return lines
+
+
+def _group_lines(found: Mapping[str, Any]) -> list[str]:
+    ranks: Sequence[Mapping[str, Any]] = found["ranks"]
+    here = sum("host" in rank for rank in ranks)
+    lines = [f"group {found['group']}: {here} of {found['world']} ranks were heard"]
+    for rank in ranks[:MAX_LINES]:
+        parts = [rank["state"]]
+        if "waits_for" in rank:
+            parts[0] += f" for ranks {rank['waits_for']}" if rank["waits_for"] else ""
+        if rank.get("step", -1) >= 0:
+            parts.append(f"epoch {rank['epoch'] + 1}, step {rank['step']}, {rank['steps_per_s']:.1f} steps/s")
+        if "bytes_out" in rank:
+            parts.append(f"sent {size(rank['bytes_out'])}")
+        if rank.get("lost"):
+            parts.append(f"has lost ranks {rank['lost']}")
+        if rank.get("dropped"):
+            parts.append("not used: " + ", ".join(f"{reason} {n}" for reason, n in rank["dropped"].items()))
+        lines.append(f"  rank {rank['rank']}: " + ", ".join(parts) + _at(rank))
+    if len(ranks) > MAX_LINES:
+        lines.append(f"  and {len(ranks) - MAX_LINES} more ranks")
+    return lines
+
+
+def _at(found: Mapping[str, Any]) -> str:
+    return f" [{found['host']}]" if "host" in found else ""
+
+
+def _silence(found: Mapping[str, Any]) -> str:
+    return f" (silent since {found['silent_s']:.1f} s)" if found["silent_s"] > 2 else ""

@@ -1,8 +1,20 @@
-"""The directory of a run: what was asked, what came of it, in files that other programs can read.
+"""The directory of a run: what was asked and what came of it, in files that other programs can read.
 
-``config.json`` (a configuration of its own: the run can be started again from it), ``rounds.jsonl`` (one report a line,
-written as they come), ``summary.json``, ``accuracy.png``, ``controller.log``, the checkpoints in ``state/``, and in
-``history/`` what happened, for ``gradbus check``.
+========================  ==============  ===============================================================
+``config.json``           all             the settings in force; the run can be started again from it
+``rounds.jsonl``          controller      a report a line, written as they come
+``epochs.jsonl``          rank 0          the same
+``summary.json``          all             how the run ended, and sums over it
+``accuracy.png``          all             accuracy over rounds or epochs
+``controller.log``        controller      the log while a table is on the screen; ``rank-0.log`` of a rank
+``trace.json``            rank 0          the traces of all ranks that share the directory, as one
+``profile-rank-R.jsonl``  every rank      its windows of the profile; ``trace-rank-R.json``: its trace
+``state/``                all             checkpoints
+``history/``              all             the events that ``gradbus check`` looks at
+========================  ==============  ===============================================================
+
+Ranks that see the directory of rank 0 share it. The directory is its owner's alone, and each file is replaced as a
+whole: who reads meanwhile, or after a crash, finds the old file or the new one.
 """
 
 from __future__ import annotations
@@ -12,55 +24,98 @@ import io
 import json
 import math
 import platform
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO
 
+from gradbus.experiments.files import OF_CLIENTS, WorkerFile
+from gradbus.experiments.rundir.traces import trace_of
 from gradbus.experiments.rundir.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import MAX_LINE_CHARS, parse_json, read_text
+from gradbus.runtime.json_text import MAX_LINE_CHARS, lines_of, parse_json, read_text
 from gradbus.runtime.private_folder import keep_private, make_private
 
 if TYPE_CHECKING:
+    from gradbus.actors.data_parallel.report import EpochReport
     from gradbus.actors.federated.report import RoundReport
-
+    from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 MAX_FILE_BYTES = 64 << 20  # of what is read again
+_MARK = ".rank-0"
+_MAX_MARK_BYTES = 64
 
 
 class RunDirectory:
-    """Writes the files of one run. A context manager, for its log file.
+    """What the directories of all runs have in common.
 
     Attributes:
-        path: the directory. log: controller.log, open for appending. summary: as it was written, once it was.
+        path: the directory. summary: as it was written, once it was.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Make the directory if need be. Raises ConfigError: it cannot be written."""
+    reports_file: str  # a report a line
+
+    def __init__(self, path: Path, *, tell: bool = True) -> None:
+        """Make the directory if need be. ``tell``: log a line if others can read it.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         self.path = path
         self.summary: dict[str, Any] = {}
+        with _writing(path):
+            make_private(path, tell=tell)
+            for folder in (self.state, self.history):
+                keep_private(folder)
+
+    @property
+    def state(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.path / "state"
+
+    @property
+    def history(self) -> Path:
+        """The folder of the run's events, for ``gradbus check``."""
+        return self.path / "history"
+
+    def _write_reports(self, lines: Iterable[str], *, anew: bool) -> None:
+        path = self.path / self.reports_file
+        if anew:
+            write_text(path, lines)
+        else:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+
+    def _write_summary(self, **entries: Any) -> dict[str, Any]:
+        self.summary = {
+            **entries, "versions": versions(), "machine": machine(), "platform": platform.platform(),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }  # fmt: skip
+        write_json(self.path / "summary.json", self.summary)
+        return self.summary
+
+
+class ControllerDirectory(RunDirectory):
+    """The directory of a federated run. A context manager, for its log file.
+
+    Attributes:
+        log: controller.log, open for appending.
+    """
+
+    reports_file = "rounds.jsonl"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._written = 0
         self.log = open_log(path, "controller.log")
-        for folder in (self.state, self.history):
-            keep_private(folder)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.log.close()
-
-    @property
-    def state(self) -> Path:
-        """Where the checkpoints of the run go."""
-        return self.path / "state"
-
-    @property
-    def history(self) -> Path:
-        """Where what happened is noted, for ``gradbus check``."""
-        return self.path / "history"
 
     def write_config(self, values: Any) -> None:
         """Keep the settings in force."""
@@ -75,18 +130,12 @@ class RunDirectory:
         rounds of long ago. So a row of a round with the same model stays as it was, and what only the history knows is
         added.
         """
-        path = self.path / "rounds.jsonl"
         if self._written and self._written <= len(reports):
-            with path.open("a", encoding="utf-8") as file:
-                file.writelines(json_text(report.to_json()) + "\n" for report in reports[self._written :])
+            self._write_reports(map(_line, reports[self._written :]), anew=False)
         else:
-            temporary = path.with_name(f"{path.name}.tmp")
-            with (
-                path.open("rb") if path.exists() else io.BytesIO() as old,
-                temporary.open("w", encoding="utf-8") as new,
-            ):
-                new.writelines(_anew(old, reports))
-            temporary.replace(path)
+            path = self.path / self.reports_file
+            with path.open("rb") if path.exists() else io.BytesIO() as old:
+                self._write_reports(_merged(old, reports), anew=True)
         self._written = len(reports)
 
     def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -97,46 +146,139 @@ class RunDirectory:
             seconds: of this start of the controller, from start to end.
             more: further entries.
         """
-        self.summary = {
-            "outcome": outcome, **totals(self._rows() or reports), "wall_s": round(seconds, 3), **more,
-            **about_this_program(),
-        }  # fmt: skip
-        write_json(self.path / "summary.json", self.summary)
-        return self.summary
+        sums = totals(self._rows() or reports)
+        return self._write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
 
     def _rows(self) -> list[RoundReport]:
         """The rounds as they stand in the file, without what names clients: more than the controller remembers."""
-        from gradbus.actors.federated.report import RoundReport
+        from gradbus.actors.federated.report import RoundReport  # loads torch
 
-        path = self.path / "rounds.jsonl"
+        path = self.path / self.reports_file
         if not self._written or not path.exists():
             return []
         known = {field.name for field in fields(RoundReport)}
-        rows = []
-        with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_CHARS):
-                entry = {key: value for key, value in parse_json(line.decode()).items() if key in known}
-                rows.append(RoundReport.from_json(entry).figures())
-        return rows
+        entries = (parse_json(line) for line in lines_of(path))
+        return [
+            RoundReport.from_json({key: value for key, value in entry.items() if key in known}).figures()
+            for entry in entries
+        ]
+
+
+class WorkerDirectory(RunDirectory):
+    """The directory that one rank writes to."""
+
+    reports_file = "epochs.jsonl"
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(path, tell=rank == 0)
+        self._rank = rank
+        self._written = False
+        if rank == 0:
+            with _writing(path):
+                (path / _MARK).write_text(secrets.token_hex(16))
+
+    @classmethod
+    def meet(cls, told: Mapping[str, str], own: Path | None, rank: int) -> WorkerDirectory:
+        """For a rank other than 0: that of rank 0 if it can be seen here, else its own, else one of the same name.
+
+        Args:
+            told: by rank 0, from :meth:`invitation`.
+        """
+        seen = Path(told["path"])
+        if (mark := _mark_in(seen)) and mark == told["mark"]:
+            return cls(seen, rank)
+        return cls(own or Path("runs", seen.name), rank)
+
+    def invitation(self) -> dict[str, str]:
+        """What the other ranks need to find this directory.
+
+        The mark in it is random, and new with every start of rank 0: a rank that reads the same at this path sees the
+        same directory.
+        """
+        return {"path": str(self.path.absolute()), "mark": _mark_in(self.path)}
+
+    def write_config(self, file: WorkerFile) -> None:
+        """Keep the settings in force, as a file that can be read again, by any rank."""
+        unset = {"threads"} - file.task.model_fields_set  # how many it were depends on the machine
+        values = file.model_dump(mode="json", exclude={"rank": True, "task": set(OF_CLIENTS) | unset})
+        write_json(self.path / "config.json", values)
+
+    def add(self, report: EpochReport) -> None:
+        """Append the report of an epoch. What an earlier start has done after the checkpoint it was resumed from is
+        taken out: it did not happen."""
+        before = [] if self._written else [entry for entry in self._entries() if entry["epoch"] < report.epoch]
+        lines = [json_text(entry) + "\n" for entry in before]
+        self._write_reports([*lines, _line(report)], anew=not self._written)
+        self._written = True
+
+    def reports(self) -> list[EpochReport]:
+        """The epochs of all starts of the run."""
+        from gradbus.actors.data_parallel.report import EpochReport  # loads torch
+
+        return [EpochReport.from_json(entry) for entry in self._entries()]
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """The lines of the file of reports, without what is cut off."""
+        path, entries = self.path / self.reports_file, []
+        for line in lines_of(path) if path.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = parse_json(line)
+                entry["epoch"] + 0  # a number, in an object
+                entries.append(entry)
+        return entries
+
+    def is_finished(self, rules: DataParallelConfig) -> bool:
+        """Whether all that these rules ask for is done and written down. Nothing is written."""
+        if not rules.resume:
+            return False
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # others report what is wrong there
+            summary = _summary_in(self.path)
+            steps = int(summary["steps"])
+            enough = int(summary["epochs"]) >= rules.epochs or (
+                rules.max_steps is not None and steps >= rules.max_steps
+            )
+            saved = (rules.state_dir or self.state) / "rank-0" / f"round-{steps:06d}.json"
+            written = (self.path / self.reports_file).exists()
+            return enough and summary["outcome"] == "done" and saved.exists() and written
+        return False
+
+    @property
+    def trace(self) -> Path:
+        """The timeline of this rank, for chrome://tracing or ui.perfetto.dev."""
+        return trace_of(self.path, self._rank)
+
+    def finish(self, **entries: Any) -> None:
+        """Write the summary, with the best accuracy of all epochs of the run."""
+        known = [entry["accuracy"] for entry in self._entries() if entry.get("accuracy") is not None]
+        self._write_summary(**entries, best_accuracy=max(known, default=None))
+
+
+class Finished(NamedTuple):
+    """A run of which nothing is left to be done."""
+
+    rounds: int
+    run_id: int
+
+
+def finished(path: Path, state: Path, wanted: int) -> Finished | None:
+    """The federated run in this directory, if all the ``wanted`` rounds are done and written down; else None.
+
+    ``state``: where its checkpoints are. Nothing is written.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the controller reports what is wrong there
+        summary = _summary_in(path)
+        rounds = int(summary["rounds"])
+        if summary["outcome"] == "done" and rounds >= wanted and (path / ControllerDirectory.reports_file).exists():
+            checkpoint = parse_json(read_text(state / f"round-{rounds:06d}.json", MAX_FILE_BYTES))
+            return Finished(rounds, int(checkpoint["meta"]["run_id"], 16))
+    return None
 
 
 def open_log(path: Path, name: str) -> TextIO:
     """A file in a run directory, for appending; the directory is made if need be. Raises ConfigError."""
-    try:
-        make_private(path, tell=True)
+    with _writing(path):
+        make_private(path)
         return (path / name).open("a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
-        ) from None
-
-
-def about_this_program() -> dict[str, Any]:
-    """What a summary says beside the run itself."""
-    return {
-        "versions": versions(), "machine": machine(), "platform": platform.platform(),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }  # fmt: skip
 
 
 def new_path(job: str) -> Path:
@@ -145,40 +287,47 @@ def new_path(job: str) -> Path:
 
 
 def totals(reports: Sequence[RoundReport]) -> dict[str, Any]:
-    """What the rounds add up to."""
+    """The sums over the rounds."""
     evaluated = [report.accuracy for report in reports if report.accuracy is not None]
+    sizes = ("bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared")
+    times = ("train_s", "wire_s", "aggregate_s", "checkpoint_s", "publish_s", "eval_s")
     return {
         "rounds": len(reports),
         "accuracy": evaluated[-1] if evaluated else None,
         "best_accuracy": max(evaluated, default=None),
         "loss": reports[-1].loss if reports else None,
-        "bytes_up": sum(report.bytes_up for report in reports),
-        "bytes_down": sum(report.bytes_down for report in reports),
-        "bytes_up_shared": sum(report.bytes_up_shared for report in reports),
-        "bytes_down_shared": sum(report.bytes_down_shared for report in reports),
-        "train_s": round(sum(report.train_s for report in reports), 3),
-        "wire_s": round(sum(report.wire_s for report in reports), 3),
-        "aggregate_s": round(sum(report.aggregate_s for report in reports), 3),
-        "checkpoint_s": round(sum(report.checkpoint_s for report in reports), 3),
-        "publish_s": round(sum(report.publish_s for report in reports), 3),
-        "eval_s": round(sum(report.eval_s for report in reports), 3),
+        **{name: sum(getattr(report, name) for report in reports) for name in sizes},
+        **{name: round(sum(getattr(report, name) for report in reports), 3) for name in times},
         "weights_crc32": reports[-1].weights_crc32 if reports else None,
     }
 
 
-def write_json(path: Path, values: Any) -> None:
-    """For programs and for people, whole or not at all."""
-    write_text(path, json_text(values, indent=2) + "\n")
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {path} cannot be written: {error.strerror}. Name another (--run-dir)"
+        ) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Whoever reads meanwhile, or after a crash, finds the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _summary_in(path: Path) -> Any:
+    return parse_json(read_text(path / "summary.json", MAX_FILE_BYTES))
 
 
-def _anew(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
+def _mark_in(folder: Path) -> str:
+    """The mark there; "" if there is none, or something else by its name."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_text(folder / _MARK, _MAX_MARK_BYTES)
+    return ""
+
+
+def _line(report: RoundReport | EpochReport) -> str:
+    return json_text(report.to_json()) + "\n"
+
+
+def _merged(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
     """The lines of these reports, with what only the file as it was knows of them and of the rounds before."""
     first = reports[0].round_id if reports else 0
     places: dict[tuple[int, int], int] = {}  # by round and checksum of its model: a round done again is another one
@@ -209,27 +358,30 @@ def _is_like(old: Any, new: Any) -> bool:
     return isinstance(old, type(new))
 
 
-class Finished(NamedTuple):
-    """A run of which nothing is left to be done."""
-
-    rounds: int
-    run_id: int
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
-def finished(path: Path, state: Path, wanted: int) -> Finished | None:
-    """The run in this directory, if all the ``wanted`` rounds are done and written down; else None.
+def write_json(path: Path, values: Any) -> None:
+    """Write JSON for programs and for people, whole or not at all."""
+    write_text(path, [json_text(values, indent=2), "\n"])
 
-    ``state``: where its checkpoints are. Nothing is written.
-    """
+
+def write_text(path: Path, pieces: Iterable[str]) -> None:
+    """Replace a file as a whole."""
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(pieces)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Write the file that this yields; it takes the place of ``path`` at the end, or is gone if there was an error."""
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        summary = parse_json(read_text(path / "summary.json", MAX_FILE_BYTES))
-        rounds = int(summary["rounds"])
-        if summary["outcome"] != "done" or rounds < wanted or not (path / "rounds.jsonl").exists():
-            return None
-        checkpoint = parse_json(read_text(state / f"round-{rounds:06d}.json", MAX_FILE_BYTES))
-        return Finished(rounds, int(checkpoint["meta"]["run_id"], 16))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # whatever is wrong there, the controller says it better
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def json_text(values: Any, *, indent: int | None = None) -> str:

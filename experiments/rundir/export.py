@@ -21,6 +21,7 @@ from gradbus.actors.federated.state import SavedRun, restore_weights
 from gradbus.experiments.amounts import size
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.run.configured_task import ConfiguredShardTask, ConfiguredTask
+from gradbus.experiments.rundir.directory import replaced
 from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, copy_state
 from gradbus.runtime.config.federated import load_settings
@@ -127,17 +128,15 @@ def _newest(
 
 def _write(state: Mapping[str, Any], target: Path, form: Format, about: dict[str, str]) -> None:
     """Whole or not at all."""
-    temporary = target.with_name(f"{target.name}.tmp")
+    odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if odd and form == "safetensors":
+        raise ConfigError(f"{odd[0]!r} of the model's state is no tensor; write it with --format torch")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if form == "torch":
-            torch.save(dict(state), temporary)
-        else:
-            odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
-            if odd:
-                raise ConfigError(f"{odd[0]!r} of the model's state is no tensor; write it with --format torch")
-            save_file(dict(state), temporary, metadata=about)
-        temporary.replace(target)
+        with replaced(target) as temporary:
+            if form == "torch":
+                torch.save(dict(state), temporary)
+            else:
+                save_file(dict(state), temporary, metadata=about)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}. Name another (--to)") from None

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from gradbus.actors import EpochReport, Progress, RoundReport
 from gradbus.experiments.amounts import ranges
-from gradbus.experiments.run.live import LiveTable, rounds_table
-from gradbus.experiments.run.logfile import LogFile
-from gradbus.experiments.run.worker_live import epochs_table
+from gradbus.experiments.run.console import LogFile
+from gradbus.experiments.run.live import RoundTable, epochs_table, rounds_table
 
 REPORTS = [
     RoundReport(
@@ -35,7 +34,7 @@ def screen(progress: Progress, width: int, *, title: str = "job mnist", warning:
     if warning:
         log.show(warning)
     console = Console(file=io.StringIO(), width=width, height=24)
-    return shown(LiveTable(console, progress, log, title, 200).render(), width)
+    return shown(RoundTable(console, log, title, progress, 200).render(), width)
 
 
 def test_no_number_is_cut_off_at_80_columns() -> None:

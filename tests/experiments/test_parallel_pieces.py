@@ -16,9 +16,9 @@ from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.command import plan
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import check_equal_facts
+from gradbus.experiments.run.live import Lines, epoch_line, epochs_table
 from gradbus.experiments.run.rank_environment import Place, find_place
-from gradbus.experiments.run.worker_live import EpochLines, epochs_table
-from gradbus.experiments.rundir.worker_directory import WorkerDirectory
+from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime import errors
 from gradbus.runtime.errors import ConfigError
 
@@ -175,6 +175,21 @@ def test_what_was_done_after_the_checkpoint_of_a_resume_is_taken_out_of_the_repo
     assert [EpochReport.from_json(json.loads(line)) for line in lines] == reports
 
 
+def test_the_best_accuracy_of_a_run_is_that_of_all_its_epochs_also_after_a_resume(tmp_path: Path) -> None:
+    for epoch, accuracy in enumerate((0.8, 0.9, None, 0.7)):
+        started_again = WorkerDirectory(tmp_path, 0)
+        started_again.add(EpochReport(epoch=epoch, step=10, loss=1.0, accuracy=accuracy))
+    started_again.finish(outcome="done")
+    assert json.loads((tmp_path / "summary.json").read_text())["best_accuracy"] == 0.9
+    assert [report.accuracy for report in started_again.reports()] == [0.8, 0.9, None, 0.7]
+
+
+def test_an_epoch_of_a_rank_other_than_0_is_one_short_line() -> None:
+    assert epoch_line(REPORT, 3, of_all=False) == (
+        "epoch 2/3: loss 0.5000, step 12.3 ms, wait 4.0 ms, sent 1.63 MB per step"
+    )
+
+
 def test_the_configuration_that_is_kept_can_be_read_again(configs: Path, tmp_path: Path) -> None:
     overrides = ["rank=0", "world=2", "run_dir=runs/x", "task.batch_size=7"]
     file = load(WorkerFile, configs / "ddp-dgc.conf.json", overrides=overrides)
@@ -193,7 +208,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_an_epoch_is_one_plain_line() -> None:
     console = Console(file=io.StringIO(), width=40)
-    EpochLines(console, 3).epoch_done(REPORT)
+    Lines(console, lambda report: epoch_line(report, 3)).done(REPORT)
     assert console.file.getvalue() == (  # type: ignore[attr-defined]
         "epoch 2/3: step 20, loss 0.5000, accuracy 90.00 %, step 12.3 ms, wait 4.0 ms, sent 1.63 MB per step, "
         "density 0.1 %, epoch 2.50 s\n"

@@ -25,11 +25,11 @@ from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
 from gradbus.experiments.doctor.local_bus import LocalMeasurement
 from gradbus.experiments.doctor.machine import Severity
 from gradbus.experiments.doctor.report import judge
+from gradbus.experiments.run.console import LogFile
 from gradbus.experiments.run.demo import DemoOptions, plan
-from gradbus.experiments.run.live import LiveTable, PlainLines, rounds_table
-from gradbus.experiments.run.logfile import LogFile
+from gradbus.experiments.run.live import Lines, RoundTable, round_line, rounds_table
 from gradbus.experiments.rundir import versions
-from gradbus.experiments.rundir.directory import RunDirectory
+from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.runtime import errors
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
@@ -79,7 +79,7 @@ def test_the_table_shows_rounds_clients_bytes_times_and_warnings() -> None:
     log = LogFile(io.StringIO())
     log.write('{"client": 1, "event": "client silent", "level": "warning"}\n')
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
-    console.print(LiveTable(console, progress, log, "job mnist", 2).render())
+    console.print(RoundTable(console, log, "job mnist", progress, 2).render())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in (
         "job mnist", "1/10 rounds", "2/2", "0.5000", "90.00 %", "9.60 MB", "1.00 kB", "1.50",
@@ -91,20 +91,20 @@ def test_the_table_shows_rounds_clients_bytes_times_and_warnings() -> None:
 def test_the_table_says_how_many_clients_it_waits_for() -> None:
     progress = Progress(phase="waiting", rounds=10, clients=(1,))
     console = Console(file=io.StringIO(), width=120)
-    console.print(LiveTable(console, progress, LogFile(io.StringIO()), "job mnist", 2).render())
+    console.print(RoundTable(console, LogFile(io.StringIO()), "job mnist", progress, 2).render())
     assert "waiting for clients: 1/2 (min 1) | clients here: 1" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_table_keeps_to_the_screen_however_many_rounds_there_are() -> None:
     progress = Progress(phase="done", rounds=500, reports=[REPORT] * 500)
     console = Console(file=io.StringIO(), width=120, height=24)
-    console.print(LiveTable(console, progress, LogFile(io.StringIO()), "job mnist", 2).render())
+    console.print(RoundTable(console, LogFile(io.StringIO()), "job mnist", progress, 2).render())
     assert len(console.file.getvalue().splitlines()) < 24  # type: ignore[attr-defined]
 
 
 def test_a_plain_line_holds_what_a_row_holds() -> None:
     console = Console(file=io.StringIO(), width=40)
-    PlainLines(console, Progress(rounds=10)).round_done(REPORT)
+    Lines(console, lambda report: round_line(report, 10)).done(REPORT)
     (line,) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert line.startswith("round 2/10: clients 2/2, loss 0.5000, accuracy 90.00 %, up 9.60 MB, down 1.00 kB, train")
 
@@ -112,7 +112,7 @@ def test_a_plain_line_holds_what_a_row_holds() -> None:
 def test_what_passed_through_memory_is_shown_where_something_did() -> None:
     for report, shown in ((SHARED, True), (REPORT, False)):
         plain, table = (Console(file=io.StringIO(), width=120) for _ in range(2))
-        PlainLines(plain, Progress(rounds=10)).round_done(report)
+        plain.print(round_line(report, 10), soft_wrap=True)
         table.print(rounds_table([report]))
         assert ("down 1.00 kB (9.60 MB of it in memory), train" in plain.file.getvalue()) is shown  # type: ignore[attr-defined]
         assert ("in memory" in table.file.getvalue()) is shown  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def test_sizes_are_decimal() -> None:
 def test_a_run_directory_is_written_anew_after_a_resume_and_then_appended_to(tmp_path: Path) -> None:
     reports = [RoundReport(round_id=i) for i in range(1, 5)]
     (tmp_path / "rounds.jsonl").write_text('{"round_id": 1}\n{"round_id": 2}\n{"round_id": 3, "cut off')
-    with RunDirectory(tmp_path) as run:
+    with ControllerDirectory(tmp_path) as run:
         run.add(reports[:3])
         run.add(reports)
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
@@ -138,10 +138,10 @@ def test_a_resume_keeps_the_timelines_of_rounds_that_stand(tmp_path: Path) -> No
     """The controller that goes on does not know them: they are in no checkpoint."""
     timeline = (ClientTimeline(client_id=3, counted_s=1.5),)
     reports = [RoundReport(round_id=i, weights_crc32=10 + i, timeline=timeline) for i in (1, 2, 3)]
-    with RunDirectory(tmp_path) as run:
+    with ControllerDirectory(tmp_path) as run:
         run.add(reports)
     again = [reports[0].without_timeline(), replace(reports[1], weights_crc32=99, timeline=())]
-    with RunDirectory(tmp_path) as run:
+    with ControllerDirectory(tmp_path) as run:
         run.add(again)  # round 2 was done again, and round 3 is still to come
         run.add([*again, replace(reports[2], loss=math.nan)])
     entries = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
@@ -156,10 +156,10 @@ def test_a_resume_keeps_who_took_part_and_the_rounds_that_no_checkpoint_has_any_
         RoundReport(round_id=i, weights_crc32=10 + i, clients=(1, 3), expected=3, marks=marks, strikes=(strike,))
         for i in (1, 2, 3, 4)
     ]
-    with RunDirectory(tmp_path) as run:
+    with ControllerDirectory(tmp_path) as run:
         run.add(reports)
     before = (tmp_path / "rounds.jsonl").read_text().splitlines()
-    with RunDirectory(tmp_path) as run:  # the checkpoint has forgotten round 1, and round 3 was done again
+    with ControllerDirectory(tmp_path) as run:  # the checkpoint has forgotten round 1, and round 3 was done again
         run.add([reports[1].figures(), replace(reports[2], weights_crc32=99).figures(), reports[3]])
     after = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [after[0], after[1], after[3]] == [before[0], before[1], before[3]]

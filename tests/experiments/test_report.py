@@ -18,7 +18,7 @@ from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.experiments.amounts import duration
 from gradbus.experiments.report.build import page_of
 from gradbus.experiments.report.page import byte_column, render, row_table, time_column
-from gradbus.experiments.rundir.directory import RunDirectory, json_text
+from gradbus.experiments.rundir.directory import ControllerDirectory, json_text
 from gradbus.experiments.rundir.reading import Run, read_run
 from gradbus.runtime.errors import ConfigError
 
@@ -213,7 +213,7 @@ def test_drops_and_faults_are_shown_by_reason_with_their_meaning(tmp_path: Path)
                     dropped={"client lost": 1, "stale": 2}),
         RoundReport(round_id=2, clients=(0, 1), expected=2, outcome="all live clients answered", dropped={"stale": 1}),
     ]  # fmt: skip
-    with RunDirectory(tmp_path) as run:
+    with ControllerDirectory(tmp_path) as run:
         run.add(reports)
         run.finish(reports, outcome="failed", seconds=3.0)
     html = without_figures(read_run(tmp_path))
@@ -234,7 +234,7 @@ def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> No
                 marks={"clipped": (2,), "samples capped": (0, 2)} if round_id > 1 else {},
             )
         )  # fmt: skip
-    with RunDirectory(tmp_path) as run:
+    with ControllerDirectory(tmp_path) as run:
         run.add(reports)
         run.finish(reports, outcome="done", seconds=3.0)
     found = read_run(tmp_path)

@@ -18,11 +18,10 @@ from gradbus.actors import EpochReport, RoundReport
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
 from gradbus.experiments.report import scalars as scalars_module
 from gradbus.experiments.report.scalars import _MAX_WAITING, Scalars, open_scalars
-from gradbus.experiments.run.data_parallel import Telling, run_worker
+from gradbus.experiments.run.data_parallel import Output, run_worker
 from gradbus.experiments.run.federated import run_client, run_controller
 from gradbus.experiments.run.rank_environment import Place
-from gradbus.experiments.run.screen import Screen
-from gradbus.experiments.rundir.directory import RunDirectory
+from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.runtime.errors import ConfigError
 
 reader = pytest.importorskip(
@@ -59,13 +58,12 @@ def test_a_federated_run_leaves_the_numbers_of_its_reports(domain, tmp_path: Pat
     file = ControllerFile.model_validate({"bus": bus, "task": data, "federated": rules})
     client = ClientFile.model_validate({"bus": bus, "task": data})
 
-    async def scenario(run: RunDirectory, scalars: Scalars) -> list[RoundReport]:
+    async def scenario(run: ControllerDirectory, scalars: Scalars) -> list[RoundReport]:
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(run_client(client, 0))
-            shown = Screen(live=False).silent()
-            return await group.create_task(run_controller(file, run, shown, scalars=scalars))
+            return await group.create_task(run_controller(file, run, scalars=scalars))
 
-    with Scalars(tmp_path / "scalars") as scalars, RunDirectory(tmp_path / "run") as run:
+    with Scalars(tmp_path / "scalars") as scalars, ControllerDirectory(tmp_path / "run") as run:
         reports = asyncio.run(scenario(run, scalars))
     shown = curves(tmp_path / "scalars")
     for name, key in {
@@ -88,7 +86,7 @@ def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(domain, tmp
             }
         )  # fmt: skip
         with Scalars(tmp_path / "scalars") as scalars:
-            asyncio.run(run_worker(file, Place(0, 1), Telling(scalars=scalars)))
+            asyncio.run(run_worker(file, Place(0, 1), Output(scalars=scalars)))
     epochs_seen = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
     shown = curves(tmp_path / "scalars")
     assert list(shown["accuracy"]) == [report["step"] for report in epochs_seen] == [3, 6]
@@ -190,7 +188,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_run_without_a_folder_does_not_load_tensorboard() -> None:
     """It is an extra: nobody pays for it who has not asked."""
-    modules = "commands, worker_command"
-    code = f"import sys; from gradbus.experiments.run import {modules}; print('tensorboard' in sys.modules)"
+    code = "import sys; from gradbus.experiments.run import commands; print('tensorboard' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout == "False\n"

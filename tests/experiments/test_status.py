@@ -24,9 +24,7 @@ from gradbus.actors.federated import updates_out as update_sender
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
-from gradbus.experiments.run.status import Observer, observe
-from gradbus.experiments.run.status_settings import settings_of
-from gradbus.experiments.run.status_text import lines_of
+from gradbus.experiments.run.status import Observer, lines_of, observe, settings_of
 from gradbus.models import NullTask
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.topics import Overheard

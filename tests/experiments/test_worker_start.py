@@ -10,10 +10,9 @@ from report_runs import parallel_run
 
 from gradbus.actors import EpochReport
 from gradbus.experiments.files import TaskSettings
-from gradbus.experiments.run import worker_command
+from gradbus.experiments.run import commands
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
-from gradbus.experiments.rundir.directory import write_json
-from gradbus.experiments.rundir.worker_directory import WorkerDirectory
+from gradbus.experiments.rundir.directory import WorkerDirectory, write_json
 from gradbus.runtime.errors import ConfigError
 
 TASK = """
@@ -87,7 +86,7 @@ def test_a_trace_or_a_picture_that_cannot_be_written_ends_no_run(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(worker_command, "draw_epochs", full)
+    monkeypatch.setattr(commands, "draw_epochs", full)
     (tmp_path / "run" / "trace.json").mkdir(parents=True)
     ended = run()
     assert ended.code == 0, ended.err

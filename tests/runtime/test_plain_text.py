@@ -14,8 +14,7 @@ from rich.console import Console
 from gradbus.experiments.report.page import Page, Tile, render
 from gradbus.experiments.run import lifecycle
 from gradbus.experiments.run.live import head, warning
-from gradbus.experiments.run.status import Observer
-from gradbus.experiments.run.status_text import lines_of
+from gradbus.experiments.run.status import Observer, lines_of
 from gradbus.runtime import logs
 from gradbus.runtime.plain_text import plain_but_colours, plain_line, plain_text
 from gradbus.runtime.wire import control

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gradbus.experiments.rundir.directory import RunDirectory
-from gradbus.experiments.rundir.worker_directory import WorkerDirectory
+from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.private_folder import make_private
 from gradbus.runtime.profiling.summary import LineFile
@@ -30,7 +29,9 @@ def mode(path: Path) -> int:
 
 
 def test_folders_of_runs_states_and_histories_are_closed_to_others(tmp_path: Path) -> None:
-    for number, make in enumerate((lambda path: RunDirectory(path).log.close(), lambda path: WorkerDirectory(path, 0))):
+    for number, make in enumerate(
+        (lambda path: ControllerDirectory(path).log.close(), lambda path: WorkerDirectory(path, 0))
+    ):
         run = tmp_path / "runs" / f"mnist-{number}"
         make(run)
         CheckpointStore(run / "state").close()
@@ -51,7 +52,7 @@ def test_state_and_history_of_a_run_that_are_open_are_closed_when_it_goes_on(tmp
         (run / name).mkdir(parents=True)
         (run / name).chmod(0o755)
     with structlog.testing.capture_logs() as lines:
-        RunDirectory(run).log.close()
+        ControllerDirectory(run).log.close()
     assert [mode(run / name) for name in ("state", "history")] == [0o700] * 2
     assert mode(run) == 0o755  # the user's own
     (line,) = lines
@@ -64,7 +65,7 @@ def test_a_folder_that_was_there_or_is_a_link_keeps_its_rights(tmp_path: Path) -
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     (run / "state").symlink_to(shared)
-    RunDirectory(run).log.close()
+    ControllerDirectory(run).log.close()
     make_private(shared)
     CheckpointStore(shared).close()
     assert mode(shared) == 0o755

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import gradbus
 from gradbus.experiments.files import ControllerFile, WorkerFile
-from gradbus.experiments.run.data_parallel import Telling, run_worker
+from gradbus.experiments.run.data_parallel import Output, run_worker
 from gradbus.experiments.run.federated import run_controller
 from gradbus.experiments.run.rank_environment import Place
-from gradbus.experiments.rundir.directory import RunDirectory
+from gradbus.experiments.rundir.directory import ControllerDirectory
 
 TRUTH = torch.linspace(-1, 1, 2000)
 
@@ -78,19 +78,6 @@ class Learning:
         return Result(correct=int(100 / (1 + loss)), loss_sum=100 * loss)
 
 
-class Silent:
-    """A display that shows nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def round_done(self, report: gradbus.RoundReport) -> None:
-        pass
-
-
 def federated_run(path: Path, *, domain: int, rounds: int = 10, clients: int = 3, **rules: Any) -> Path:
     """A controller and its clients over DDS, on one loop."""
     job = f"report-{path.name}"
@@ -108,8 +95,8 @@ def federated_run(path: Path, *, domain: int, rounds: int = 10, clients: int = 3
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for client_id in range(clients):
                 group.create_task(client(client_id))
-            with RunDirectory(path) as run:
-                await run_controller(ControllerFile.model_validate(settings), run, lambda _: Silent())
+            with ControllerDirectory(path) as run:
+                await run_controller(ControllerFile.model_validate(settings), run)
 
     asyncio.run(main())
     return path
@@ -128,7 +115,7 @@ def parallel_run(path: Path, *, domain: int, world: int = 2, epochs: int = 3, **
         file = WorkerFile.model_validate(settings)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for rank in range(world):
-                group.create_task(run_worker(file, Place(rank, world), Telling()))
+                group.create_task(run_worker(file, Place(rank, world), Output()))
 
     asyncio.run(main())
     return path

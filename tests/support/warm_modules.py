@@ -20,7 +20,6 @@ _NAMES = (
     "gradbus.experiments.cli.main",
     "gradbus.experiments.history.invariants",
     "gradbus.experiments.run.commands",
-    "gradbus.experiments.run.worker_command",
     "gradbus.models",
     "gradbus.runtime.bus.bus",
     "gradbus.runtime.collectives",

@@ -1,18 +1,71 @@
-"""Where the log goes while a table is on the screen: into a file, with the last warnings kept for the table."""
+"""Where the lines for the user go, and where the log goes while a table is on the screen."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import TextIO
 
+from rich.console import Console
+
+from gradbus.experiments.cli.choices import LogLevel, LogStyle
 from gradbus.runtime import logs
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line, plain_text
 
 _HIDDEN = {"event", "level", "timestamp", "source", "traceback", "exception"}
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What the user wants to see.
+
+    Attributes:
+        live: a table that follows the run; it needs a terminal.
+    """
+
+    live: bool
+    level: LogLevel = LogLevel.INFO
+    style: LogStyle = LogStyle.AUTO
+    console: Console = field(default_factory=Console)
+
+    @property
+    def table(self) -> bool:
+        """Whether there will be a table."""
+        return self.live and self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def configure_logs(self) -> None:
+        """Log to stderr."""
+        logs.configure(level=self.level.value, style=self.style.value)
+
+    @contextlib.contextmanager
+    def logging_to(self, log: LogFile) -> Iterator[None]:
+        """Send the log to the file meanwhile."""
+        # The log's set-up takes sys.stderr as it finds it.
+        with contextlib.redirect_stderr(log):
+            logs.configure(level=self.level.value, style="json")
+        try:
+            yield
+        finally:
+            self.configure_logs()
+
+    def log_file(self, file: TextIO, *, hidden: Collection[str] = ()) -> LogFile:
+        """The log of a run; its warnings are lines on stderr where there is no table, but for ``hidden`` events."""
+        if self.table:  # rich puts the lines above the table
+            return LogFile(file, None, self.say, hidden=hidden)
+        return LogFile(file, lambda line: _to_stderr(f"warning: {plain_line(line)}"), _to_stderr, hidden=hidden)
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        self.console.print(plain_text(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _to_stderr(text: str) -> None:
+    print(plain_text(text), file=sys.stderr)
 
 
 class LogFile:
@@ -57,7 +110,7 @@ class LogFile:
     def _show_traceback(self, line: str) -> None:
         if self._on_traceback is None or '"traceback": "' not in line:
             return
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # of another kind than ours: it is in the file
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # not a line of ours: it is in the file
             self._on_traceback(textwrap.indent(plain_text(parse_json(line)["traceback"]), "  "))
 
     def flush(self) -> None:
@@ -65,18 +118,6 @@ class LogFile:
 
     def isatty(self) -> bool:
         return False
-
-
-@contextlib.contextmanager
-def logging_to(stream: LogFile, *, level: str, back_to: Callable[[], None]) -> Iterator[None]:
-    """Send the log there meanwhile; ``back_to`` sets up what comes after."""
-    # The log's set-up takes sys.stderr as it finds it.
-    with contextlib.redirect_stderr(stream):
-        logs.configure(level=level, style="json")
-    try:
-        yield
-    finally:
-        back_to()
 
 
 def readable(line: str) -> str:
