@@ -19,7 +19,7 @@ from rich.table import Table
 
 from gradbus.experiments.bench import document, growth
 from gradbus.experiments.bench.compare import Change, compare, known_figures, other_machine, text_of
-from gradbus.experiments.bench.results import Effort, Results, Run, summary
+from gradbus.experiments.bench.results import Effort, PartRun, Results, summary
 from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, expected_s, measure
 from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError
@@ -134,7 +134,7 @@ def _show(results: Results) -> None:
             console.print(f"  {line.name}: grows with exponent {whole}; of the last three points {end}")
 
 
-def _table(run: Run) -> Table:
+def _table(run: PartRun) -> Table:
     title = f"{ALL[run.part].title}: medians and quartiles" if run.part in ALL else run.part
     table = Table(title=title, title_justify="left", caption=f"{run.seconds:.0f} s, {run.date}, commit {run.commit}")
     for column in ("figure", "median", "quartiles", "ratio", "quartiles", ""):

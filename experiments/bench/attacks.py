@@ -53,7 +53,7 @@ ATTACKS = ("none", "sign flip", "scaled", "noise", "label flip")
 CEILING_POINTS = 5.0  # that an attack may cost a defence that averages, where the mean is lost
 
 
-class Scene:
+class AttackScene:
     """Clients with their data, and an attack."""
 
     def __init__(self, data_root: Path | None, partition: str, seed: int) -> None:
@@ -96,7 +96,7 @@ def _flipped_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, CLASSES - 1 - labels)
 
 
-def run(scene: Scene, strategy: Strategy, attack: str, rounds: int) -> list[float]:
+def run(scene: AttackScene, strategy: Strategy, attack: str, rounds: int) -> list[float]:
     """Test accuracy in percent after each round."""
     weights, found = scene.initial.clone(), []
     encode = codecs.get("fp32").encode
@@ -114,7 +114,7 @@ def run(scene: Scene, strategy: Strategy, attack: str, rounds: int) -> list[floa
     return found
 
 
-def typical_norm(scene: Scene) -> float:
+def typical_norm(scene: AttackScene) -> float:
     """Median L2 norm of the updates of the first round without an attack."""
     return statistics.median(l2_norm(scene.update(i, 1, scene.initial, "none")) for i in range(CLIENTS))
 
@@ -123,7 +123,7 @@ def accuracy_rows(data_root: Path | None, partition: str, rounds: int, seeds: in
     """Each defence under each attack."""
     curves: dict[str, dict[str, list[list[float]]]] = {attack: {name: [] for name in MAKE} for attack in ATTACKS}
     for seed in range(seeds):
-        scene = Scene(data_root, partition, seed)
+        scene = AttackScene(data_root, partition, seed)
         norm = typical_norm(scene)
         for attack in ATTACKS:
             for name, make in MAKE.items():

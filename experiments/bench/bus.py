@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import gradbus
 from gradbus.experiments.bench.processes import LEASE_S, Processes
-from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, loop_gaps, percentile, size_text
 from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
@@ -37,7 +37,7 @@ Sample = Callable[[], Awaitable[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class BusPlan:
     """``blocks``: of each figure. ``trips``: round trips of one. ``stream_bytes``: of a stream in one. ``fan_bytes``:
     of what goes to all ``readers``, ``fans`` times in a block."""
 
@@ -50,19 +50,19 @@ class Plan:
     fans: int = 3
 
 
-PLANS: dict[Effort, Plan] = {
-    "tiny": Plan(blocks=2, trips=5, streams=(MIB,), stream_bytes=2 * MIB, readers=(), fans=1),
-    "quick": Plan(blocks=7, trips=100),
-    "full": Plan(blocks=15, trips=300, stream_bytes=64 * MIB),
+PLANS: dict[Effort, BusPlan] = {
+    "tiny": BusPlan(blocks=2, trips=5, streams=(MIB,), stream_bytes=2 * MIB, readers=(), fans=1),
+    "quick": BusPlan(blocks=7, trips=100),
+    "full": BusPlan(blocks=15, trips=300, stream_bytes=64 * MIB),
 }
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> list[Measurement]:
     """All figures of the bus."""
     return asyncio.run(_measure(PLANS[effort]))
 
 
-async def _measure(plan: Plan) -> list[Figure]:
+async def _measure(plan: BusPlan) -> list[Measurement]:
     async with _Writer.open(["unicast"], 1) as writer:
         figures = [*await _pair_figures(writer, plan), *await _gap_figures(writer, plan)]
     for count in plan.readers:
@@ -204,7 +204,7 @@ class _Writer:
         return time.perf_counter() - began_s
 
 
-async def _pair_figures(writer: _Writer, plan: Plan) -> list[Figure]:
+async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
     end = writer.ends["unicast"]
     ping = PING.ljust(_PING_BYTES, ".")
 
@@ -235,7 +235,7 @@ async def _pair_figures(writer: _Writer, plan: Plan) -> list[Figure]:
                 return 1e6 * statistics.median(echo.round_trip_s(size) for _ in range(_TCP_TRIPS))
 
             taken = await _by_turns(plan.blocks, bus=trips(trip), tcp=bare)
-            figures.append(figure(f"round trip, {name}", "us", taken["bus"], against=("TCP", taken["tcp"])))
+            figures.append(measurement(f"round trip, {name}", "us", taken["bus"], against=("TCP", taken["tcp"])))
         for size in plan.streams:
             count = plan.stream_bytes // size
 
@@ -248,11 +248,11 @@ async def _pair_figures(writer: _Writer, plan: Plan) -> list[Figure]:
             taken = await _by_turns(plan.blocks, bus=stream, tcp=bare_stream)
             note = f"{size / statistics.median(taken['bus']) / 1e3:,.0f} MB/s"
             name = f"stream of {size_text(size)} messages"
-            figures.append(figure(name, "ms", taken["bus"], against=("TCP", taken["tcp"]), note=note))
+            figures.append(measurement(name, "ms", taken["bus"], against=("TCP", taken["tcp"]), note=note))
     return figures
 
 
-async def _gap_figures(writer: _Writer, plan: Plan) -> list[Figure]:
+async def _gap_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
     """How late the loops of both ends are while 4 MiB messages go through: p99 of each block."""
     out_ms, in_ms, end = [], [], writer.ends["unicast"]
     for _ in range(plan.blocks):
@@ -265,12 +265,12 @@ async def _gap_figures(writer: _Writer, plan: Plan) -> list[Figure]:
         in_ms.append(1e3 * float(word.split()[1]))
     note = "p99 of each block; a task that wants to run every millisecond"
     return [
-        figure("event loop late while 4 MiB messages go out", "ms", out_ms, note=note),
-        figure("event loop late while 4 MiB messages come in", "ms", in_ms, note=note),
+        measurement("event loop late while 4 MiB messages go out", "ms", out_ms, note=note),
+        measurement("event loop late while 4 MiB messages come in", "ms", in_ms, note=note),
     ]
 
 
-async def _fan_figures(writer: _Writer, plan: Plan, count: int) -> list[Figure]:
+async def _fan_figures(writer: _Writer, plan: BusPlan, count: int) -> list[Measurement]:
     def fan(name: str) -> Sample:
         async def sample() -> float:
             return 1e3 * await writer.send(name, plan.fan_bytes, plan.fans) / plan.fans
@@ -280,8 +280,8 @@ async def _fan_figures(writer: _Writer, plan: Plan, count: int) -> list[Figure]:
     ms = await _by_turns(plan.blocks, unicast=fan("unicast"), multicast=fan("multicast"))
     name = f"{size_text(plan.fan_bytes)} to {count} readers"
     return [
-        figure(f"{name}, unicast", "ms", ms["unicast"]),
-        figure(f"{name}, multicast", "ms", ms["multicast"], against=("unicast", ms["unicast"])),
+        measurement(f"{name}, unicast", "ms", ms["unicast"]),
+        measurement(f"{name}, multicast", "ms", ms["multicast"], against=("unicast", ms["unicast"])),
     ]
 
 

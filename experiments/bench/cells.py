@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradbus.experiments.bench.processes import Place, dds_group, unsealed_group
+from gradbus.experiments.bench.processes import RankPlace, dds_group, unsealed_group
 from gradbus.experiments.bench.timing import block, size_text, timed
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.torch import bus_thread
@@ -32,11 +32,11 @@ class Cells(NamedTuple):
 class Cell:
     """One collective at one size, on one rank."""
 
-    def __init__(self, place: Place, collective: str, size: int) -> None:
+    def __init__(self, place: RankPlace, collective: str, size: int) -> None:
         self.collective = collective
         self.size = size
         self._place = place
-        self._tensor = torch.empty(size // 4)
+        self._tensor = torch.zeros(size // 4)
         self._outputs = [torch.empty(size // 4) for _ in range(place.world)] if collective == "all_gather" else []
 
     def call(self, group: dist.ProcessGroup) -> Callable[[], Any]:
@@ -69,10 +69,13 @@ class Cell:
         taken = []
         for _ in range(calls):
             began_s = time.perf_counter()
-            if self.collective == "all_gather":
-                await group.all_gather("bench", self._tensor)
-            else:
-                await group.all_reduce("bench", self._tensor, out=self._tensor)
+            match self.collective:
+                case "all_gather":
+                    await group.all_gather("bench", self._tensor)
+                case "all_reduce":
+                    await group.all_reduce("bench", self._tensor, out=self._tensor)
+                case "broadcast":
+                    await group.broadcast("bench", self._tensor)
             taken.append(time.perf_counter() - began_s)
         return taken
 
@@ -84,7 +87,7 @@ def _values(rank: int, size: int) -> Tensor:
 class _GroupApi:
     """A Group on the bus that the process group has already, called from this thread."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         self._bus = bus_thread.acquire(dist.distributed_c10d._get_default_store(), dist.get_rank())
         self._stack = AsyncExitStack()
         joining = join_group(self._bus.bus, rank=place.rank, world=place.world, name="bench")
@@ -100,7 +103,7 @@ class _GroupApi:
         bus_thread.release(self._bus)
 
 
-def time_cells(place: Place) -> dict[str, Any]:
+def time_cells(place: RankPlace) -> dict[str, Any]:
     """The role of a rank: medians of each repeat, for each cell, and its segments of shared memory. Spec: Cells."""
     before = _shared_segments()
     spec: Cells = place.spec

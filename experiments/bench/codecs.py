@@ -20,7 +20,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.experiments.bench import limits
 from gradbus.experiments.bench.limits import Row, at_least, at_most, shown
-from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.timing import block, in_turns, one_thread
 
 REFERENCE_DIM = 1_199_882  # parameters of the reference network; the limits of sizes are for this one
@@ -35,7 +35,7 @@ _MIN_MB_PER_S = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CodecsPlan:
     """``blocks``: of each figure. ``dims``: elements. ``densities``: of the sparse codecs."""
 
     blocks: int
@@ -43,14 +43,14 @@ class Plan:
     densities: Sequence[float] = (0.1, 0.01, 0.001)
 
 
-PLANS: dict[Effort, Plan] = {
-    "tiny": Plan(blocks=2, dims=(10_000,), densities=(0.01,)),
-    "quick": Plan(blocks=5, dims=(10_000, REFERENCE_DIM), densities=(0.1, 0.01)),
-    "full": Plan(blocks=9),
+PLANS: dict[Effort, CodecsPlan] = {
+    "tiny": CodecsPlan(blocks=2, dims=(10_000,), densities=(0.01,)),
+    "quick": CodecsPlan(blocks=5, dims=(10_000, REFERENCE_DIM), densities=(0.1, 0.01)),
+    "full": CodecsPlan(blocks=9),
 }
 
 
-def measure(effort: Effort) -> Iterator[Figure]:
+def measure(effort: Effort) -> Iterator[Measurement]:
     """Every codec in its newest version, at every size."""
     plan = PLANS[effort]
     with one_thread():
@@ -69,7 +69,7 @@ def _vector(dim: int) -> Tensor:
     return torch.randn(dim, generator=torch.Generator().manual_seed(0))
 
 
-def _figures(name: str, encode: Callable[[Tensor], Any], vector: Tensor, blocks: int) -> list[Figure]:
+def _figures(name: str, encode: Callable[[Tensor], Any], vector: Tensor, blocks: int) -> list[Measurement]:
     payload, out = encode(vector), torch.empty_like(vector)
     dim = vector.numel()
     calls: dict[str, Callable[[], Any]] = {
@@ -87,7 +87,7 @@ def _figures(name: str, encode: Callable[[Tensor], Any], vector: Tensor, blocks:
     decoded = codecs.decode(payload, expected_dim=dim).vector
     error = float((decoded - vector).norm() / vector.norm())
     timed = [
-        figure(
+        measurement(
             f"{what} {name}", "ms", ms[what], against=("copy", ms["copy"]),
             note=f"{4 * dim / statistics.median(ms[what]) / 1e3:,.0f} MB/s",
         )
@@ -95,8 +95,8 @@ def _figures(name: str, encode: Callable[[Tensor], Any], vector: Tensor, blocks:
     ]  # fmt: skip
     return [
         *timed,
-        figure(f"bytes {name}", "B", [len(payload)], against=("fp32", [4 * dim])),
-        figure(f"error {name}", "", [error], against=("norm", [1.0]), note="of a random normal vector"),
+        measurement(f"bytes {name}", "B", [len(payload)], against=("fp32", [4 * dim])),
+        measurement(f"error {name}", "", [error], against=("norm", [1.0]), note="of a random normal vector"),
     ]
 
 

@@ -27,8 +27,8 @@ from gradbus.experiments.bench.cells import Cells, time_cells
 from gradbus.experiments.bench.ddp_step import step_rows
 from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, failed, shown
 from gradbus.experiments.bench.multicast import multicast_rows
-from gradbus.experiments.bench.processes import TRANSPORTS, Place, ProcessFailed, Transport, run_ranks
-from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.processes import TRANSPORTS, ProcessFailed, RankPlace, Transport, run_ranks
+from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.timing import (
     KIB,
     MIB,
@@ -52,7 +52,7 @@ _CHECKED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CollectivesPlan:
     """What the suite measures in worlds of 2 and 4 ranks.
 
     Attributes:
@@ -67,20 +67,20 @@ class Plan:
 
 
 _BOTH = ("all_reduce", "all_gather")
-PLANS: dict[Effort, Plan] = {
-    "tiny": Plan(sizes=(4 * KIB,), launches=1, repeats=2, worlds=((2, "dds-only", ("all_reduce",)),)),
-    "quick": Plan(
+PLANS: dict[Effort, CollectivesPlan] = {
+    "tiny": CollectivesPlan(sizes=(4 * KIB,), launches=1, repeats=2, worlds=((2, "dds-only", ("all_reduce",)),)),
+    "quick": CollectivesPlan(
         sizes=(4 * KIB, MIB, 4 * MIB), launches=3, repeats=2,
         worlds=((2, "one-host", ("all_reduce",)), (2, "dds-only", _BOTH), (4, "one-host", ("all_reduce",))),
     ),
-    "full": Plan(
+    "full": CollectivesPlan(
         sizes=(*SIZES, 100 * MIB), launches=3, repeats=3,
         worlds=tuple((ranks, transport, _BOTH) for ranks in (2, 4) for transport in TRANSPORTS),
     ),
 }  # fmt: skip
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> list[Measurement]:
     """Every cell of the plan, through ``torch.distributed`` and on a Group."""
     plan = PLANS[effort]
     taken: dict[str, tuple[list[float], list[float]]] = {}
@@ -98,7 +98,7 @@ def measure(effort: Effort) -> list[Figure]:
                     samples = taken.setdefault(title, ([], []))
                     samples[0].extend(1e3 * one for one in mine)
                     samples[1].extend(1e3 * one for one in gloo)
-    return [figure(name, "ms", mine, against=("gloo", gloo)) for name, (mine, gloo) in taken.items()]
+    return [measurement(name, "ms", mine, against=("gloo", gloo)) for name, (mine, gloo) in taken.items()]
 
 
 def _name(cell: Mapping[str, Any], transport: Transport, world: int) -> str:
@@ -167,7 +167,7 @@ def _rows_of(cell: Sequence[dict[str, Any]], setup: Setup) -> list[Row]:
     return [row, seals, shown("  the same on Group, no torch", statistics.median(ratios["Group"]), "x gloo", note)]
 
 
-def reduce_big(place: Place) -> dict[str, Any]:
+def reduce_big(place: RankPlace) -> dict[str, Any]:
     """The role of a rank: one collective on a large tensor, and the memory of the process meanwhile. Spec: its bytes.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradbus.experiments.bench.results import Figure, Results, Run, Summary, summary
+from gradbus.experiments.bench.results import Measurement, PartRun, Results, Summary, summary
 
 _NOISE = 1e-6  # samples are rounded in the file
 
@@ -42,12 +42,12 @@ def compare(baseline: Results, now: Results) -> list[Change]:
     return changes
 
 
-def known_figures(*runs: Run | None) -> set[str]:
+def known_figures(*runs: PartRun | None) -> set[str]:
     """Names of the figures that one of these has."""
     return {one.name for run in runs if run is not None for one in run.figures}
 
 
-def _change(before: Figure | None, now: Figure | None) -> Change:
+def _change(before: Measurement | None, now: Measurement | None) -> Change:
     one = now or before
     assert one is not None
     judged = [it for it in (before, now) if it is not None and it.against is not None]
@@ -62,7 +62,7 @@ def _change(before: Figure | None, now: Figure | None) -> Change:
     return Change(one.name, change.unit, against, then, today, allowed, today.median - then.median > allowed)
 
 
-def _of(one: Figure | None, judged: bool) -> Summary | None:
+def _of(one: Measurement | None, judged: bool) -> Summary | None:
     if one is None or (judged and one.against is None):
         return None
     return summary(one.ratios) if judged else one.summary

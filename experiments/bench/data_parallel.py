@@ -27,8 +27,8 @@ from gradbus import codecs, models
 from gradbus.experiments.bench import limits
 from gradbus.experiments.bench.codecs import entropy_bits
 from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, shown
-from gradbus.experiments.bench.processes import Place, run_ranks
-from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.processes import RankPlace, run_ranks
+from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.timing import in_turns, one_thread
 from gradbus.experiments.bench.training import Data, Training, train
 from gradbus.runtime.dds import malloc
@@ -42,7 +42,7 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {"CNN": models.mnist_cnn, "MLP": 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class StepsPlan:
     """``launches``: of each way. ``steps``: that count, after ``warm_up``. ``batch_size``: of one rank."""
 
     launches: int
@@ -59,14 +59,14 @@ class Plan:
         )
 
 
-PLANS: dict[Effort, Plan] = {
-    "tiny": Plan(launches=1, steps=3, warm_up=2, model="MLP"),
-    "quick": Plan(launches=3, steps=24),
-    "full": Plan(launches=7, steps=60, batch_size=64),
+PLANS: dict[Effort, StepsPlan] = {
+    "tiny": StepsPlan(launches=1, steps=3, warm_up=2, model="MLP"),
+    "quick": StepsPlan(launches=3, steps=24),
+    "full": StepsPlan(launches=7, steps=60, batch_size=64),
 }
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> list[Measurement]:
     """A dense step and one of DGC, each against gloo."""
     plan = PLANS[effort]
     ways: dict[str, Callable[[], list[list[float]]]] = {
@@ -79,7 +79,8 @@ def measure(effort: Effort) -> list[Figure]:
         ms[name].append(1e3 * statistics.median(map(max, zip(*ways[name](), strict=True))))  # of the slower rank
     where = f"{plan.model}, batch {plan.batch_size}, world 2, one host"
     return [
-        figure(f"step, {name}, {where}", "ms", ms[name], against=("gloo DDP", ms["gloo"])) for name in ("dense", "DGC")
+        measurement(f"step, {name}, {where}", "ms", ms[name], against=("gloo DDP", ms["gloo"]))
+        for name in ("dense", "DGC")
     ]
 
 
@@ -92,9 +93,9 @@ def _worker_steps(run: Training, skip: int) -> dict[str, list[list[float]]]:
     }
 
 
-def gloo_steps(place: Place) -> list[float]:
-    """The role of a rank: seconds of each step of DistributedDataParallel. Its spec: Plan."""
-    plan: Plan = place.spec
+def gloo_steps(place: RankPlace) -> list[float]:
+    """The role of a rank: seconds of each step of DistributedDataParallel. Its spec: StepsPlan."""
+    plan: StepsPlan = place.spec
     malloc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing
     place.start("gloo")
     task = plan.training().task()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradbus.experiments.bench.growth import Line, lines, text_of
-from gradbus.experiments.bench.results import Figure, Results, Run, Summary, summary
+from gradbus.experiments.bench.results import Measurement, PartRun, Results, Summary, summary
 from gradbus.experiments.bench.suite import ALL
 from gradbus.runtime.errors import ConfigError
 
@@ -26,7 +26,7 @@ def tables(results: Results) -> str:
     return "\n".join(made)
 
 
-def _heading(run: Run) -> Iterator[str]:
+def _heading(run: PartRun) -> Iterator[str]:
     machine, versions = run.machine, run.versions
     yield (
         f"{run.date[:10]}, commit {run.commit or 'unknown'}, {machine['cores']} cores of {machine['cpu']}, load "
@@ -47,14 +47,14 @@ def _growth(grown: list[Line]) -> Iterator[str]:
         yield f"| {line.name}, {line.unit} | {' | '.join(cells)} | {text_of(line.whole)} | {text_of(line.end)} |"
 
 
-def _table(run: Run) -> Iterator[str]:
+def _table(run: PartRun) -> Iterator[str]:
     yield "| figure | median | quartiles | ratio | quartiles | blocks | |"
     yield "|---|---|---|---|---|---|---|"
     for one in run.figures:
         yield f"| {' | '.join(_cells(one))} |"
 
 
-def _cells(one: Figure) -> list[str]:
+def _cells(one: Measurement) -> list[str]:
     taken = one.summary
     cells = [one.name, f"{number(taken.median)} {one.unit}".strip(), quartiles(taken)]
     if one.against is None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from gradbus.experiments.bench import codecs, limits, sealing
 from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, shown
-from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
 from gradbus.experiments.bench.tcp import Echo
 
@@ -60,7 +60,7 @@ PLANS: dict[Effort, tuple[int, Sequence[Case]]] = {  # launches, cases
 }  # fmt: skip
 
 
-def measure(effort: Effort) -> list[Figure]:
+def measure(effort: Effort) -> list[Measurement]:
     """Each case both ways, by turns, in each launch."""
     launches, cases = PLANS[effort]
     turns = [(case, way) for case in cases for way in case.ways]
@@ -74,8 +74,8 @@ def measure(effort: Effort) -> list[Figure]:
         overhead, cpu, bare = ([1e3 * one for one in column] for column in zip(*values, strict=True))
         name, note = f"{case.name}, {way}", f"median of {case.rounds} rounds in each launch"
         figures += [
-            figure(f"round overhead, {name}", "ms", overhead, against=("TCP", bare), note=note),
-            figure(f"processor time of a round, {name}", "ms", cpu, note="all processes"),
+            measurement(f"round overhead, {name}", "ms", overhead, against=("TCP", bare), note=note),
+            measurement(f"processor time of a round, {name}", "ms", cpu, note="all processes"),
         ]
     return figures
 

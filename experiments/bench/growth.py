@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradbus.experiments.bench.results import Figure, Results, Run, summary
+import numpy as np
+
+from gradbus.experiments.bench.results import Measurement, PartRun, Results, summary
 from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
@@ -65,19 +67,18 @@ def fit(at: Sequence[float], costs: Sequence[float]) -> Fit:
     """
     if len(set(at)) < 2 or len(at) != len(costs) or min(at) <= 0 or min(costs) <= 0:
         raise ValueError(f"growth needs two different places and costs above 0, got {list(at)} and {list(costs)}")
-    x, y = [math.log(one) for one in at], [math.log(one) for one in costs]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    square_x = sum((one - mean_x) ** 2 for one in x)
-    exponent = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / square_x
-    offset = mean_y - exponent * mean_x
-    rest = sum((b - offset - exponent * a) ** 2 for a, b in zip(x, y, strict=True))
-    error = math.sqrt(rest / (len(x) - 2) / square_x) if len(x) > 2 else math.nan
-    return Fit(exponent, error, math.exp(offset))
+    x, y = np.log(at), np.log(costs)
+    if len(x) == 2:  # no point is left to tell how far off the line may be
+        (exponent, offset), error = np.polyfit(x, y, 1), math.nan
+    else:
+        (exponent, offset), covariance = np.polyfit(x, y, 1, cov=True)
+        error = math.sqrt(max(0.0, covariance[0, 0]))
+    return Fit(float(exponent), error, math.exp(offset))
 
 
-def lines(run: Run) -> list[Line]:
+def lines(run: PartRun) -> list[Line]:
     """All series of a run that have points at two places or more."""
-    series: dict[str, list[Figure]] = {}
+    series: dict[str, list[Measurement]] = {}
     for one in run.figures:
         if one.series and one.at is not None:
             series.setdefault(one.series, []).append(one)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import gradbus
+from gradbus.experiments.bench.cells import Cell, Cells
 from gradbus.experiments.bench.limits import Row, Taken, at_least, failed, shown
-from gradbus.experiments.bench.processes import DOMAIN, Place, ProcessFailed, run_ranks
+from gradbus.experiments.bench.processes import DOMAIN, ProcessFailed, RankPlace, run_ranks
 from gradbus.experiments.bench.timing import KIB, MIB, ratio_note, ratios_of, size_text, timed
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.dds.network import NetworkConfig
@@ -30,44 +29,30 @@ SIZES = (64 * KIB, MIB, 16 * MIB)
 _LEASE_S = 20.0  # eight processes on a busy machine
 _COUNTED_BYTES = 4 * MIB
 
-Call = Callable[[Group, Tensor], Awaitable[Any]]
-CALLS: dict[str, Call] = {
-    "broadcast": lambda group, tensor: group.broadcast("bench", tensor),
-    "all_gather": lambda group, tensor: group.all_gather("bench", tensor),
-    "all_reduce": lambda group, tensor: group.all_reduce("bench", tensor, out=tensor),
-}
+COLLECTIVES = ("broadcast", "all_gather", "all_reduce")
 
 
-class Spec(NamedTuple):
-    """What all ranks measure: each collective at these sizes."""
-
-    sizes: Sequence[int]
-    repeats: int
-
-
-def time_both(place: Place) -> dict[str, Any]:
-    """The role of a rank: medians of each repeat, by collective and size, and what rank 0 sent by multicast."""
+def time_both(place: RankPlace) -> dict[str, Any]:
+    """The role of a rank: medians of each repeat, for each cell, and what rank 0 sent by multicast. Its spec: Cells."""
     gloo, spec = place.start("gloo"), place.spec
     found = []
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         groups = runner.run(_join(stack, place))
         sent = {name: runner.run(_payloads_by_multicast(group)) for name, group in groups.items()}
-        for collective in CALLS:
-            for size in spec.sizes:
-                tensor = torch.zeros(size // 4)
+        for cell in [Cell(place, collective, size) for collective in spec.collectives for size in spec.sizes]:
 
-                def block(calls: int, group: Group, collective: str = collective, t: Tensor = tensor) -> list[float]:
-                    return runner.run(_calls(CALLS[collective], group, t, calls))
+            def block(calls: int, group: Group, cell: Cell = cell) -> list[float]:
+                return runner.run(cell.on_group(group, calls))
 
-                blocks = {name: partial(block, group=group) for name, group in groups.items()}
-                medians = timed(blocks, gloo, spec.repeats)
-                found.append({"collective": collective, "bytes": size, "median_s": medians})
+            blocks = {name: partial(block, group=group) for name, group in groups.items()}
+            medians = timed(blocks, gloo, spec.repeats)
+            found.append({"collective": cell.collective, "bytes": cell.size, "median_s": medians})
         runner.run(stack.aclose())
     return {"cells": found, "by_multicast": sent}
 
 
-async def _join(stack: AsyncExitStack, place: Place) -> dict[str, Group]:
+async def _join(stack: AsyncExitStack, place: RankPlace) -> dict[str, Group]:
     joined = {}
     for number, name in enumerate(("unicast", "multicast")):
         network = NetworkConfig(multicast=name == "multicast", lease_s=_LEASE_S, shared_memory=False)
@@ -76,15 +61,6 @@ async def _join(stack: AsyncExitStack, place: Place) -> dict[str, Group]:
         joining = gradbus.join_group(bus, rank=place.rank, world=place.world)
         joined[name] = await stack.enter_async_context(joining)
     return joined
-
-
-async def _calls(call: Call, group: Group, tensor: Tensor, calls: int) -> list[float]:
-    taken = []
-    for _ in range(calls):
-        began_s = time.perf_counter()
-        await call(group, tensor)
-        taken.append(time.perf_counter() - began_s)
-    return taken
 
 
 async def _payloads_by_multicast(group: Group) -> float:
@@ -114,7 +90,7 @@ def multicast_rows(
     taken: dict[str, Any] = {}
     for world in worlds or WORLDS:
         where = f"DDS only, world {world}"
-        spec = Spec(sizes or SIZES, repeats)
+        spec = Cells(COLLECTIVES, sizes or SIZES, repeats)
         try:
             found = run_ranks(time_both, world, spec, transport="dds-only", timeout_s=300.0)
         except ProcessFailed as error:

@@ -47,7 +47,7 @@ COLLECTIVE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GroupKind:
     """How a group is made. ``key``: of the job, which is encrypted with it; "" for none."""
 
     world: int
@@ -59,7 +59,7 @@ class Kind:
         return f"{self.world} ranks, {'shared memory' if self.shared_memory else 'DDS only'}{sealed}"
 
 
-KINDS = tuple(Kind(world, share) for world in (2, 4) for share in (True, False))
+KINDS = tuple(GroupKind(world, share) for world in (2, 4) for share in (True, False))
 
 
 # In the processes
@@ -69,7 +69,7 @@ KINDS = tuple(Kind(world, share) for world in (2, 4) for share in (True, False))
 class Seat:
     """What a rank process needs to know."""
 
-    kind: Kind
+    kind: GroupKind
     job: str
     domain: int
     rank: int
@@ -195,7 +195,7 @@ class RankProcess:
 class GroupRun:
     """A group of rank processes."""
 
-    kind: Kind
+    kind: GroupKind
     domain: int
     step_s: float = STEP_S
     ranks: list[RankProcess] = field(default_factory=list)
@@ -243,7 +243,7 @@ class GroupRun:
 
 
 @contextlib.contextmanager
-def groups(kinds: Sequence[Kind], domain: int) -> Iterator[list[GroupRun]]:
+def groups(kinds: Sequence[GroupKind], domain: int) -> Iterator[list[GroupRun]]:
     """Groups that have formed."""
     made = [GroupRun(kind, domain) for kind in kinds]
     try:
@@ -402,7 +402,12 @@ def pauses(runs: int, domain: int, seconds_s: float) -> bool:
 def kills(times: int, domain: int) -> bool:
     """kill -9 of one rank: how long until all others have failed with PeerLost."""
     fine = True
-    for kind in (Kind(2, True), Kind(4, True), Kind(4, False), Kind(4, True, "gradbus-key-1 " + "6b" * 32)):
+    for kind in (
+        GroupKind(2, True),
+        GroupKind(4, True),
+        GroupKind(4, False),
+        GroupKind(4, True, "gradbus-key-1 " + "6b" * 32),
+    ):
         taken: list[float] = []
         for _ in range(times):
             with groups([kind], domain) as (group,):
@@ -427,7 +432,7 @@ def crowds(times: int, world: int, domain: int) -> bool:
     """Many processes on few cores form one group."""
     fine = True
     for _ in range(times):
-        group = GroupRun(Kind(world, True), domain, step_s=0.5)
+        group = GroupRun(GroupKind(world, True), domain, step_s=0.5)
         try:
             began_s = time.monotonic()
             group.start()

@@ -55,7 +55,7 @@ class Against(Record):
     samples: tuple[Sample, ...]
 
 
-class Figure(Record):
+class Measurement(Record):
     """One thing that was measured. Less is better.
 
     Attributes:
@@ -98,20 +98,20 @@ class Figure(Record):
         return tuple(mine / other for mine, other in zip(self.samples, self.against.samples, strict=True))
 
 
-def figure(
+def measurement(
     name: str, unit: str, samples: Iterable[float], *, against: tuple[str, Iterable[float]] | None = None,
     note: str = "", series: str = "", at: float | None = None,
-) -> Figure:  # fmt: skip
+) -> Measurement:  # fmt: skip
     """A figure with its samples rounded for the file; counts stay as they are."""
     other = None if against is None else Against(name=against[0], samples=_rounded(against[1]))
-    return Figure(name=name, unit=unit, samples=_rounded(samples), against=other, note=note, series=series, at=at)
+    return Measurement(name=name, unit=unit, samples=_rounded(samples), against=other, note=note, series=series, at=at)
 
 
 def _rounded(samples: Iterable[float]) -> tuple[float, ...]:
     return tuple(sample if isinstance(sample, int) else float(f"{sample:.{_DIGITS}g}") for sample in samples)
 
 
-class Run(Record):
+class PartRun(Record):
     """One part of the suite, measured once.
 
     Attributes:
@@ -127,7 +127,7 @@ class Run(Record):
     versions: dict[str, str]
     machine: dict[str, str | int | float]
     configuration: dict[str, Any]
-    figures: tuple[Figure, ...]
+    figures: tuple[Measurement, ...]
     fault: str = ""
 
     @model_validator(mode="after")
@@ -142,7 +142,7 @@ class Results(Record):
     """The file: at most one run of each part."""
 
     format: Literal["gradbus-bench-1"] = "gradbus-bench-1"
-    runs: tuple[Run, ...] = ()
+    runs: tuple[PartRun, ...] = ()
 
     @model_validator(mode="after")
     def _unique(self) -> Self:
@@ -151,12 +151,12 @@ class Results(Record):
             raise ValueError(f"more than one run of a part: {parts}")
         return self
 
-    def with_run(self, new: Run) -> Results:
+    def with_run(self, new: PartRun) -> Results:
         """These results with a new run, which replaces an older one of its part."""
         kept = {run.part: run for run in self.runs} | {new.part: new}
         return Results(runs=tuple(kept.values()))
 
-    def run(self, part: str) -> Run | None:
+    def run(self, part: str) -> PartRun | None:
         """The run of a part, or None."""
         return next((run for run in self.runs if run.part == part), None)
 
@@ -207,11 +207,11 @@ def commit() -> str:
 
 
 def make_run(
-    part: str, figures: Sequence[Figure], *, facts: Mapping[str, Any], seconds: float, configuration: dict[str, Any],
-    fault: str = "",
-) -> Run:  # fmt: skip
+    part: str, figures: Sequence[Measurement], *, facts: Mapping[str, Any], seconds: float,
+    configuration: dict[str, Any], fault: str = "",
+) -> PartRun:  # fmt: skip
     """A run with everything around it. ``facts``: :func:`machine` from before it began."""
-    return Run(
+    return PartRun(
         part=part, commit=commit(), date=facts["date"], seconds=round(seconds, 1),
         versions={name: facts[name] for name in _VERSIONS},
         machine={name: fact for name, fact in facts.items() if name not in (*_VERSIONS, "date")},

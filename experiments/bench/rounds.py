@@ -22,7 +22,7 @@ WAYS = {"one host": True, "DDS only": False}  # shared_memory, of all processes:
 _WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
 
 
-class Job(NamedTuple):
+class RoundsJob(NamedTuple):
     """What all processes of a run have in common. ``gaps``: whether they measure how late their event loops are."""
 
     name: str
@@ -77,7 +77,7 @@ def run_rounds(
     Raises:
         ProcessFailed: a process failed, or not all have ended in time.
     """
-    job = Job(f"bench-{os.getpid()}", dim, shared_memory, gaps)
+    job = RoundsJob(f"bench-{os.getpid()}", dim, shared_memory, gaps)
     rules = {"rounds": rounds, "num_clients": clients, "eval_every": 0, "start_timeout_s": 120.0, **settings}
     with Processes() as running:
         running.start("controller", _controller, job, rules)
@@ -87,11 +87,11 @@ def run_rounds(
     return Rounds(controller, others)
 
 
-def _connect(job: Job) -> Any:
+def _connect(job: RoundsJob) -> Any:
     return gradbus.connect(job.name, domain=DOMAIN, lease_s=LEASE_S, shared_memory=job.shared_memory)
 
 
-async def _controller(job: Job, rules: Mapping[str, Any]) -> dict[str, Any]:
+async def _controller(job: RoundsJob, rules: Mapping[str, Any]) -> dict[str, Any]:
     """The life of the controller's process: a model that learns nothing."""
     async with _connect(job) as bus:
         empty, opened_s = memory_bytes("VmRSS"), time.time()
@@ -123,7 +123,7 @@ async def _controller(job: Job, rules: Mapping[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
 
 
-async def _clients(job: Job, client_ids: Sequence[int]) -> dict[str, Any]:
+async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
     """The life of a process with some clients on one bus."""
     cpu_at: dict[int, float] = {}
     first_command_s = 0.0

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import gradbus
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, Place, run_ranks
-from gradbus.experiments.bench.results import Effort, Figure, figure
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, RankPlace, run_ranks
+from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
 from gradbus.experiments.bench.timing import KIB, MIB, cpu_s, size_text
 
@@ -59,7 +59,7 @@ RANKS: dict[Effort, RanksPlan] = {
 }
 
 
-def measure_clients(effort: Effort) -> Iterator[Figure]:
+def measure_clients(effort: Effort) -> Iterator[Measurement]:
     """Processor time, period and memory of a round, by the number of clients."""
     counts, launches = CLIENTS[effort]
     for count in counts:
@@ -79,14 +79,14 @@ def measure_clients(effort: Effort) -> Iterator[Figure]:
                 taken.setdefault(name, []).append(value)
         for name, values in taken.items():
             series, unit = name.split("/")
-            yield figure(f"{series}, {count} clients", unit, values, series=series, at=count)
+            yield measurement(f"{series}, {count} clients", unit, values, series=series, at=count)
 
 
 def _above(process: dict[str, Any], base: str) -> float:
     return float(process["peak_bytes"] - process[base]) / 1e6
 
 
-async def grow(place: Place) -> dict[str, Any]:
+async def grow(place: RankPlace) -> dict[str, Any]:
     """The role of a rank: seconds, and processor seconds, of each formation and of a call of each collective.
 
     Groups form one after the other, each on a bus of its own. Its spec: RanksPlan.
@@ -118,7 +118,7 @@ async def grow(place: Place) -> dict[str, Any]:
     return found
 
 
-def measure_ranks(effort: Effort) -> Iterator[Figure]:
+def measure_ranks(effort: Effort) -> Iterator[Measurement]:
     """Wall time of the slowest rank, and processor time of all, by the number of ranks."""
     plan = RANKS[effort]
     for world in plan.worlds:
@@ -130,10 +130,10 @@ def measure_ranks(effort: Effort) -> Iterator[Figure]:
             if key != "form":
                 wall = [statistics.median(wall[start::3]) for start in range(min(3, len(wall)))]
             for series, samples in ((f"{what}, time", wall), (f"{what}, processor time of all ranks", used)):
-                yield figure(f"{series}, world {world}", "ms", samples, series=series, at=world)
+                yield measurement(f"{series}, world {world}", "ms", samples, series=series, at=world)
 
 
-def measure_payload(effort: Effort) -> Iterator[Figure]:
+def measure_payload(effort: Effort) -> Iterator[Measurement]:
     """Time and processor time of a round, and the controller's peak memory, by the size of the model.
 
     A size that would not fit into memory is left out.
@@ -148,7 +148,7 @@ def measure_payload(effort: Effort) -> Iterator[Figure]:
             yield from payload_figures(megabytes, rounds, way)
 
 
-def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Figure]:
+def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Measurement]:
     """The figures of one size, one of the WAYS."""
     found = run_rounds(
         round(megabytes * 1e6 / 4), clients=1, processes=1, rounds=rounds, timeout_s=240.0, round_timeout_s=120.0,
@@ -163,7 +163,7 @@ def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Figure]
     ):
         series = f"{cost}, {way}"
         note = f"{peak / megabytes:.2f} models" if unit == "MB" else ""
-        yield figure(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
+        yield measurement(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
 
 
 def _available_bytes() -> float:

@@ -61,7 +61,7 @@ _SETTLE_S = 0.02  # clients still take in the model when the controller has sent
 _TIMEOUT_S = 120.0
 
 
-class Scene(NamedTuple):
+class SealingCase(NamedTuple):
     """What is measured, by a process of which role, and the roles of the others: on the other host, if there are two.
 
     Attributes:
@@ -82,17 +82,19 @@ class Scene(NamedTuple):
 
 _ROUND, _REDUCE = "federated round, 2 clients, 4.8 MB", "all_reduce of 4 MiB, 2 ranks"
 PARTS = {
-    "round": Scene(f"{_ROUND}, shared memory", "controller", ("client", "client"), 9, True),
-    "round-bus": Scene(f"{_ROUND}, all on the bus", "controller", ("client", "client"), 9),
-    "round-network": Scene(f"{_ROUND}, two hosts", "controller", ("client", "client"), 7, two_hosts=True),
-    "all-reduce": Scene(f"{_REDUCE}, shared memory", "rank", ("rank",), 41, True),
-    "all-reduce-bus": Scene(f"{_REDUCE}, all on the bus", "rank", ("rank",), 41, checksums=True),
-    "all-reduce-bare": Scene(f"{_REDUCE}, all on the bus, none without checksums", "rank", ("rank",), 41, asked=False),
-    "all-reduce-network": Scene(f"{_REDUCE}, two hosts", "rank", ("rank",), 13, two_hosts=True),
+    "round": SealingCase(f"{_ROUND}, shared memory", "controller", ("client", "client"), 9, True),
+    "round-bus": SealingCase(f"{_ROUND}, all on the bus", "controller", ("client", "client"), 9),
+    "round-network": SealingCase(f"{_ROUND}, two hosts", "controller", ("client", "client"), 7, two_hosts=True),
+    "all-reduce": SealingCase(f"{_REDUCE}, shared memory", "rank", ("rank",), 41, True),
+    "all-reduce-bus": SealingCase(f"{_REDUCE}, all on the bus", "rank", ("rank",), 41, checksums=True),
+    "all-reduce-bare": SealingCase(
+        f"{_REDUCE}, all on the bus, none without checksums", "rank", ("rank",), 41, asked=False
+    ),
+    "all-reduce-network": SealingCase(f"{_REDUCE}, two hosts", "rank", ("rank",), 13, two_hosts=True),
 }
 
 
-class Block(NamedTuple):
+class TimedBlock(NamedTuple):
     """Some rounds or calls in a row: the median of their times, and what all processes used for one of them."""
 
     level: str
@@ -189,9 +191,9 @@ class _BlockTask(NullTask):
         self._began_cpu_s = _cpu_s(self._pids)
 
 
-async def _controller(spec: dict[str, Any]) -> list[Block]:
+async def _controller(spec: dict[str, Any]) -> list[TimedBlock]:
     turns = _Turns(spec["blocks"])
-    blocks: dict[str, list[Block]] = {}
+    blocks: dict[str, list[TimedBlock]] = {}
 
     async def run(level: str) -> None:
         config = gradbus.FederatedConfig(rounds=ROUNDS * spec["blocks"], num_clients=2, eval_every=ROUNDS)
@@ -200,7 +202,7 @@ async def _controller(spec: dict[str, Any]) -> list[Block]:
             times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
         starts = range(ROUNDS, len(times), ROUNDS)  # all had their first block at once
         seconds = [statistics.median(times[at + WARM_ROUNDS : at + ROUNDS]) for at in starts]
-        blocks[level] = [Block(level, *one) for one in zip(seconds, task.cpu_s[1:], strict=True)]
+        blocks[level] = [TimedBlock(level, *one) for one in zip(seconds, task.cpu_s[1:], strict=True)]
 
     async with asyncio.TaskGroup() as all_levels:
         for level in LEVELS:
@@ -208,7 +210,7 @@ async def _controller(spec: dict[str, Any]) -> list[Block]:
     return [one for turn in zip(*(blocks[level] for level in LEVELS), strict=True) for one in turn]
 
 
-async def _rank(spec: dict[str, Any]) -> list[Block]:
+async def _rank(spec: dict[str, Any]) -> list[TimedBlock]:
     tensor = torch.ones(ELEMENTS)
     blocks = []
     async with contextlib.AsyncExitStack() as opened:
@@ -231,7 +233,7 @@ async def _rank(spec: dict[str, Any]) -> list[Block]:
                 await group.all_reduce("x", tensor, op="mean", out=tensor, round_id=number * CALLS + step)
                 times.append(time.perf_counter() - began_s)
             cpu_s = (_cpu_s(spec.get("pids", [])) - began_cpu_s) / CALLS
-            blocks.append(Block(LEVELS[number % len(LEVELS)], statistics.median(times[WARM_CALLS:]), cpu_s))
+            blocks.append(TimedBlock(LEVELS[number % len(LEVELS)], statistics.median(times[WARM_CALLS:]), cpu_s))
     return blocks
 
 
@@ -247,7 +249,7 @@ _ROLES: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
 }  # fmt: skip
 
 
-def _blocks(part: Scene, folder: Path) -> list[Block]:
+def _blocks(part: SealingCase, folder: Path) -> list[TimedBlock]:
     """Start the processes once, and measure. Raises NoNamespaces."""
     job = f"sealing-{os.getpid()}-{time.time_ns()}"
     with contextlib.ExitStack() as opened:
@@ -264,11 +266,11 @@ def _blocks(part: Scene, folder: Path) -> list[Block]:
         ]
         whole = {**spec, "what": part.measures, "number": 0, "pids": pids, "host": here}
         processes.start(f"{part.measures} that measures", _live, whole)
-        blocks: list[Block] = processes.results(_TIMEOUT_S)[-1]
+        blocks: list[TimedBlock] = processes.results(_TIMEOUT_S)[-1]
     return blocks
 
 
-def ratios(blocks: list[Block], level: str, what: str) -> list[float]:
+def ratios(blocks: list[TimedBlock], level: str, what: str) -> list[float]:
     """Each block of a level by the line between those with ``none`` before and after it, of ``seconds`` or ``cpu_s``.
     The last one has none after it, and does not count."""
     values, place, turn = [getattr(block, what) for block in blocks], LEVELS.index(level), len(LEVELS)
@@ -305,7 +307,7 @@ def alone_rows() -> Taken:
     return rows, {}
 
 
-def part_rows(part: Scene, repeats: int) -> Taken:
+def part_rows(part: SealingCase, repeats: int) -> Taken:
     """Measure in so many starts of the processes."""
     with tempfile.TemporaryDirectory() as folder:
         _make_keys(Path(folder))
@@ -316,7 +318,7 @@ def part_rows(part: Scene, repeats: int) -> Taken:
     return list(rows_of(part, starts)), {part.title: starts}
 
 
-def rows_of(part: Scene, starts: list[list[Block]]) -> Iterator[Row]:
+def rows_of(part: SealingCase, starts: list[list[TimedBlock]]) -> Iterator[Row]:
     """Ratios of time and of processor time, over the blocks of all starts."""
     for what, label in (("seconds", ""), ("cpu_s", ", processor")):
         ms = {

@@ -17,15 +17,15 @@ from typing import Any
 
 from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
 from gradbus.experiments.figures.index import CATALOGUE, install, write_index
-from gradbus.experiments.figures.plan import FULL, QUICK, Plan, make_plan
+from gradbus.experiments.figures.plan import FULL, QUICK, FigurePlan, make_plan
 from gradbus.experiments.figures.runs import execute
-from gradbus.experiments.figures.store import Finished, Store
-from gradbus.experiments.figures.tables import TABLES, BadData, Row, collect, read_table, write_table
+from gradbus.experiments.figures.store import FinishedRun, Store
+from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
 from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError, GradbusError
 
 
-def do_runs(plan: Plan, store: Store) -> list[tuple[str, Finished]]:
+def do_runs(plan: FigurePlan, store: Store) -> list[tuple[str, FinishedRun]]:
     """All runs of the plan; those that are done already are not run again. Raises RunFailed."""
     runs, finished = list(plan.runs()), []
     for number, (group, run) in enumerate(runs, start=1):
@@ -36,22 +36,22 @@ def do_runs(plan: Plan, store: Store) -> list[tuple[str, Finished]]:
     return finished
 
 
-def find_runs(plan: Plan, store: Store) -> list[tuple[str, Finished]]:
+def find_runs(plan: FigurePlan, store: Store) -> list[tuple[str, FinishedRun]]:
     """Those runs of the plan that are done, by any version of the code."""
     found = [(group, store.find_any(run)) for group, run in plan.runs()]
     return [(group, done) for group, done in found if done is not None]
 
 
-def write_tables(finished: Sequence[tuple[str, Finished]], folder: Path) -> dict[str, list[Row]]:
+def write_tables(finished: Sequence[tuple[str, FinishedRun]], folder: Path) -> dict[str, list[TableRow]]:
     """The tables of these runs, as they are read back from their files. Raises BadData."""
-    tables: dict[str, list[Row]] = {}
+    tables: dict[str, list[TableRow]] = {}
     for name, rows in collect(finished).items():
         write_table(folder / f"{name}.csv", TABLES[name], rows)
         tables[name] = list(read_table(folder / f"{name}.csv", TABLES[name]))
     return tables
 
 
-def draw(tables: dict[str, list[Any]], plan: Plan, out: Path) -> dict[str, str]:
+def draw(tables: dict[str, list[Any]], plan: FigurePlan, out: Path) -> dict[str, str]:
     """All figures, PNG and SVG. Returns those that could not be drawn, and why."""
     failures: dict[str, str] = {}
     for name, entry in CATALOGUE.items():

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.tables import BadData
+from gradbus.experiments.report import style
 from gradbus.runtime.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -76,6 +77,16 @@ def bars(axes: Axes, at: Sequence[float], heights: Sequence[float], texts: Seque
     """Bars, each with a text on top."""
     drawn = axes.bar(at, heights, **look)
     axes.bar_label(drawn, texts, padding=2, fontsize=10)
+
+
+def number_above(axes: Axes, at: float, top: float, value: float, *, points: int = 5) -> None:
+    """The value in three digits, so many points above a bar or its highest dot."""
+    axes.annotate(f"{value:.3g}", (at, top), xytext=(0, points), textcoords="offset points", ha="center", fontsize=10)
+
+
+def star(axes: Axes, at: float, value: float, *, size: float, **look: Any) -> None:
+    """The mark of a published value."""
+    axes.plot([at], [value], style.REFERENCE.marker, markersize=size, **{"color": style.REFERENCE.color, **look})
 
 
 def spread(axes: Axes, at: float, values: Sequence[float]) -> None:

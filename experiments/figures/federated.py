@@ -13,10 +13,12 @@ from gradbus.experiments.figures.canvas import (
     lines_with_range,
     load_note,
     need,
+    number_above,
     published,
     quick_note,
     seeds_note,
     spread,
+    star,
 )
 from gradbus.experiments.figures.plan import CODECS, Scale
 from gradbus.experiments.figures.tables import BadData, RoundRow, UpdateRow
@@ -93,10 +95,7 @@ def draw_dds(updates: Sequence[UpdateRow], scale: Scale) -> Figure:
             at, median = index + (number - (len(clients) - 1) / 2) * width, statistics.median(values)
             axes.bar([at], [median], width=0.92 * width, color=style.look_of(codec).color, alpha=1 - 0.35 * number)
             axes.scatter([at] * len(values), values, s=10, color="black", zorder=3)
-            top = max(values)
-            axes.annotate(
-                f"{median:.3g}", (at, top), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=10
-            )
+            number_above(axes, at, max(values), median)
     axes.margins(y=0.1)
     _codec_ticks(axes)
     style.label(axes, x="codec; left bar client 0, right bar client 1", y="DDS time of an update", y_unit=unit.name)
@@ -128,9 +127,7 @@ def draw_time(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
             axes.bar(range(len(CODECS)), heights, 0.7, bottom=tops, color=style.PHASES[phase], label=label)
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
         for index, top in enumerate(tops):
-            axes.annotate(
-                f"{top:.3g}", (index, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=10
-            )
+            number_above(axes, index, top, top, points=2)
         axes.set_title(title)
         _codec_ticks(axes)
         axes.margins(y=0.08)
@@ -179,13 +176,7 @@ def draw_accuracy(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
         ends.scatter([index] * len(last), last, s=14, color="black", zorder=3)
         ends.plot([index], [statistics.mean(last)], look.marker, color=look.color, markersize=11, zorder=2)
         if codec in published_marks:
-            ends.plot(
-                [index + 0.3],
-                [published_marks[codec]],
-                style.REFERENCE.marker,
-                color=style.REFERENCE.color,
-                markersize=9,
-            )
+            star(ends, index + 0.3, published_marks[codec], size=9)
     style.whole_numbers(curves.xaxis)
     style.legend_above(curves)
     style.label(curves, x="round", y="test accuracy", y_unit="%")

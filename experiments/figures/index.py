@@ -14,7 +14,7 @@ from PIL import Image
 from gradbus.experiments.figures import federated, parallel
 from gradbus.experiments.figures.canvas import source
 from gradbus.experiments.figures.plan import Scale
-from gradbus.experiments.figures.store import Finished
+from gradbus.experiments.figures.store import FinishedRun
 from gradbus.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _COLORS = 128  # of a copy, which takes a third of the bytes and looks the same
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FigureEntry:
     """One figure.
 
     Attributes:
@@ -42,38 +42,38 @@ class Entry:
     in_docs: bool = False
 
 
-CATALOGUE: Mapping[str, Entry] = {
+CATALOGUE: Mapping[str, FigureEntry] = {
     entry.name: entry
     for entry in (
-        Entry(
+        FigureEntry(
             "parallel_bytes", "Data parallel: bytes of a step", "epochs", ("parallel",),
             parallel.draw_bytes, in_docs=True,
         ),
-        Entry(
+        FigureEntry(
             "parallel_accuracy", "Data parallel: accuracy over epochs", "epochs", ("parallel",),
             parallel.draw_accuracy, in_docs=True,
         ),
-        Entry(
+        FigureEntry(
             "parallel_wait", "Data parallel: communication time of a step", "ranks", ("parallel", "overlapped"),
             parallel.draw_wait,
         ),
-        Entry(
+        FigureEntry(
             "federated_bytes", "Federated: bytes of a round, up and down", "rounds", ("codecs", "old_bytes"),
             federated.draw_bytes, in_docs=True,
         ),
-        Entry(
+        FigureEntry(
             "federated_dds", "Federated: DDS time of each client", "updates", ("timing",),
             federated.draw_dds,
         ),
-        Entry(
+        FigureEntry(
             "federated_time", "Federated: where the time of a round goes", "rounds", ("timing",),
             federated.draw_time,
         ),
-        Entry(
+        FigureEntry(
             "federated_accuracy", "Federated: accuracy over rounds", "rounds", ("codecs",),
             federated.draw_accuracy, in_docs=True,
         ),
-        Entry(
+        FigureEntry(
             "tradeoff", "Federated: accuracy against bytes sent", "rounds", ("codecs", "skewed"),
             federated.draw_tradeoff, in_docs=True,
         ),
@@ -89,7 +89,7 @@ def make_command(scale: Scale) -> str:
 
 
 def write_index(
-    out: Path, scale: Scale, finished: Sequence[tuple[str, Finished]], failures: Mapping[str, str], *, code: str
+    out: Path, scale: Scale, finished: Sequence[tuple[str, FinishedRun]], failures: Mapping[str, str], *, code: str
 ) -> Path:
     """Write ``index.md`` beside the figures.
 
@@ -124,7 +124,7 @@ def write_index(
     return path
 
 
-def _about(scale: Scale, finished: Sequence[Finished], code: str) -> list[str]:
+def _about(scale: Scale, finished: Sequence[FinishedRun], code: str) -> list[str]:
     if not finished:
         return ["No run is done yet."]
     dates = sorted(str(done.machine.get("date", "")) for done in finished)

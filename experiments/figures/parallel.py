@@ -12,9 +12,11 @@ from gradbus.experiments.figures.canvas import (
     lines_with_range,
     load_note,
     need,
+    number_above,
     published,
     quick_note,
     seeds_note,
+    star,
 )
 from gradbus.experiments.figures.plan import EXCHANGES, Scale
 from gradbus.experiments.figures.tables import EpochRow, RankRow
@@ -45,10 +47,7 @@ def draw_bytes(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
             color=style.look_of(exchange).color,
         )  # fmt: skip
         if marks and exchange in marks.marks():
-            axes.plot(
-                [index + 0.38], [marks.marks()[exchange] * _MIB], style.REFERENCE.marker, color=style.REFERENCE.color,
-                markersize=11,
-            )  # fmt: skip
+            star(axes, index + 0.38, marks.marks()[exchange] * _MIB, size=11)
     axes.set_yscale("log")
     axes.set_ylim(1e3, 1e7)
     axes.set_xticks(range(len(EXCHANGES)), [_NAMES[name] for name in EXCHANGES])
@@ -84,10 +83,8 @@ def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
         name = _NAMES[exchange].replace("\n", " ")
         lines_with_range(axes, curves, color=look.color, marker=look.marker, label=name)
         if exchange in published_marks:
-            axes.plot(
-                [last + 0.25 * index], [published_marks[exchange]], style.REFERENCE.marker, color=look.color,
-                markersize=13, markeredgecolor=style.BLACK,
-            )  # fmt: skip
+            look_of_star = {"color": look.color, "markeredgecolor": style.BLACK}
+            star(axes, last + 0.25 * index, published_marks[exchange], size=13, **look_of_star)
     style.whole_numbers(axes.xaxis)
     style.label(axes, x="epoch", y="test accuracy", y_unit="%")
     style.legend_above(axes)
@@ -121,14 +118,7 @@ def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
             look = style.look_of(exchange)
             axes.bar([index], [middle], 0.65, color=look.color, alpha=0.55 if overlap else 1.0)
             axes.scatter([index] * len(of_runs), of_runs, s=14, color="black", zorder=3)
-            axes.annotate(
-                f"{middle:.3g}",
-                (index, max(of_runs)),
-                xytext=(0, 5),
-                textcoords="offset points",
-                ha="center",
-                fontsize=10,
-            )
+            number_above(axes, index, max(of_runs), middle)
         axes.set_title(title)
         axes.set_xticks(range(len(kinds)), names, fontsize=9.5)
         axes.grid(visible=False, axis="x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 CODECS = ("fp32", "q8", "s4", "sq8")
@@ -71,10 +72,10 @@ class ParallelRun:
         return f"parallel-{self.exchange}{'-overlap' if self.overlap else ''}-seed{self.seed}"
 
 
-Run = FederatedRun | ParallelRun
+AnyRun = FederatedRun | ParallelRun
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def settings_of(run: AnyRun) -> dict[str, Any]:
     """All that decides what a run does, as plain data."""
     return {"kind": run.kind, **asdict(run)}
 
@@ -112,72 +113,54 @@ QUICK = Scale(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FigurePlan:
     """The runs of one scale.
 
     Attributes:
-        codecs: IID, the codec in both directions: bytes and accuracy. skewed: the same on Dirichlet 0.5.
-        timing: the codec in both directions, without evaluation: what a round takes, and what for.
-        old_bytes: one short round in version 1, with the model in plain float32, as the original had it: bytes only.
-        parallel: every exchange, sending after the backward pass. overlapped: dense, as it is by default.
+        groups: runs by the name of their group, in the order in which they are run: what is quick, and needed by most
+            figures, comes first.
     """
 
     scale: Scale
-    codecs: tuple[FederatedRun, ...]
-    skewed: tuple[FederatedRun, ...]
-    timing: tuple[FederatedRun, ...]
-    old_bytes: tuple[FederatedRun, ...]
-    parallel: tuple[ParallelRun, ...]
-    overlapped: tuple[ParallelRun, ...]
+    groups: Mapping[str, tuple[AnyRun, ...]]
 
-    def groups(self) -> Mapping[str, tuple[Run, ...]]:
-        """By name, in the order in which they are run: what is quick, and needed by most figures, comes first."""
-        return {
-            "old_bytes": self.old_bytes, "overlapped": self.overlapped, "parallel": self.parallel,
-            "timing": self.timing, "codecs": self.codecs, "skewed": self.skewed,
-        }  # fmt: skip
-
-    def runs(self) -> Iterator[tuple[str, Run]]:
+    def runs(self) -> Iterator[tuple[str, AnyRun]]:
         """Each run with the name of its group; first one seed of all, so that a plan cut short is still of use.
 
         A run that two groups share comes twice.
         """
-        listed = [(name, run) for name, runs in self.groups().items() for run in runs]
+        listed = [(name, run) for name, runs in self.groups.items() for run in runs]
         return iter(sorted(listed, key=lambda item: item[1].seed))
 
 
-def make_plan(scale: Scale) -> Plan:
+def make_plan(scale: Scale) -> FigurePlan:
     """All runs of this scale."""
-    common: dict[str, Any] = {"samples": scale.samples, "data": scale.data}
-    parallel: dict[str, Any] = {
-        "epochs": scale.epochs, "warmup": scale.warmup, "samples": scale.train_samples, "data": scale.data
-    }  # fmt: skip
-    every = 1 if scale.rounds < 10 else 2
-
-    def federated(codec: str, seed: int, **more: Any) -> FederatedRun:
-        return FederatedRun(codec=codec, downlink=codec, seed=seed, rounds=scale.rounds, **common, **more)
-
-    codecs = tuple(federated(codec, seed) for seed in range(scale.seeds) for codec in CODECS)
-    timing = tuple(
-        FederatedRun(codec=codec, downlink=codec, rounds=scale.timed_rounds, eval_every=0, **common) for codec in CODECS
+    federated = partial(FederatedRun, samples=scale.samples, data=scale.data)
+    whole = partial(federated, rounds=scale.rounds)
+    parallel = partial(
+        ParallelRun, epochs=scale.epochs, warmup=scale.warmup, samples=scale.train_samples, data=scale.data
     )
-    return Plan(
-        scale=scale,
-        codecs=codecs,
-        skewed=tuple(
-            federated(codec, seed, partition="dirichlet:0.5", eval_every=every)
-            for seed in range(scale.skewed_seeds)
-            for codec in CODECS
+    # IID, the codec in both directions: bytes and accuracy.
+    codecs = tuple(whole(codec=codec, downlink=codec, seed=seed) for seed in range(scale.seeds) for codec in CODECS)
+    # The same without evaluation: what a round takes, and what for.
+    timed = partial(federated, rounds=scale.timed_rounds, eval_every=0)
+    # One short round in version 1, with the model in plain float32, as the original had it: bytes only.
+    old = partial(federated, downlink="fp32", version=1, rounds=1, samples=128, eval_every=0)
+    # The codec in both directions on Dirichlet 0.5.
+    skewed = partial(whole, partition="dirichlet:0.5", eval_every=1 if scale.rounds < 10 else 2)
+    groups: dict[str, tuple[AnyRun, ...]] = {
+        "old_bytes": tuple(old(codec=codec) for codec in CODECS),
+        "overlapped": (parallel(exchange="dense", overlap=True),),  # as it is by default
+        # Every exchange, sending after the backward pass.
+        "parallel": tuple(
+            parallel(exchange=exchange, seed=seed) for seed in range(scale.seeds) for exchange in EXCHANGES
         ),
-        timing=timing if scale.timed_rounds else codecs[: len(CODECS)],
-        old_bytes=tuple(
-            FederatedRun(codec=codec, downlink="fp32", version=1, rounds=1, samples=128, eval_every=0, data=scale.data)
-            for codec in CODECS
+        "timing": tuple(timed(codec=codec, downlink=codec) for codec in CODECS)
+        if scale.timed_rounds
+        else codecs[: len(CODECS)],
+        "codecs": codecs,
+        "skewed": tuple(
+            skewed(codec=codec, downlink=codec, seed=seed) for seed in range(scale.skewed_seeds) for codec in CODECS
         ),
-        parallel=tuple(
-            ParallelRun(exchange=exchange, seed=seed, **parallel)
-            for seed in range(scale.seeds)
-            for exchange in EXCHANGES
-        ),
-        overlapped=(ParallelRun(exchange="dense", overlap=True, **parallel),),
-    )
+    }
+    return FigurePlan(scale, groups)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradbus
-from gradbus.experiments.bench.processes import Place, ProcessFailed, run_ranks
+from gradbus.experiments.bench.processes import ProcessFailed, RankPlace, run_ranks
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.figures.int8_exchange import Int8Exchange
-from gradbus.experiments.figures.plan import FederatedRun, ParallelRun, Run
+from gradbus.experiments.figures.plan import AnyRun, FederatedRun, ParallelRun
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.models import mnist_mlp
 from gradbus.runtime.dds.network import NetworkConfig
@@ -33,7 +33,7 @@ class RunFailed(GradbusError):
     """A run ended with an error, or took too long."""
 
 
-def execute(run: Run, folder: Path) -> None:
+def execute(run: AnyRun, folder: Path) -> None:
     """Do a run in an empty folder. Raises RunFailed."""
     if isinstance(run, FederatedRun):
         run_federated(run, folder)
@@ -105,7 +105,7 @@ def run_parallel(run: ParallelRun, folder: Path) -> None:
         raise RunFailed(f"{run.label}: the ranks ended with different parameters")
 
 
-async def _train(place: Place) -> Any:
+async def _train(place: RankPlace) -> Any:
     """The role of a rank: train to the end, write a line for each epoch, and return the hash of the parameters."""
     run, folder = place.spec
     task = Training(

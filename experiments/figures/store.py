@@ -19,7 +19,7 @@ from typing import Any
 
 from gradbus import actors, codecs, models, runtime
 from gradbus.experiments.bench.results import machine
-from gradbus.experiments.figures.plan import Run, settings_of
+from gradbus.experiments.figures.plan import AnyRun, settings_of
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime.json_text import parse_json
@@ -33,7 +33,7 @@ RUNNING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRun:
     """A run that was done.
 
     Attributes:
@@ -41,7 +41,7 @@ class Finished:
         machine: where, when, and under which versions.
     """
 
-    run: Run
+    run: AnyRun
     path: Path
     code: str
     seconds: float
@@ -60,21 +60,21 @@ class Store:
         self.root = root
         self.code = code_version() if code is None else code
 
-    def folder(self, run: Run) -> Path:
+    def folder(self, run: AnyRun) -> Path:
         """Where this run belongs."""
         return self.root / f"{run.label}-{_digest(settings_of(run))}-{self.code}"
 
-    def find(self, run: Run) -> Finished | None:
+    def find(self, run: AnyRun) -> FinishedRun | None:
         """The run, if this code has done it to its end."""
         return _read(self.folder(run), run)
 
-    def find_any(self, run: Run) -> Finished | None:
+    def find_any(self, run: AnyRun) -> FinishedRun | None:
         """The newest that any version of the code has done, this one's first."""
         found = [_read(path, run) for path in self.root.glob(f"{run.label}-{_digest(settings_of(run))}-*")]
         done = sorted((one for one in found if one is not None), key=lambda one: str(one.machine.get("date", "")))
         return self.find(run) or (done[-1] if done else None)
 
-    def ensure(self, run: Run, execute: Callable[[Path], None]) -> tuple[Finished, bool]:
+    def ensure(self, run: AnyRun, execute: Callable[[Path], None]) -> tuple[FinishedRun, bool]:
         """The run, and whether it had been done before. ``execute`` gets an empty folder to do it in.
 
         Raises:
@@ -97,7 +97,7 @@ class Store:
             return done, False
 
     @contextmanager
-    def _alone(self, run: Run) -> Iterator[None]:
+    def _alone(self, run: AnyRun) -> Iterator[None]:
         """Nobody else does this run meanwhile. The kernel takes the lock back from whoever dies."""
         locks = self.root / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
@@ -106,10 +106,10 @@ class Store:
             yield
 
 
-def _read(folder: Path, run: Run) -> Finished | None:
+def _read(folder: Path, run: AnyRun) -> FinishedRun | None:
     try:
         facts = parse_json((folder / "done.json").read_text(encoding="utf-8"))
-        return Finished(run, folder, str(facts["code"]), float(facts["seconds"]), dict(facts["machine"]))
+        return FinishedRun(run, folder, str(facts["code"]), float(facts["seconds"]), dict(facts["machine"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

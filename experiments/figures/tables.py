@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gradbus.experiments.figures.plan import FederatedRun, ParallelRun
-from gradbus.experiments.figures.store import Finished
+from gradbus.experiments.figures.store import FinishedRun
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import read_summary
@@ -25,7 +25,7 @@ class BadData(ConfigError):
     """A file of a run, or a table, lacks what a figure needs, or holds something else."""
 
 
-class Row(BaseModel):
+class TableRow(BaseModel):
     """Base of all rows. An empty cell is None; NaN and infinity are no values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -36,7 +36,7 @@ class Row(BaseModel):
         return None if value == "" else value
 
 
-class RoundRow(Row):
+class RoundRow(TableRow):
     """A round of a federated run. Times in seconds, bytes of all clients together.
 
     Attributes:
@@ -70,7 +70,7 @@ class RoundRow(Row):
     load_per_core: float = Field(ge=0)
 
 
-class UpdateRow(Row):
+class UpdateRow(TableRow):
     """An update of one client, by the controller's clock.
 
     Attributes:
@@ -87,7 +87,7 @@ class UpdateRow(Row):
     load_per_core: float = Field(ge=0)
 
 
-class EpochRow(Row):
+class EpochRow(TableRow):
     """An epoch of a data-parallel run, as one rank saw it. ``samples``: of the training set."""
 
     exchange: str
@@ -101,7 +101,7 @@ class EpochRow(Row):
     bytes_per_step: float = Field(gt=0)
 
 
-class RankRow(Row):
+class RankRow(TableRow):
     """All steps of one rank. ``wait``: from the end of its own work to the end of the step's last exchange.
     ``load_per_core``: see :class:`RoundRow`."""
 
@@ -116,9 +116,9 @@ class RankRow(Row):
     load_per_core: float = Field(ge=0)
 
 
-TABLES: Mapping[str, type[Row]] = {"rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow}
+TABLES: Mapping[str, type[TableRow]] = {"rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow}
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=TableRow)
 
 
 _COPIED = (
@@ -127,13 +127,13 @@ _COPIED = (
 )  # fmt: skip
 
 
-def collect(finished: Iterable[tuple[str, Finished]]) -> dict[str, list[Row]]:
+def collect(finished: Iterable[tuple[str, FinishedRun]]) -> dict[str, list[TableRow]]:
     """All rows of these runs, by table. Each run comes with the name of its group.
 
     Raises:
         BadData: a file is missing, or does not hold what a row needs.
     """
-    tables: dict[str, list[Row]] = {name: [] for name in TABLES}
+    tables: dict[str, list[TableRow]] = {name: [] for name in TABLES}
     for group, done in finished:
         load = float(done.machine.get("load_1min", 0.0)) / max(1, int(done.machine.get("cores") or 1))
         match done.run:
@@ -147,7 +147,7 @@ def collect(finished: Iterable[tuple[str, Finished]]) -> dict[str, list[Row]]:
     return tables
 
 
-def _federated_rows(group: str, run: FederatedRun, folder: Path, load: float) -> Iterator[Row]:
+def _federated_rows(group: str, run: FederatedRun, folder: Path, load: float) -> Iterator[TableRow]:
     shared = {"group": group, "codec": run.codec, "seed": run.seed, "load_per_core": load}
     for line in _lines(folder / "run" / "rounds.jsonl", run.rounds, "rounds", folder):
         timeline = [line.within(one) for one in line.get("timeline", [])]
@@ -165,7 +165,7 @@ def _federated_rows(group: str, run: FederatedRun, folder: Path, load: float) ->
             )  # fmt: skip
 
 
-def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[Row]:
+def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[TableRow]:
     before = 0
     for line in _lines(folder / f"epochs-rank-{rank}.jsonl", run.epochs, "epochs", folder):
         step = line.get("step")
@@ -177,7 +177,7 @@ def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[Row]:
         before = step
 
 
-def _rank_row(run: ParallelRun, folder: Path, rank: int, load: float) -> Row:
+def _rank_row(run: ParallelRun, folder: Path, rank: int, load: float) -> TableRow:
     path = folder / f"profile-rank-{rank}.jsonl"
     try:
         profile = read_summary(path)
@@ -240,7 +240,7 @@ def _lines(path: Path, count: int, what: str, folder: Path) -> Iterator[_Line]:
     return iter(found)
 
 
-def write_table(path: Path, kind: type[Row], rows: Sequence[Row]) -> None:
+def write_table(path: Path, kind: type[TableRow], rows: Sequence[TableRow]) -> None:
     """One line with the names of the columns, and one for each row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:

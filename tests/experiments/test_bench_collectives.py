@@ -15,8 +15,8 @@ from gradbus.experiments.bench.cells import Cell
 from gradbus.experiments.bench.collectives import SETUPS, SIZES, Setup, big_rows, cell_rows
 from gradbus.experiments.bench.ddp_step import step_rows, time_steps
 from gradbus.experiments.bench.limits import Part, at_most
-from gradbus.experiments.bench.multicast import CALLS, multicast_rows, sent_row
-from gradbus.experiments.bench.processes import Place, ProcessFailed, run_ranks
+from gradbus.experiments.bench.multicast import COLLECTIVES, multicast_rows, sent_row
+from gradbus.experiments.bench.processes import ProcessFailed, RankPlace, run_ranks
 from gradbus.experiments.bench.timing import in_turns, ratios_of, size_text
 
 KIB_4 = 4096
@@ -66,9 +66,9 @@ def test_the_slowest_rank_counts_and_ratios_are_taken_within_a_repeat() -> None:
 
 def test_a_wrong_result_is_noticed(alone: dist.ProcessGroup) -> None:
     for collective in ("all_reduce", "all_gather"):
-        Cell(Place(0, 1, "bench", 0, "one-host", None), collective, KIB_4).check({"gloo": alone})
+        Cell(RankPlace(0, 1, "bench", 0, "one-host", None), collective, KIB_4).check({"gloo": alone})
     of_two = Cell(
-        Place(0, 2, "bench", 0, "one-host", None), "all_reduce", KIB_4
+        RankPlace(0, 2, "bench", 0, "one-host", None), "all_reduce", KIB_4
     )  # whose second rank does not take part
     with pytest.raises(RuntimeError, match="all_reduce of 4 KiB: the result of 'gloo' is wrong"):
         of_two.check({"gloo": alone})
@@ -129,7 +129,7 @@ def test_collectives_by_multicast_are_timed_beside_the_same_without_it() -> None
     rows, taken = multicast_rows([3], sizes=[KIB_4], repeats=2)
     sent, *rows = rows
     assert (sent.asked, sent.ok) == (">= 1", True), sent
-    assert [row.name for row in rows] == [f"{name} 4 KiB by multicast, DDS only, world 3" for name in CALLS]
+    assert [row.name for row in rows] == [f"{name} 4 KiB by multicast, DDS only, world 3" for name in COLLECTIVES]
     assert all(row.measured > 0 for row in rows)
     for rank in taken["multicast, DDS only, world 3"]:
         assert [{name: len(values) for name, values in cell["median_s"].items()} for cell in rank["cells"]] == [

@@ -11,18 +11,18 @@ import pytest
 from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import document
 from gradbus.experiments.bench.growth import draw, fit, lines, text_of
-from gradbus.experiments.bench.results import Figure, Results, figure, machine, make_run
+from gradbus.experiments.bench.results import Measurement, Results, machine, make_run, measurement
 from gradbus.experiments.bench.suite import SCALE
 
 
-def grown(*points: Figure, part: str = "clients") -> Results:
+def grown(*points: Measurement, part: str = "clients") -> Results:
     run = make_run(part, points, facts=machine(), seconds=1.0, configuration={"effort": "tiny"})
     return Results(runs=(run,))
 
 
-def points(exponent: float, at: tuple[float, ...] = (2, 8, 32), series: str = "time") -> list[Figure]:
-    return [figure(f"{series}, {n:g}", "ms", [0.9 * n**exponent, n**exponent, 1.2 * n**exponent], series=series, at=n)
-            for n in at]  # fmt: skip
+def points(exponent: float, at: tuple[float, ...] = (2, 8, 32), series: str = "time") -> list[Measurement]:
+    samples = {n: [0.9 * n**exponent, n**exponent, 1.2 * n**exponent] for n in at}
+    return [measurement(f"{series}, {n:g}", "ms", values, series=series, at=n) for n, values in samples.items()]
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0, -1.0])
@@ -55,7 +55,7 @@ def test_what_cannot_be_fitted_is_refused(at: tuple[float, ...], costs: tuple[fl
 
 def test_lines_are_made_of_points_in_order_and_a_single_point_makes_none() -> None:
     two = points(1.0)
-    results = grown(two[2], two[0], two[1], *points(0.0, (2,), "memory"), figure("plain", "ms", [1.0]))
+    results = grown(two[2], two[0], two[1], *points(0.0, (2,), "memory"), measurement("plain", "ms", [1.0]))
     (line,) = lines(results.runs[0])
     assert (line.name, line.at, line.costs) == ("time", (2, 8, 32), (2, 8, 32))
     assert line.quartiles[0] == pytest.approx((1.9, 2.2))
@@ -63,7 +63,7 @@ def test_lines_are_made_of_points_in_order_and_a_single_point_makes_none() -> No
 
 def test_a_fixed_cost_hides_growth_that_the_last_points_show() -> None:
     at = (1, 10, 100, 1000, 10_000)
-    results = grown(*(figure(f"{n}", "ms", [100.0 + n], series="time", at=n) for n in at))
+    results = grown(*(measurement(f"{n}", "ms", [100.0 + n], series="time", at=n) for n in at))
     (line,) = lines(results.runs[0])
     assert line.whole.exponent < 0.6 < line.end.exponent
 

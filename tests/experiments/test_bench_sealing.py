@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from gradbus.experiments.bench import sealing
-from gradbus.experiments.bench.sealing import LEVELS, PARTS, Block, part_rows, rows_of
+from gradbus.experiments.bench.sealing import LEVELS, PARTS, TimedBlock, part_rows, rows_of
 
 
-def blocks(psk: float, turns: int = 4) -> list[Block]:
+def blocks(psk: float, turns: int = 4) -> list[TimedBlock]:
     """Of a machine that gets slower by 1 ms from one block to the next."""
     relative = {"none": 1.0, "psk": psk, "identity": 3.0}
     return [
-        Block(level, relative[level] * (1e-3 * at + 0.01), relative[level])
+        TimedBlock(level, relative[level] * (1e-3 * at + 0.01), relative[level])
         for at, level in enumerate(LEVELS * turns)
     ]  # fmt: skip
 

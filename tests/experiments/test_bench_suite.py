@@ -16,32 +16,41 @@ from pydantic import ValidationError
 from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import data_parallel, document, federated, scale, suite
 from gradbus.experiments.bench.compare import compare, other_machine, text_of
-from gradbus.experiments.bench.results import Effort, Figure, Results, Run, figure, machine, make_run, summary
+from gradbus.experiments.bench.results import (
+    Effort,
+    Measurement,
+    PartRun,
+    Results,
+    machine,
+    make_run,
+    measurement,
+    summary,
+)
 from gradbus.experiments.bench.rounds import WAYS
-from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, Part
+from gradbus.experiments.bench.suite import ALL, PARTS, SCALE, SuitePart
 from gradbus.runtime.dds import malloc
 from gradbus.runtime.errors import ConfigError
 
 
-def run_of(*figures: Figure, part: str = "bus") -> Run:
+def run_of(*figures: Measurement, part: str = "bus") -> PartRun:
     return make_run(part, figures, facts=machine(), seconds=1.0, configuration={"effort": "tiny"})
 
 
-def results_of(*figures: Figure, part: str = "bus") -> Results:
+def results_of(*figures: Measurement, part: str = "bus") -> Results:
     return Results(runs=(run_of(*figures, part=part),))
 
 
-def ratio(*ratios: float, name: str = "round trip") -> Figure:
+def ratio(*ratios: float, name: str = "round trip") -> Measurement:
     """A figure with these ratios, while the machine gets slower and slower."""
     pace = [10.0 * 1.1**number for number in range(len(ratios))]
-    return figure(name, "ms", [r * p for r, p in zip(ratios, pace, strict=True)], against=("TCP", pace))
+    return measurement(name, "ms", [r * p for r, p in zip(ratios, pace, strict=True)], against=("TCP", pace))
 
 
 # The file
 
 
 def test_a_file_of_results_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written = results_of(ratio(1.0, 2.0, 3.0), figure("late", "ms", [0.123456789, 7], note="p99"))
+    written = results_of(ratio(1.0, 2.0, 3.0), measurement("late", "ms", [0.123456789, 7], note="p99"))
     written.save(tmp_path / "new" / "bench.json")
     assert Results.load(tmp_path / "new" / "bench.json") == written
     assert written.runs[0].versions.keys() >= {"python", "torch", "cyclonedds"}
@@ -66,9 +75,9 @@ def test_a_later_run_of_a_part_takes_the_place_of_the_older_one() -> None:
 )
 def test_a_figure_that_makes_no_sense_is_refused(change: dict[str, Any], complaint: str) -> None:
     good = {"name": "x", "unit": "ms", "samples": [1.0, 2.0]}
-    assert Figure.model_validate(good).ratios == ()
+    assert Measurement.model_validate(good).ratios == ()
     with pytest.raises(ValidationError, match=complaint):
-        Figure.model_validate(good | change)
+        Measurement.model_validate(good | change)
 
 
 def test_two_figures_of_one_name_or_two_runs_of_a_part_are_refused() -> None:
@@ -113,13 +122,13 @@ def test_a_wide_spread_now_allows_more_just_as_one_of_the_baseline_does() -> Non
 
 
 def test_a_slow_machine_is_no_worse_ratio_and_a_time_is_never_judged() -> None:
-    fast = figure("step", "ms", [1.0, 1.0], against=("gloo", [2.0, 2.0])), figure("late", "ms", [1.0])
-    slow = figure("step", "ms", [9.0, 9.0], against=("gloo", [18.0, 18.0])), figure("late", "ms", [100.0])
+    fast = measurement("step", "ms", [1.0, 1.0], against=("gloo", [2.0, 2.0])), measurement("late", "ms", [1.0])
+    slow = measurement("step", "ms", [9.0, 9.0], against=("gloo", [18.0, 18.0])), measurement("late", "ms", [100.0])
     assert [change.worse for change in compare(results_of(*fast), results_of(*slow))] == [False, False]
 
 
 def test_a_message_that_grew_by_a_thousandth_is_worse() -> None:
-    sizes = [figure("bytes q8", "B", [size], against=("fp32", [4_000_000])) for size in (1_000_000, 1_001_000)]
+    sizes = [measurement("bytes q8", "B", [size], against=("fp32", [4_000_000])) for size in (1_000_000, 1_001_000)]
     assert compare(results_of(sizes[0]), results_of(sizes[1]))[0].worse
 
 
@@ -128,7 +137,7 @@ def test_a_ratio_that_is_no_longer_measured_is_worse_unless_its_part_was_not_ask
     gone = [change for change in compare(before, results_of(ratio(1.0))) if change.worse]
     assert [text_of(change) for change in gone] == ["stream: was 2 x TCP (2 .. 2), and was not measured now"]
     assert compare(before, results_of(ratio(9.0), part="codecs")) == []
-    unpaired = results_of(figure("round trip", "ms", [1.0]), ratio(2.0, name="stream"))
+    unpaired = results_of(measurement("round trip", "ms", [1.0]), ratio(2.0, name="stream"))
     assert [change.worse for change in compare(before, unpaired)] == [True, False]
 
 
@@ -288,7 +297,7 @@ def test_a_ratio_counts_as_worse_only_if_it_is_so_again(
     measured: tuple[float, float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = itertools.chain(measured)
-    monkeypatch.setitem(ALL, "bus", Part(lambda effort: [ratio(next(values))], "Bus", {}))
+    monkeypatch.setitem(ALL, "bus", SuitePart(lambda effort: [ratio(next(values))], "Bus", {}))
     results_of(ratio(1.0)).save(tmp_path / "old.json")
     assert bench.main(["--tiny", "--compare", "old.json"]) == code
     assert len(list(values)) == (1 if measured[0] == 1.0 else 0)
@@ -297,12 +306,12 @@ def test_a_ratio_counts_as_worse_only_if_it_is_so_again(
 def test_a_part_that_fails_says_why_and_keeps_what_it_has_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(effort: Effort) -> Iterator[Figure]:
+    def fails(effort: Effort) -> Iterator[Measurement]:
         yield ratio(1.0)
         raise RuntimeError("first line\nrank 1 died")
 
-    monkeypatch.setitem(ALL, "bus", Part(fails, "Bus", {}))
-    monkeypatch.setitem(ALL, "codecs", Part(lambda effort: [ratio(1.0)], "Codecs", {}))
+    monkeypatch.setitem(ALL, "bus", SuitePart(fails, "Bus", {}))
+    monkeypatch.setitem(ALL, "codecs", SuitePart(lambda effort: [ratio(1.0)], "Codecs", {}))
     assert bench.main(["--tiny", "--part", "bus", "--part", "codecs", "--out", "out.json"]) == 1
     assert "bus failed: RuntimeError: rank 1 died" in capsys.readouterr().err
     written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))

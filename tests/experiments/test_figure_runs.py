@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,10 +126,12 @@ def test_the_plans_have_what_every_figure_needs_and_share_it() -> None:
         runs = [run for _, run in plan.runs()]
         shared = len(CODECS) if scale is QUICK else 0  # time is taken from the runs that are evaluated
         assert len(set(runs)) == len(runs) - shared, "a run that differs in nothing is done once"
-        assert {run.codec for run in plan.old_bytes} == {run.codec for run in plan.timing} == set(CODECS)
-        assert {(run.codec, run.seed) for run in plan.codecs} == {(c, s) for c in CODECS for s in range(scale.seeds)}
-        assert {run.exchange for run in plan.parallel} == set(EXCHANGES)
-        assert {run.version for run in plan.old_bytes} == {1}
+        groups: dict[str, Any] = dict(plan.groups)
+        assert {run.codec for run in groups["old_bytes"]} == {run.codec for run in groups["timing"]} == set(CODECS)
+        seeds = range(scale.seeds)
+        assert {(run.codec, run.seed) for run in groups["codecs"]} == {(c, s) for c in CODECS for s in seeds}
+        assert {run.exchange for run in groups["parallel"]} == set(EXCHANGES)
+        assert {run.version for run in groups["old_bytes"]} == {1}
     assert FULL.seeds == 3
 
 

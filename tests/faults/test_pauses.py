@@ -9,7 +9,7 @@ from patience import until
 
 from gradbus.experiments.bench.pauses import (
     Disturbance,
-    Kind,
+    GroupKind,
     crashes,
     forge_goodbyes,
     groups,
@@ -23,7 +23,7 @@ from gradbus.experiments.bench.pauses import (
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.alone]
 
 KEY = "gradbus-key-1 " + "6b" * 32
-KINDS = (Kind(2, False), Kind(3, True, KEY))
+KINDS = (GroupKind(2, False), GroupKind(3, True, KEY))
 DISTURBANCES: tuple[Disturbance, ...] = (
     stop_one(1.2),
     stop_all(1.5),
