@@ -41,7 +41,9 @@ ELSEWHERE = {
         "gradbus controller controller.json", "gradbus controller controller.json --run-dir *",
         "gradbus client client.json*", "gradbus run -n 2 *",
     ),
-    "tests/experiments/test_worker_command.py": ("make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *"),
+    "tests/experiments/test_worker_command.py": (
+        "make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *",
+    ),
     "tests/experiments/test_status.py": ("gradbus status *",),
     "tests/experiments/test_history.py": ("gradbus check *",),
     "tests/experiments/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
