@@ -26,7 +26,10 @@ def check_files() -> None:
     ]
     assert files, "the wheel recorded no files"
     assert not strangers, f"the wheel holds more than gradbus: {strangers}"
-    assert not [name for name in files if "/_" in name.replace("/__", "/") or "/test" in name]
+    private = [name for name in files if "/_" in name.replace("/__", "/") or "/tests/" in name or "/test_" in name]
+    assert not private, f"the wheel holds tests, or folders that are mapped to another name: {private}"
+    tools = [name for name in files if name.split("/")[-2] in ("tools", "soak", "fuzz", "conformance")]
+    assert not tools, f"the wheel holds programs of tests/tools: {tools}"
     for package in PACKAGES:
         assert f"gradbus/{package}/__init__.py" in files, f"gradbus.{package} is missing"
         for source in (ROOT / package).rglob("*.py"):
