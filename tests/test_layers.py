@@ -314,8 +314,8 @@ BAD = [
     (arrows_go_down, "experiments/cli.py", "from gradbus.runtime._front import connect"),
     (arrows_go_down, "runtime/_front/__init__.py", "from gradbus.experiments import cli"),
     (arrows_go_down, "runtime/_front/__main__.py", "from .experiments.cli import main"),
-    (arrows_go_down, "runtime/_torch/works.py", "from gradbus.actors.data_parallel.worker import Worker"),
-    (arrows_go_down, "runtime/_torch/works.py", "from gradbus.runtime._torch import register"),
+    (arrows_go_down, "runtime/_torch/work.py", "from gradbus.actors.data_parallel.worker import Worker"),
+    (arrows_go_down, "runtime/_torch/work.py", "from gradbus.runtime._torch import register"),
     (arrows_go_down, "runtime/bus/bus.py", "from gradbus.torch import register"),
     (folders_of_runtime_keep_their_order, "runtime/dds/topics.py", "from gradbus.runtime.bus.bus import Bus"),
     (folders_of_runtime_keep_their_order, "runtime/security/peers.py", "def f():\n    import gradbus.runtime.bus.bus"),
@@ -334,7 +334,7 @@ BAD = [
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path, weights_only=False)"),
     (nothing_runs_foreign_code, "models/data.py", "np.load(path, allow_pickle=True)"),
     (nothing_runs_foreign_code, "runtime/config/federated.py", "import yaml"),
-    (nothing_runs_foreign_code, "runtime/_torch/works.py", "dist.all_gather_object(found, mine)"),
+    (nothing_runs_foreign_code, "runtime/_torch/work.py", "dist.all_gather_object(found, mine)"),
     (nothing_runs_foreign_code, "models/task.py", "from torch import package"),
     (what_comes_from_outside_is_read_within_limits, "runtime/wire/control.py", "msgpack.unpackb(data)"),
     (what_comes_from_outside_is_read_within_limits, "runtime/wire/bounded_msgpack.py", "json.loads(text)"),
@@ -373,8 +373,8 @@ GOOD = [
     (arrows_go_down, "runtime/_front/__main__.py", "def main():\n    from gradbus.experiments.cli.main import main"),
     (
         arrows_go_down,
-        "runtime/_torch/works.py",
-        "import torch.distributed\nfrom gradbus.torch.task import Task\nfrom gradbus.runtime.errors import BusClosed\n"
+        "runtime/_torch/work.py",
+        "import torch.distributed\nfrom gradbus.torch.call import Task\nfrom gradbus.runtime.errors import BusClosed\n"
         "from .task import Task",
     ),
     (dds_stays_behind_the_bus, "runtime/dds/participant.py", "import cyclonedds"),

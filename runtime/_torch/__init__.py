@@ -28,6 +28,7 @@ from gradbus.torch.register import register
 from gradbus.torch.scheme import register_scheme
 
 if TYPE_CHECKING:
+    from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from gradbus.torch.functions import (
         Handle,
         allgather,
@@ -49,12 +50,11 @@ if TYPE_CHECKING:
         synchronize,
     )
     from gradbus.torch.optimizer import DistributedOptimizer
-    from gradbus.torch.states import broadcast_optimizer_state, broadcast_parameters
 
 _ELSEWHERE = {
     "DistributedOptimizer": "gradbus.torch.optimizer",
-    "broadcast_optimizer_state": "gradbus.torch.states",
-    "broadcast_parameters": "gradbus.torch.states",
+    "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
+    "broadcast_parameters": "gradbus.torch.broadcast_state",
 }
 
 __all__ = [

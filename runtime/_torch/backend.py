@@ -16,17 +16,17 @@ from torch.distributed import DistBackendError
 
 from gradbus.runtime.errors import BarrierTimeout, BusError, JobTaken, JoinRefused
 from gradbus.runtime.user_errors import user_error
-from gradbus.torch.comm_thread import Lane
+from gradbus.torch.call import CollectiveCall, together
+from gradbus.torch.formation import WORLD
 from gradbus.torch.groups import TorchGroup
-from gradbus.torch.meeting import WORLD
 from gradbus.torch.monitored_barrier import monitored_barrier
 from gradbus.torch.ops import Reductions
-from gradbus.torch.p2p import Messages
+from gradbus.torch.point_to_point import Messages
 from gradbus.torch.register import NAME
 from gradbus.torch.shapes import signed
-from gradbus.torch.task import Task, together
 from gradbus.torch.untraced import untraced
-from gradbus.torch.works import DdsWork, Several
+from gradbus.torch.work import CoalescedWork, DdsWork
+from gradbus.torch.work_queue import WorkQueue
 
 _ORDERED = "c"  # all collectives share a name: where ranks call different ones, that is noticed at once
 
@@ -59,20 +59,20 @@ class DdsBackend(Backend):
         self._process = os.getpid()
         self._options = options
         self._timeout_s = options._timeout.total_seconds()
-        self._lane = Lane()
+        self._queue = WorkQueue()
         self._tasks = Reductions(rank, size)
         all_ranks = options.global_ranks_in_group
         label = str(options.group_name) if all_ranks else WORLD
         try:
             self._group = TorchGroup.form(
-                store, rank, size, label, self._timeout_s, self._lane.watch,
+                store, rank, size, label, self._timeout_s, self._queue.watch,
                 job_rank=all_ranks[rank] if all_ranks else rank,
             )  # fmt: skip
         except (BarrierTimeout, BusError, JoinRefused, JobTaken) as error:
             raise DistBackendError(f"[Rank {rank}] {error}") from error
-        self._lane.engine = self._group.engine
-        self._lane.later = self._group.later
-        self.messages = Messages(self._group, self._lane, self._tasks)
+        self._queue.engine = self._group.engine
+        self._queue.later = self._group.later
+        self.messages = Messages(self._group, self._queue, self._tasks)
         self._coalescing = threading.local()
         _alive.add(self)
 
@@ -91,9 +91,9 @@ class DdsBackend(Backend):
         return self._options
 
     @property
-    def lane(self) -> Lane:
+    def queue(self) -> WorkQueue:
         """Its collectives."""
-        return self._lane
+        return self._queue
 
     @property
     def group(self) -> TorchGroup:
@@ -115,7 +115,7 @@ class DdsBackend(Backend):
         self.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._lane.issued
+        return self._queue.issued
 
     def _set_sequence_number_for_group(self) -> None:
         """Every rank counts from 0; there is nothing to agree on."""
@@ -157,7 +157,7 @@ class DdsBackend(Backend):
         _alive.discard(self)
         if self._process == os.getpid():  # a forked child has none of the threads
             self._group.close(reason, abruptly=abruptly, keep_bus=keep_bus)
-            self._lane.close()
+            self._queue.close()
 
     # Collectives
 
@@ -262,18 +262,18 @@ class DdsBackend(Backend):
         """Remember the works of this thread's calls until :meth:`end_coalescing`."""
         self._coalescing.works = []
 
-    def end_coalescing(self) -> Several:
+    def end_coalescing(self) -> CoalescedWork:
         """One work for all of them."""
         works, self._coalescing.works = getattr(self._coalescing, "works", None) or [], None
-        return Several(works)
+        return CoalescedWork(works)
 
     # Inside
 
-    def _submit(self, task: Task, opts: Any) -> DdsWork:
+    def _submit(self, task: CollectiveCall, opts: Any) -> DdsWork:
         if opts.asyncOp:
             self._group.engine.progress.resume()
-        work = DdsWork(self._lane, task, _ORDERED, self._limit_s(opts.timeout), ordered=True)
-        return self._note(self._lane.submit(work))
+        work = DdsWork(self._queue, task, _ORDERED, self._limit_s(opts.timeout), ordered=True)
+        return self._note(self._queue.submit(work))
 
     def _limit_s(self, timeout: timedelta) -> float:
         limit_s = timeout.total_seconds()

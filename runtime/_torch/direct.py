@@ -36,7 +36,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 
 
-def nobody_looks_on(*lists: Sequence[Tensor]) -> bool:
+def can_skip_dispatcher(*lists: Sequence[Tensor]) -> bool:
     """Whether a call with these tensors is nobody's business but the backend's."""
     if _profiles() or _modes() or _transforms():
         return False
@@ -61,55 +61,55 @@ class DirectCalls(ProcessGroup):
 
     def broadcast(self, *args: Any, **named: Any) -> Work:
         """All get the root's tensors."""
-        if _are(args, 2, BroadcastOptions, named) and nobody_looks_on(args[0]):
+        if _are(args, 2, BroadcastOptions, named) and can_skip_dispatcher(args[0]):
             return self.dds.broadcast(*args)
         return super().broadcast(*args, **named)
 
     def allreduce(self, *args: Any, **named: Any) -> Work:
         """All get the combinations of the tensors."""
-        if _are(args, 2, AllreduceOptions, named) and nobody_looks_on(args[0]):
+        if _are(args, 2, AllreduceOptions, named) and can_skip_dispatcher(args[0]):
             return self.dds.allreduce(*args)
         return super().allreduce(*args, **named)
 
     def reduce(self, *args: Any, **named: Any) -> Work:
         """The root gets the combinations of the tensors."""
-        if _are(args, 2, ReduceOptions, named) and nobody_looks_on(args[0]):
+        if _are(args, 2, ReduceOptions, named) and can_skip_dispatcher(args[0]):
             return self.dds.reduce(*args)
         return super().reduce(*args, **named)
 
     def allgather(self, *args: Any, **named: Any) -> Work:
         """All get all tensors."""
-        if _are(args, 3, AllgatherOptions, named) and nobody_looks_on(args[1], *args[0]):
+        if _are(args, 3, AllgatherOptions, named) and can_skip_dispatcher(args[1], *args[0]):
             return self.dds.allgather(*args)
         return super().allgather(*args, **named)
 
     def all_gather_single(self, *args: Any, **named: Any) -> Work:
         """All get all tensors, in one."""
-        if _are(args, 3, AllgatherOptions, named) and nobody_looks_on(args[:2]):
+        if _are(args, 3, AllgatherOptions, named) and can_skip_dispatcher(args[:2]):
             return self.dds.all_gather_single(*args)
         return super().all_gather_single(*args, **named)
 
     def reduce_scatter(self, *args: Any, **named: Any) -> Work:
         """Each rank gets its part of the combination."""
-        if _are(args, 3, ReduceScatterOptions, named) and nobody_looks_on(args[0], *args[1]):
+        if _are(args, 3, ReduceScatterOptions, named) and can_skip_dispatcher(args[0], *args[1]):
             return self.dds.reduce_scatter(*args)
         return super().reduce_scatter(*args, **named)
 
     def reduce_scatter_single(self, *args: Any, **named: Any) -> Work:
         """Each rank gets its part of the combination of one tensor."""
-        if _are(args, 3, ReduceScatterOptions, named) and nobody_looks_on(args[:2]):
+        if _are(args, 3, ReduceScatterOptions, named) and can_skip_dispatcher(args[:2]):
             return self.dds.reduce_scatter_single(*args)
         return super().reduce_scatter_single(*args, **named)
 
     def alltoall(self, *args: Any, **named: Any) -> Work:
         """Each rank gets from each what that has for it."""
-        if _are(args, 3, AllToAllOptions, named) and nobody_looks_on(*args[:2]):
+        if _are(args, 3, AllToAllOptions, named) and can_skip_dispatcher(*args[:2]):
             return self.dds.alltoall(*args)
         return super().alltoall(*args, **named)
 
     def all_to_all_single(self, *args: Any, **named: Any) -> Work:
         """The same with the parts of one tensor."""
-        if _are(args, 5, AllToAllOptions, named) and nobody_looks_on(args[:2]):
+        if _are(args, 5, AllToAllOptions, named) and can_skip_dispatcher(args[:2]):
             return self.dds.all_to_all_single(*args)
         return super().all_to_all_single(*args, **named)
 

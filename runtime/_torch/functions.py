@@ -18,11 +18,11 @@ from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, 
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import check_sendable, dtype_name
 from gradbus.runtime.errors import CollectiveError
-from gradbus.torch.named import NamedCalls, check_on_cpu, check_root, current, shape_of, sign
+from gradbus.torch.call import CollectiveCall
+from gradbus.torch.name_matched import NamedCalls, check_on_cpu, check_root, current, shape_of, sign
 from gradbus.torch.register import NAME, register
-from gradbus.torch.stall import checked_warning_s
-from gradbus.torch.task import Task
-from gradbus.torch.works import DdsWork
+from gradbus.torch.stall_report import checked_warning_s
+from gradbus.torch.work import DdsWork
 
 MAX_GATHERED_BYTES = 4 << 30  # of one rank's tensor
 
@@ -171,7 +171,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
     space, label = _place(name, f"allgather {shape}")
     calls = current()
     gather = AllGather(source, calls.rank, calls.world, MAX_GATHERED_BYTES)
-    work = calls.start(sign(Task(f"allgather of {label!r}", [gather]), shape), space, label, source.nbytes)
+    work = calls.start(sign(CollectiveCall(f"allgather of {label!r}", [gather]), shape), space, label, source.nbytes)
     return Handle(work, lambda: torch.cat(gather.value))
 
 
@@ -278,7 +278,7 @@ def _start_object(
     payload: bytes | None,
 ) -> Handle[Any]:  # fmt: skip
     operation.convert = convert
-    work = calls.start(Task(what, [operation]), space, name, len(payload or b""))
+    work = calls.start(CollectiveCall(what, [operation]), space, name, len(payload or b""))
     return Handle(work, lambda: operation.value)
 
 

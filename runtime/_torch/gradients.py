@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbus.torch.functions import Handle, start_reduction
-from gradbus.torch.named import NamedCalls, check_on_cpu, current
+from gradbus.torch.name_matched import NamedCalls, check_on_cpu, current
 
 GRADIENTS = "gradient"  # space of names
 
@@ -98,7 +98,7 @@ class _Sent:
     context: Any
 
 
-class Exchange:
+class GradientReduction:
     """The gradients of one optimizer: which are on their way, which are still to come."""
 
     def __init__(self, names: dict[Tensor, str], compression: Compression, op: str, passes: int, dense: bool) -> None:
@@ -201,10 +201,10 @@ class Exchange:
 
 
 # Who took a parameter last, by its id: as long as the exchange lives, the parameter does.
-_owners: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, GradientReduction] = weakref.WeakValueDictionary()
 
 
-def _accumulated(reference: weakref.ref[Exchange], parameter: Tensor) -> None:
+def _accumulated(reference: weakref.ref[GradientReduction], parameter: Tensor) -> None:
     """The parameters outlive the optimizer, and must not keep it."""
     exchange = reference()
     if exchange is not None:

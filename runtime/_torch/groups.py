@@ -18,8 +18,8 @@ from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch import bus_thread
-from gradbus.torch.meeting import WORLD, Claim, Places, agreed_name
-from gradbus.torch.stall import WARNING_S
+from gradbus.torch.formation import WORLD, RankLocations, RankLock, agreed_name
+from gradbus.torch.stall_report import WARNING_S
 
 WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
 _CHECK_S = 2.0  # how often to look whether a group that does not form ever can
@@ -41,7 +41,7 @@ class TorchGroup:
         self.world = engine.world
         self._thread: bus_thread.BusThread | None = None
         self._life: _Life | None = None
-        self._claim: Claim | None = None
+        self._claim: RankLock | None = None
 
     @classmethod
     def form(
@@ -68,13 +68,13 @@ class TorchGroup:
         with contextlib.ExitStack() as undo:
             claim = None
             if label == WORLD:
-                claim = Claim(store, rank, world, label)
+                claim = RankLock(store, rank, world, label)
                 undo.callback(claim.release)
             reach = bus_thread.reach()
             name = agreed_name(store, rank, world, label, timeout_s, reach)
             thread = bus_thread.acquire(store, job_rank)
             undo.callback(bus_thread.release, thread)
-            places = Places(store, name, rank, world, thread.bus.reach)
+            places = RankLocations(store, name, rank, world, thread.bus.reach)
             life = _Life(watch)
             group = life.begin(thread, rank, world, name, timeout_s, partial(places.check, label))
             undo.pop_all()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradbus.torch.works import DdsWork
+from gradbus.torch.work import DdsWork
 
 if TYPE_CHECKING:
     from gradbus.torch.backend import DdsBackend

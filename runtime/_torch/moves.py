@@ -10,9 +10,9 @@ from torch import Tensor
 from gradbus.runtime.collectives.data_movement import Barrier
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import plain
-from gradbus.torch.exchange import Exchange, landing, overlap, same_memory
+from gradbus.torch.call import CollectiveCall, copies, together
 from gradbus.torch.shapes import are_ready, check
-from gradbus.torch.task import Task, copies, together
+from gradbus.torch.tensor_exchange import TensorExchange, overlap, same_memory, staging_tensor
 
 _OWN_LATER_BYTES = 256 << 10
 
@@ -24,103 +24,103 @@ class Moves:
         self.rank = rank
         self.world = world
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Task:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CollectiveCall:
         """``outputs[r]`` gets the tensor of rank r; their sizes may differ."""
         self._check_count("outputs", outputs)
         lands, source = outputs, tensor
         if not are_ready(tensor, outputs):  # all others wait for what is done before the payload leaves
             check(tensor, *outputs)
             _check_dtypes(outputs, tensor)
-            lands, source = [landing(output) for output in outputs], plain(tensor)
+            lands, source = [staging_tensor(output) for output in outputs], plain(tensor)
         into = dict(enumerate(lands))
         land = into.pop(self.rank)
         if any(overlap(source, other) for other in into.values()):
             source = source.clone()
         own = _own_part(land, source)
-        operation = Exchange("all_gather", self.rank, self.world, to_all=source, into=into, own=own)
+        operation = TensorExchange("all_gather", self.rank, self.world, to_all=source, into=into, own=own)
         elsewhere = None
         if lands is not outputs:
             elsewhere = copies([pair for pair in zip(outputs, lands, strict=True) if pair[0] is not pair[1]])
-        return Task("all_gather", [operation], list(outputs), elsewhere)
+        return CollectiveCall("all_gather", [operation], list(outputs), elsewhere)
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor) -> Task:
+    def all_gather_single(self, output: Tensor, tensor: Tensor) -> CollectiveCall:
         """Part r of the output gets the tensor of rank r."""
         check(output)
         if output.numel() != tensor.numel() * self.world:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        land = landing(output)
+        land = staging_tensor(output)
         task = self.all_gather(land.view(-1).tensor_split(self.world), tensor)
-        return Task("all_gather_single", task.operations, [output], copies([(output, land)]))
+        return CollectiveCall("all_gather_single", task.operations, [output], copies([(output, land)]))
 
-    def all_gather_lists(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> Task:
+    def all_gather_lists(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> CollectiveCall:
         """``outputs[r][i]`` gets ``tensors[i]`` of rank r."""
         self._check_count("outputs", outputs)
         tasks = [self.all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(tensors)]
         return together("all_gather_coalesced", tasks, [t for of_rank in outputs for t in of_rank])
 
-    def broadcast(self, tensor: Tensor, root: int) -> Task:
+    def broadcast(self, tensor: Tensor, root: int) -> CollectiveCall:
         """All get the root's tensor."""
         check(tensor)
         signature = f"broadcast {root}"
         if self.rank == root:
-            operation = Exchange(signature, self.rank, self.world, to_all=plain(tensor), receipts=True)
-            return Task("broadcast", [operation], [tensor])
-        land = landing(tensor)
-        operation = Exchange(signature, self.rank, self.world, into={root: land}, receipts=True)
-        return Task("broadcast", [operation], [tensor], copies([(tensor, land)]))
+            operation = TensorExchange(signature, self.rank, self.world, to_all=plain(tensor), receipts=True)
+            return CollectiveCall("broadcast", [operation], [tensor])
+        land = staging_tensor(tensor)
+        operation = TensorExchange(signature, self.rank, self.world, into={root: land}, receipts=True)
+        return CollectiveCall("broadcast", [operation], [tensor], copies([(tensor, land)]))
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Task:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> CollectiveCall:
         """The root's ``outputs[r]`` gets the tensor of rank r; the others give no outputs."""
         check(tensor, *outputs)
         signature = f"gather {root}"
         if self.rank != root:
-            operation = Exchange(signature, self.rank, self.world, to={root: plain(tensor)}, receipts=True)
-            return Task("gather", [operation], [tensor])
+            operation = TensorExchange(signature, self.rank, self.world, to={root: plain(tensor)}, receipts=True)
+            return CollectiveCall("gather", [operation], [tensor])
         self._check_count("outputs", outputs)
         _check_dtypes(outputs, tensor)
-        lands = [landing(output) for output in outputs]
+        lands = [staging_tensor(output) for output in outputs]
         _put(lands[root], plain(tensor))
-        operation = Exchange(signature, self.rank, self.world, into=dict(enumerate(lands)), receipts=True)
-        return Task("gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+        operation = TensorExchange(signature, self.rank, self.world, into=dict(enumerate(lands)), receipts=True)
+        return CollectiveCall("gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Task:
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> CollectiveCall:
         """The output of rank r gets the root's ``tensors[r]``; the others give no tensors."""
         check(output, *tensors)
         signature = f"scatter {root}"
-        land = landing(output)
+        land = staging_tensor(output)
         if self.rank != root:
-            operation = Exchange(signature, self.rank, self.world, into={root: land}, receipts=True)
-            return Task("scatter", [operation], [output], copies([(output, land)]))
+            operation = TensorExchange(signature, self.rank, self.world, into={root: land}, receipts=True)
+            return CollectiveCall("scatter", [operation], [output], copies([(output, land)]))
         self._check_count("tensors", tensors)
         _check_dtypes(tensors, output)
         sources = [plain(tensor) for tensor in tensors]
         output.detach().copy_(sources[root].view(output.shape))
-        operation = Exchange(signature, self.rank, self.world, to=dict(enumerate(sources)), receipts=True)
-        return Task("scatter", [operation], [output])
+        operation = TensorExchange(signature, self.rank, self.world, to=dict(enumerate(sources)), receipts=True)
+        return CollectiveCall("scatter", [operation], [output])
 
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Task:
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> CollectiveCall:
         """``outputs[r]`` gets what rank r has in the place of this rank in its ``tensors``. Sizes may differ."""
         self._check_count("outputs", outputs)
         self._check_count("tensors", tensors)
         check(*outputs, *tensors)
         _check_dtypes(outputs, tensors[0])
-        lands = [landing(output) for output in outputs]
+        lands = [staging_tensor(output) for output in outputs]
         sources = [plain(tensor) for tensor in tensors]
         sources = [s.clone() if any(overlap(s, land) for land in lands) else s for s in sources]
         _put(lands[self.rank], sources[self.rank])
-        operation = Exchange(
+        operation = TensorExchange(
             "all_to_all", self.rank, self.world, to=dict(enumerate(sources)), into=dict(enumerate(lands))
         )
-        return Task("all_to_all", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+        return CollectiveCall("all_to_all", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
-    ) -> Task:
+    ) -> CollectiveCall:
         """The same with the parts of one tensor, cut along its first dimension; without sizes into equal ones."""
         check(output, tensor)
-        land, source = landing(output), plain(tensor)
+        land, source = staging_tensor(output), plain(tensor)
         task = self.all_to_all(self._cut(land, output_sizes), self._cut(source, sizes))
-        return Task("all_to_all_single", task.operations, [output], copies([(output, land)]))
+        return CollectiveCall("all_to_all_single", task.operations, [output], copies([(output, land)]))
 
     def _cut(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         if not sizes:
@@ -133,27 +133,27 @@ class Moves:
             raise RuntimeError("Split sizes doesn't match total dim 0 size")
         return list(tensor.split_with_sizes(list(sizes)))
 
-    def barrier(self) -> Task:
+    def barrier(self) -> CollectiveCall:
         """Ends when all have called it."""
         operation: Operation = Barrier(self.rank, self.world)
-        return Task("barrier", [operation])
+        return CollectiveCall("barrier", [operation])
 
-    def send(self, tensor: Tensor, to: int) -> Task:
+    def send(self, tensor: Tensor, to: int) -> CollectiveCall:
         """Ends when the other rank has it."""
         check(tensor)
-        operation = Exchange(
+        operation = TensorExchange(
             f"send {self.rank} {to}", self.rank, self.world, to={to: plain(tensor)}, receipts=True, peers=[to]
         )
-        return Task(f"send to rank {to}", [operation], [tensor])
+        return CollectiveCall(f"send to rank {to}", [operation], [tensor])
 
-    def receive(self, tensor: Tensor, source: int) -> Task:
+    def receive(self, tensor: Tensor, source: int) -> CollectiveCall:
         """What the other rank sends."""
         check(tensor)
-        land = landing(tensor)
-        operation = Exchange(
+        land = staging_tensor(tensor)
+        operation = TensorExchange(
             f"send {source} {self.rank}", self.rank, self.world, into={source: land}, receipts=True, peers=[source]
         )
-        return Task(f"receive from rank {source}", [operation], [tensor], copies([(tensor, land)]))
+        return CollectiveCall(f"receive from rank {source}", [operation], [tensor], copies([(tensor, land)]))
 
     def _check_count(self, what: str, given: Sequence[object]) -> None:
         if len(given) != self.world:

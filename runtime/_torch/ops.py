@@ -15,10 +15,10 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.arithmetic import ReduceOp as EngineOp
 from gradbus.runtime.collectives.data_movement import AllGather
 from gradbus.runtime.collectives.tensors import dtype_name, plain
-from gradbus.torch.exchange import Refusing, landing, overlap, same_memory
+from gradbus.torch.call import CollectiveCall, copies, together
 from gradbus.torch.moves import Moves
 from gradbus.torch.shapes import check
-from gradbus.torch.task import Task, copies, together
+from gradbus.torch.tensor_exchange import RefusingOperation, overlap, same_memory, staging_tensor
 
 _Kind: Any = ReduceOp.RedOpType  # its members are unknown to type checkers
 _MAX_SPARSE_BYTES = 4 << 30
@@ -51,23 +51,23 @@ def _weighted(tensor: Tensor, op: Any) -> tuple[Tensor, Any]:
     return tensor, op.op
 
 
-class _ReduceToRoot(Refusing, reductions.ReduceToRoot):
+class _ReduceToRoot(RefusingOperation, reductions.ReduceToRoot):
     """The root tells who reduces something else."""
 
 
 class Reductions(Moves):
     """Adds the reductions to the moves of one rank of one group."""
 
-    def all_reduce(self, tensor: Tensor, op: Any) -> Task:
+    def all_reduce(self, tensor: Tensor, op: Any) -> CollectiveCall:
         """All get the combination of all tensors, in place."""
         if tensor.is_sparse:
             return self._all_reduce_sparse(tensor, op)
         source, kind = _weighted(tensor, op)
         exact = arithmetic(tensor.dtype, kind, self.world)
         operation = reductions.all_reduce(source, tensor, exact, "auto", self.rank, self.world)
-        return self._mean(Task("all_reduce", [operation], [tensor]), tensor, kind)
+        return self._mean(CollectiveCall("all_reduce", [operation], [tensor]), tensor, kind)
 
-    def all_reduce_coalesced(self, tensors: Sequence[Tensor], op: Any) -> Task:
+    def all_reduce_coalesced(self, tensors: Sequence[Tensor], op: Any) -> CollectiveCall:
         """The same for many tensors, which travel together: one collective for each dtype."""
         if len(tensors) == 1:
             return self.all_reduce(tensors[0], op)
@@ -78,35 +78,35 @@ class Reductions(Moves):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in those])
             task = self.all_reduce(flat, op)
             pieces = flat.split_with_sizes([tensor.numel() for tensor in those])
-            tasks += [task, Task("", [], [], copies(list(zip(those, pieces, strict=True))))]
+            tasks += [task, CollectiveCall("", [], [], copies(list(zip(those, pieces, strict=True))))]
         return together("all_reduce_coalesced", tasks, tensors)
 
-    def reduce(self, tensor: Tensor, op: Any, root: int) -> Task:
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> CollectiveCall:
         """The root's tensor becomes the combination of all."""
         source, kind = _weighted(tensor, op)
         exact = arithmetic(tensor.dtype, kind, self.world)
         source = plain(source)
-        land = landing(tensor) if self.rank == root else source
+        land = staging_tensor(tensor) if self.rank == root else source
         operation = _ReduceToRoot(source, land, root, exact, self.rank, self.world)
         if self.rank != root:
-            return Task("reduce", [operation], [tensor])
-        return self._mean(Task("reduce", [operation], [tensor], copies([(tensor, land)])), tensor, kind)
+            return CollectiveCall("reduce", [operation], [tensor])
+        return self._mean(CollectiveCall("reduce", [operation], [tensor], copies([(tensor, land)])), tensor, kind)
 
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Task:
+    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> CollectiveCall:
         """The output of rank r gets the combination of all ``tensors[r]``."""
         self._check_count("tensors", tensors)
         check(*tensors)
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self._reduce_scatter(output, flat, [tensor.numel() for tensor in tensors], op)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: Any) -> Task:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: Any) -> CollectiveCall:
         """The same for the equal parts of one tensor."""
         check(tensor)
         if tensor.numel() != output.numel() * self.world:
             raise ValueError("input tensor must be the same size as output size times world size")
         return self._reduce_scatter(output, plain(tensor).view(-1), [output.numel()] * self.world, op)
 
-    def _reduce_scatter(self, output: Tensor, flat: Tensor, sizes: list[int], op: Any) -> Task:
+    def _reduce_scatter(self, output: Tensor, flat: Tensor, sizes: list[int], op: Any) -> CollectiveCall:
         check(output)
         if output.numel() != sizes[self.rank] or output.dtype != flat.dtype:
             raise ValueError(
@@ -115,14 +115,16 @@ class Reductions(Moves):
             )
         flat, kind = _weighted(flat, op)
         exact = arithmetic(flat.dtype, kind, self.world)
-        land = landing(output)
+        land = staging_tensor(output)
         if overlap(land, flat) and not same_memory(land, flat.split_with_sizes(sizes)[self.rank]):
             flat = flat.clone()
         bounds = [sum(sizes[:rank]) for rank in range(self.world + 1)]
         operation = reductions.ReduceScatter(flat, land, bounds, exact, self.rank, self.world)
-        return self._mean(Task("reduce_scatter", [operation], [output], copies([(output, land)])), output, kind)
+        return self._mean(
+            CollectiveCall("reduce_scatter", [operation], [output], copies([(output, land)])), output, kind
+        )
 
-    def _mean(self, task: Task, tensor: Tensor, kind: Any) -> Task:
+    def _mean(self, task: CollectiveCall, tensor: Tensor, kind: Any) -> CollectiveCall:
         """Divide what has come into the tensor, if that is a mean of whole numbers."""
         if kind != _Kind.AVG or tensor.dtype not in _DIVIDED:
             return task
@@ -136,7 +138,7 @@ class Reductions(Moves):
         task.finish = finish
         return task
 
-    def _all_reduce_sparse(self, tensor: Tensor, op: Any) -> Task:
+    def _all_reduce_sparse(self, tensor: Tensor, op: Any) -> CollectiveCall:
         """Coordinates and values of all ranks, one after the other; what is there twice is added up in rank order."""
         if op.op not in (_Kind.SUM, _Kind.AVG):
             raise ValueError(f"all_reduce of a sparse tensor: only SUM and AVG are defined, got {op.op}")
@@ -152,4 +154,4 @@ class Reductions(Moves):
             total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
             tensor.copy_(total / self.world if op.op == _Kind.AVG else total)  # what detach() gives gets a copy alone
 
-        return Task("all_reduce", list(gathers), [tensor], finish)
+        return CollectiveCall("all_reduce", list(gathers), [tensor], finish)

@@ -9,13 +9,13 @@ from typing import Any, Literal, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradbus.torch.gradients import Compression, Exchange, compression_of
+from gradbus.torch.gradients import Compression, GradientReduction, compression_of
 
 
 class Distributed(Optimizer):
     """What an optimizer can do beside its own things. Its class is made of this one and its former one."""
 
-    _exchange: Exchange | None = None  # a copy of the optimizer has none
+    _exchange: GradientReduction | None = None  # a copy of the optimizer has none
 
     def synchronize(self) -> None:
         """Wait until the gradients are those of all ranks: for clipping and the like, before :meth:`step`.
@@ -125,7 +125,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1, got {backward_passes_per_step}")
     names = _names(optimizer, named_parameters)
-    exchange = Exchange(names, compression_of(compression), op, backward_passes_per_step, sparse_as_dense)
+    exchange = GradientReduction(names, compression_of(compression), op, backward_passes_per_step, sparse_as_dense)
     for number, group in enumerate(optimizer.param_groups):
         exchange.add(group["params"], f"group.{number}")
     optimizer.register_step_pre_hook(_before_step)

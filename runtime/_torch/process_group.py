@@ -20,7 +20,7 @@ from gradbus.torch.direct import DirectCalls
 from gradbus.torch.monitored_barrier import monitored_barrier
 from gradbus.torch.register import NAME
 from gradbus.torch.untraced import untraced
-from gradbus.torch.works import DdsWork
+from gradbus.torch.work import DdsWork
 
 _CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM

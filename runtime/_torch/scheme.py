@@ -25,6 +25,6 @@ def register_scheme() -> None:
 
 
 def _handler(url: str, **options: Any) -> Iterator[Any]:
-    from gradbus.torch.rendezvous import handler
+    from gradbus.torch.store.rendezvous import handler
 
     return handler(url, **options)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.tensors import MAX_DIMS, can_be_sent, check_sendable, dtype_name
+from gradbus.torch.call import CollectiveCall
 from gradbus.torch.register import NAME
-from gradbus.torch.task import Task
 
 _MAX_TEXT = 48  # characters of shapes, in frames
 
@@ -58,7 +58,7 @@ def in_words(described: str) -> str:
     return f"{dtype} of shape ({sizes})"
 
 
-def signed(task: Task, tensors: Sequence[Tensor]) -> Task:
+def signed(task: CollectiveCall, tensors: Sequence[Tensor]) -> CollectiveCall:
     """Let the operations of a reduction say the tensors' shapes as well, which then must be equal on all ranks.
 
     Dimensions of 1 are left out: a scalar and a tensor of one element are the same to a reduction.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_node import Place
+from torch_node import RankLocation
 
 from gradbus.torch import hooks
 
@@ -20,14 +20,17 @@ LR = 0.05
 SMALL_BUCKETS = {"bucket_cap_mb": 0.005}  # so that there are several
 
 HOOKS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "dgc": (lambda named, **more: hooks.DgcState(named, density=0.05, min_numel=80, **more), hooks.dgc),
-    "dgc fp16": (lambda named, **more: hooks.DgcState(named, density=0.02, value_dtype="fp16", **more), hooks.dgc),
-    "top k": (lambda named, **more: hooks.TopKState(named, density=0.05, **more), hooks.top_k),
-    "top k int8": (lambda named, **more: hooks.TopKState(named, density=0.05, value_dtype="int8", **more), hooks.top_k),
-    "byte grad": (lambda named, **more: hooks.ByteGradState(named, chunk_elems=500, **more), hooks.byte_grad),
-    "bf16": (lambda named, **more: hooks.Bf16State(named, **more), hooks.bf16),
+    "dgc": (lambda named, **more: hooks.DgcHookState(named, density=0.05, min_numel=80, **more), hooks.dgc),
+    "dgc fp16": (lambda named, **more: hooks.DgcHookState(named, density=0.02, value_dtype="fp16", **more), hooks.dgc),
+    "top k": (lambda named, **more: hooks.TopKHookState(named, density=0.05, **more), hooks.top_k),
+    "top k int8": (
+        lambda named, **more: hooks.TopKHookState(named, density=0.05, value_dtype="int8", **more),
+        hooks.top_k,
+    ),
+    "byte grad": (lambda named, **more: hooks.ByteGradHookState(named, chunk_elems=500, **more), hooks.byte_grad),
+    "bf16": (lambda named, **more: hooks.Bf16HookState(named, **more), hooks.bf16),
 }
-EVERYTHING = (lambda named, **more: hooks.DgcState(named, density=1.0, momentum=0.9, **more), hooks.dgc)
+EVERYTHING = (lambda named, **more: hooks.DgcHookState(named, density=1.0, momentum=0.9, **more), hooks.dgc)
 
 
 class Net(nn.Module):
@@ -59,12 +62,14 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         self.digests: list[str] = []
 
-    def loss(self, place: Place, step: int, part: int = 0, *, skip: bool = False, wrapped: bool = True) -> Tensor:
+    def loss(
+        self, place: RankLocation, step: int, part: int = 0, *, skip: bool = False, wrapped: bool = True
+    ) -> Tensor:
         random = torch.Generator().manual_seed(1000 * place.rank + 10 * step + part)
         x, y = torch.randn(16, 1, 8, 8, generator=random), torch.randint(0, 4, (16,), generator=random)
         return nn.functional.cross_entropy((self.ddp if wrapped else self.model)(x, skip), y)
 
-    def step(self, place: Place, step: int, *, skip: bool = False, parts: int = 1) -> None:
+    def step(self, place: RankLocation, step: int, *, skip: bool = False, parts: int = 1) -> None:
         """``parts``: mini-batches whose gradients add up before they are exchanged."""
         self.optimizer.zero_grad()
         for part in range(parts):

@@ -22,9 +22,19 @@ from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
 from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.bus_thread import BusThread, release
-from gradbus.torch.store import DdsStore
-from gradbus.torch.store_link import Address, StoreLink, _acquire
-from gradbus.torch.store_messages import VERSION, Answer, Join, Leave, Message, Request, Welcome, decode, frame_of
+from gradbus.torch.store.link import Address, StoreLink, _acquire
+from gradbus.torch.store.messages import (
+    VERSION,
+    Message,
+    Request,
+    StoreAnswer,
+    StoreJoin,
+    StoreLeave,
+    StoreWelcome,
+    decode,
+    frame_of,
+)
+from gradbus.torch.store.store import DdsStore
 
 TIMEOUT = timedelta(seconds=20)
 _numbers = itertools.count()
@@ -101,7 +111,7 @@ class RawRank(AbstractContextManager["RawRank"]):
     def join(self, world: int = 2, version: int = VERSION, host: str = "a test") -> Message:
         """Ask to be let in until there is an answer."""
         while True:
-            self.say(Join(version, world, host))
+            self.say(StoreJoin(version, world, host))
             self._asked_in += 1
             with contextlib.suppress(queue.Empty):
                 message = self._heard.get(timeout=0.1)
@@ -119,15 +129,15 @@ class RawRank(AbstractContextManager["RawRank"]):
                 return message
             self._asked_in -= 1
 
-    def answer(self) -> Answer:
+    def answer(self) -> StoreAnswer:
         """The next one."""
         message = self.next()
-        assert isinstance(message, Answer), message
+        assert isinstance(message, StoreAnswer), message
         return message
 
     def __exit__(self, *_: object) -> None:
-        if self._told is Welcome:
-            self.say(Leave())  # else it would be waited for as long as its process, which is this one, lives
+        if self._told is StoreWelcome:
+            self.say(StoreLeave())  # else it would be waited for as long as its process, which is this one, lives
         self.thread.start(self.port.close()).result(10.0)
         release(self.thread)
 

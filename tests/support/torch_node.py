@@ -29,7 +29,7 @@ SOON_S = DYING_LEASE_S + 1.0 + 1.5
 Say = Callable[..., None]
 
 
-class Place:
+class RankLocation:
     """What a scene gets: which rank it is, and how to make and destroy the process group.
 
     Attributes:
@@ -97,7 +97,7 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
         pipe.send({"event": event, "at_s": time.monotonic(), **facts})
 
     try:
-        value = _scene(spec["file"], spec["scene"])(Place(spec, say))
+        value = _scene(spec["file"], spec["scene"])(RankLocation(spec, say))
         if spec["backend"] == "gloo":
             dist.barrier()
         elif dist.is_initialized() and not spec["options"].get("just_end"):
@@ -113,12 +113,12 @@ def run_forked(spec: dict[str, Any], pipe: Any) -> None:
         os._exit(0)
 
 
-def _scene(file: str, name: str) -> Callable[[Place], Any]:
+def _scene(file: str, name: str) -> Callable[[RankLocation], Any]:
     found = importlib.util.spec_from_file_location(file, SCENES / f"{file}.py")
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[file] = module  # what is pickled finds its classes there
     found.loader.exec_module(module)
-    scene: Callable[[Place], Any] = getattr(module, name)
+    scene: Callable[[RankLocation], Any] = getattr(module, name)
     return scene

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from patience import PATIENT_S
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_node import Place
+from torch_node import RankLocation
 
 from gradbus.runtime.collectives import chunk_sender
 from gradbus.runtime.wire.frames import CHUNK_BYTES
@@ -60,7 +60,7 @@ def cases(rank: int, world: int) -> dict[str, Callable[[], list[Tensor]]]:
     return found
 
 
-def every_case(place: Place) -> dict[str, Any]:
+def every_case(place: RankLocation) -> dict[str, Any]:
     """Results by name; where a case fails, what it said."""
     place.start()
     results: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def every_case(place: Place) -> dict[str, Any]:
     return results
 
 
-def both_ways(place: Place) -> dict[str, Any]:
+def both_ways(place: RankLocation) -> dict[str, Any]:
     """Results of all cases, alone and with somebody who looks on, and what he saw."""
     place.start()
     alone = {name: case() for name, case in cases(place.rank, place.world).items()}
@@ -334,7 +334,7 @@ NOT_ON_GLOO = {
 }  # fmt: skip
 
 
-def sums_of_many_chunks(place: Place) -> list[float]:
+def sums_of_many_chunks(place: RankLocation) -> list[float]:
     """Each shard has more chunks than a rank has slots, and each rank hears from its readers one after the other."""
     chunk_sender.SLOT_WAIT_S = PATIENT_S  # no way out over DDS
     place.start(timeout_s=PATIENT_S / 2)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_node import Place
+from torch_node import RankLocation
 
 STEPS = 3
 WIDTH = 600  # a layer of more than 1 MiB, which is torch's smallest bucket for models that are compiled
@@ -20,7 +20,7 @@ def model() -> nn.Module:
     return nn.Sequential(first, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
 
 
-def train(place: Place, module: nn.Module) -> list[Tensor]:
+def train(place: RankLocation, module: nn.Module) -> list[Tensor]:
     """Parameters and buffers after some steps."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
@@ -37,7 +37,7 @@ def around(module: nn.Module, compiler: str, **options: Any) -> nn.Module:
     return torch.compile(DistributedDataParallel(module, bucket_cap_mb=1, **options), backend=compiler)
 
 
-def collectives_in_a_function(place: Place, compiler: str) -> list[Tensor]:
+def collectives_in_a_function(place: RankLocation, compiler: str) -> list[Tensor]:
     """Calls of torch.distributed in what is compiled."""
 
     @torch.compile(backend=compiler)
@@ -56,7 +56,7 @@ def collectives_in_a_function(place: Place, compiler: str) -> list[Tensor]:
 Results = dict[str, list[Tensor]]
 
 
-def every_way(place: Place, compiler: str) -> Results:
+def every_way(place: RankLocation, compiler: str) -> Results:
     """What is compiled may lie within DDP, or DDP within it."""
     return {
         **around_ddp(place, compiler),
@@ -66,12 +66,12 @@ def every_way(place: Place, compiler: str) -> Results:
     }
 
 
-def around_ddp(place: Place, compiler: str) -> Results:
+def around_ddp(place: RankLocation, compiler: str) -> Results:
     """The usual way."""
     return {"around DDP": train(place, around(model(), compiler))}
 
 
-def quickly(place: Place, compiler: str) -> Results:
+def quickly(place: RankLocation, compiler: str) -> Results:
     """As little as can be compiled: each kernel takes seconds."""
     torch.manual_seed(3)
     return {"around DDP": train(place, around(nn.Linear(24, 4), compiler))}
@@ -80,7 +80,7 @@ def quickly(place: Place, compiler: str) -> Results:
 WAYS = {"eager": every_way, "aot_eager": around_ddp, "inductor": quickly}
 
 
-def on_both_backends(place: Place) -> dict[str, Results]:
+def on_both_backends(place: RankLocation) -> dict[str, Results]:
     """By the compiler and the backend of torch.distributed."""
     found = {}
     for backend in ("dds", "gloo"):

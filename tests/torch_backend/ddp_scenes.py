@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
-from torch_node import Place
+from torch_node import RankLocation
 
 STEPS = 6
 SMALL_BUCKETS = {"bucket_cap_mb": 0.02}  # so that there are several
@@ -39,7 +39,7 @@ class Net(nn.Module):
         return self.last(x if skip else torch.relu(self.sometimes(x)))
 
 
-def train(place: Place, options: dict[str, Any], hook: str = "", *, skips: bool = False) -> list[Tensor]:
+def train(place: RankLocation, options: dict[str, Any], hook: str = "", *, skips: bool = False) -> list[Tensor]:
     """Parameters and buffers after some steps. ``skips``: some steps leave a layer out."""
     torch.manual_seed(3)
     model = DistributedDataParallel(Net(), **options)
@@ -69,7 +69,7 @@ def register(model: DistributedDataParallel, hook: str) -> None:
         raise ValueError(hook)
 
 
-def every_way(place: Place) -> dict[str, list[Tensor]]:
+def every_way(place: RankLocation) -> dict[str, list[Tensor]]:
     place.start()
     results = {}
     for name, options in WAYS.items():
@@ -81,12 +81,12 @@ def every_way(place: Place) -> dict[str, list[Tensor]]:
     return results
 
 
-def hooks_that_call_collectives(place: Place) -> dict[str, list[Tensor]]:
+def hooks_that_call_collectives(place: RankLocation) -> dict[str, list[Tensor]]:
     place.start()
     return {hook: train(place, SMALL_BUCKETS, hook) for hook in ("powersgd", "quantization")}
 
 
-def some_ways(place: Place) -> dict[str, list[Tensor]]:
+def some_ways(place: RankLocation) -> dict[str, list[Tensor]]:
     place.start()
     return {
         name: train(place, WAYS[name], skips=name == "unused parameters") for name in ("plain", "unused parameters")

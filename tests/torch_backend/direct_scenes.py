@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_node import Place
+from torch_node import RankLocation
 
-from gradbus.torch.works import DdsWork
+from gradbus.torch.work import DdsWork
 
 
 class LooksOn(TorchDispatchMode):
@@ -27,7 +27,7 @@ class Own(Tensor):
     """A class of tensors that somebody else has made."""
 
 
-def who_is_told(place: Place) -> dict[str, Any]:
+def who_is_told(place: RankLocation) -> dict[str, Any]:
     """Whether a call goes the short way, by what is different from a plain call."""
     place.start()
     found: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def who_is_told(place: Place) -> dict[str, Any]:
     return found
 
 
-def other_ways_to_call(place: Place) -> dict[str, Any]:
+def other_ways_to_call(place: RankLocation) -> dict[str, Any]:
     """The process group's own methods, with the arguments that torch.distributed does not use."""
     place.start()
     group = dist.group.WORLD

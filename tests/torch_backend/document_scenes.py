@@ -8,10 +8,10 @@ import os
 import runpy
 import sys
 
-from torch_node import Place
+from torch_node import RankLocation
 
 
-def examples(place: Place) -> list[str]:
+def examples(place: RankLocation) -> list[str]:
     """What each of them prints."""
     printed = []
     for path, port in zip(place.options["paths"], place.options["ports"], strict=True):

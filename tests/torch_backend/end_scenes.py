@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_node import Place
+from torch_node import RankLocation
 
 
 def error_of(function: Callable[[], Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def error_of(function: Callable[[], Any]) -> dict[str, Any]:
     return {"text": "", "cause": "", "after_s": time.monotonic() - began_s}
 
 
-def one_is_killed(place: Place) -> dict[str, Any]:
+def one_is_killed(place: RankLocation) -> dict[str, Any]:
     """The last rank dies; each of the others waits for it in its own way, and has something pending besides."""
     place.start()
     pair = dist.new_group([0, 1])
@@ -60,7 +60,7 @@ def one_is_killed(place: Place) -> dict[str, Any]:
     return result | {"texts": texts, "without it": alive.item()}
 
 
-def killed_in_ddp(place: Place) -> dict[str, Any]:
+def killed_in_ddp(place: RankLocation) -> dict[str, Any]:
     place.start()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -73,7 +73,7 @@ def killed_in_ddp(place: Place) -> dict[str, Any]:
     return result
 
 
-def many_groups(place: Place) -> dict[str, Any]:
+def many_groups(place: RankLocation) -> dict[str, Any]:
     """What the process has more of after 8 groups were made, used and destroyed than before."""
     place.start()
 
@@ -126,7 +126,7 @@ def held() -> dict[str, list[str]]:
     return {"threads": threads, "files": files, "maps": shared}
 
 
-def deadlines(place: Place) -> dict[str, Any]:
+def deadlines(place: RankLocation) -> dict[str, Any]:
     """Rank 1 comes too late, by an event and not by chance. A machine that stands still makes single waits longer."""
     place.start()
     store = dist.distributed_c10d._get_default_store()
@@ -153,7 +153,7 @@ def deadlines(place: Place) -> dict[str, Any]:
     return results
 
 
-def different_calls(place: Place) -> dict[str, Any]:
+def different_calls(place: RankLocation) -> dict[str, Any]:
     """The ranks do not call the same: that is said at once, and not at the deadline."""
     place.start(timeout_s=60.0)
     if place.rank == 0:
@@ -161,7 +161,7 @@ def different_calls(place: Place) -> dict[str, Any]:
     return error_of(lambda: dist.broadcast(torch.ones(4), 0))
 
 
-def again_and_again(place: Place) -> list[float]:
+def again_and_again(place: RankLocation) -> list[float]:
     """Destroyed and made anew with the same store, without waiting for each other."""
     sums = []
     for number in range(3):
@@ -173,7 +173,7 @@ def again_and_again(place: Place) -> list[float]:
     return [*sums, float(sum(thread.name.startswith("gradbus") for thread in threading.enumerate()))]
 
 
-def groups_within(place: Place) -> dict[str, Any]:
+def groups_within(place: RankLocation) -> dict[str, Any]:
     """Groups of some ranks: made by new_group and by split_group, used by turns and at the same time."""
     place.start()
     rank, world = place.rank, place.world
@@ -207,7 +207,7 @@ def groups_within(place: Place) -> dict[str, Any]:
     return results
 
 
-def callbacks(place: Place) -> dict[str, Any]:
+def callbacks(place: RankLocation) -> dict[str, Any]:
     """Callbacks call collectives and wait for them; the main thread calls others meanwhile, as fast as it can."""
     place.start()
     results = []
@@ -227,7 +227,7 @@ def callbacks(place: Place) -> dict[str, Any]:
     return {"inner": [future.wait() for future, _ in results], "plain": [value for _, value in results]}
 
 
-def a_callback_waits_for_a_later_call(place: Place) -> dict[str, Any]:
+def a_callback_waits_for_a_later_call(place: RankLocation) -> dict[str, Any]:
     """Which cannot end: it waits for its turn, until the callback has run. Its deadline ends both."""
     place.start()
     group = dist.distributed_c10d._get_default_group()
@@ -251,7 +251,7 @@ def a_callback_waits_for_a_later_call(place: Place) -> dict[str, Any]:
     return result | {"next": tensor.item()}
 
 
-def one_leaves_first(place: Place) -> dict[str, Any]:
+def one_leaves_first(place: RankLocation) -> dict[str, Any]:
     """What rank 0 calls then fails at once, and says that the other one has left."""
     place.start()
     dist.barrier()
@@ -260,7 +260,7 @@ def one_leaves_first(place: Place) -> dict[str, Any]:
     return error_of(lambda: dist.all_reduce(torch.ones(1)))
 
 
-def from_the_environment(place: Place) -> list[Any]:
+def from_the_environment(place: RankLocation) -> list[Any]:
     """As torchrun starts it."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.options["port"]), "RANK": str(place.rank),
@@ -272,7 +272,7 @@ def from_the_environment(place: Place) -> list[Any]:
     return [dist.get_backend(), tensor.tolist()]
 
 
-def alone(place: Place) -> list[Any]:
+def alone(place: RankLocation) -> list[Any]:
     place.start()
     tensor, output = torch.tensor([1.0, 2.0]), torch.empty(2)
     dist.all_reduce(tensor, dist.ReduceOp.AVG)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hooked_training import HOOKS, LR, SMALL_BUCKETS, STEPS, Net, Run, digest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_node import Place
+from torch_node import RankLocation
 
 from gradbus.torch import hooks
 
@@ -21,7 +21,7 @@ VARIANTS = ("dgc fp16", "top k int8")  # of other hooks: some ways are enough
 WITH_MEMORY = ("dgc", "dgc fp16", "top k", "top k int8")
 
 
-def every_way(place: Place) -> dict[str, dict[str, list[str]]]:
+def every_way(place: RankLocation) -> dict[str, dict[str, list[str]]]:
     """Digests of the parameters after each step, by hook and way."""
     place.start()
     given = dist.new_group(list(range(place.world)))
@@ -49,7 +49,7 @@ def every_way(place: Place) -> dict[str, dict[str, list[str]]]:
     return results
 
 
-def collectives(place: Place) -> dict[str, list[int]]:
+def collectives(place: RankLocation) -> dict[str, list[int]]:
     """Collectives and messages of two steps, and the bytes of a message against dense ones, by hook."""
     found = {}
     for hook in HOOKS:
@@ -66,7 +66,7 @@ def collectives(place: Place) -> dict[str, list[int]]:
     return found
 
 
-def warm_up(place: Place) -> dict[str, list[int]]:
+def warm_up(place: RankLocation) -> dict[str, list[int]]:
     """Bytes of a step in each of three epochs; then of the last two, where a state was loaded after the second."""
 
     def sizes_of(*epochs: int | None) -> list[int]:
@@ -89,9 +89,9 @@ def warm_up(place: Place) -> dict[str, list[int]]:
     return {**found, "loaded": sizes_of(None, 2)}
 
 
-def with_warm_up() -> tuple[Run, hooks.DgcState]:
+def with_warm_up() -> tuple[Run, hooks.DgcHookState]:
     run = Run("")
-    state = hooks.DgcState(run.model.named_parameters(), density=0.01, warmup=(0.25, 0.05))
+    state = hooks.DgcHookState(run.model.named_parameters(), density=0.01, warmup=(0.25, 0.05))
     run.ddp.register_comm_hook(state, hooks.dgc)
     return run, state
 
@@ -99,7 +99,7 @@ def with_warm_up() -> tuple[Run, hooks.DgcState]:
 # Learning
 
 
-def final_losses(place: Place) -> dict[str, float]:
+def final_losses(place: RankLocation) -> dict[str, float]:
     """Of a small network on generated data after 60 steps, without a hook and with each."""
     data = torch.Generator().manual_seed(11)
     centers = torch.randn(5, 20, generator=data)
@@ -124,7 +124,7 @@ def final_losses(place: Place) -> dict[str, float]:
     return found
 
 
-def everything_sent(place: Place) -> float:
+def everything_sent(place: RankLocation) -> float:
     """The largest difference between DGC at density 1 and torch's SGD with momentum, after some steps."""
     ours, theirs = Run("everything", **SMALL_BUCKETS), Run("", **SMALL_BUCKETS)
     theirs.optimizer = torch.optim.SGD(theirs.model.parameters(), lr=LR, momentum=0.9)
@@ -138,7 +138,7 @@ def everything_sent(place: Place) -> float:
 # Saved and loaded
 
 
-def saved_halfway(place: Place) -> dict[str, list[str]]:
+def saved_halfway(place: RankLocation) -> dict[str, list[str]]:
     """Digests of steps 6 to 11 of a training that was saved before them."""
     found = {}
     for hook in HOOKS:
@@ -152,7 +152,7 @@ def saved_halfway(place: Place) -> dict[str, list[str]]:
     return found
 
 
-def loaded(place: Place) -> dict[str, list[str]]:
+def loaded(place: RankLocation) -> dict[str, list[str]]:
     """The same steps, from the files, with other buckets."""
     place.start()
     found = {}
@@ -167,7 +167,7 @@ def loaded(place: Place) -> dict[str, list[str]]:
     return found
 
 
-def file_of(place: Place, hook: str) -> Path:
+def file_of(place: RankLocation, hook: str) -> Path:
     return Path(place.options["folder"]) / f"{hook}-{place.rank}.pt"
 
 
@@ -182,7 +182,7 @@ class Product(nn.Module):
         return (self.weight * factor).sum()
 
 
-def memory_formats(place: Place) -> dict[str, bool]:
+def memory_formats(place: RankLocation) -> dict[str, bool]:
     """Whether each entry is saved in its place, and found there by a model with another order in memory."""
     found = {}
     for hook in WITH_MEMORY:
@@ -204,7 +204,7 @@ def memory_formats(place: Place) -> dict[str, bool]:
 # Gradients that are missing, or no numbers
 
 
-def not_finite(place: Place) -> dict[str, dict[str, Any]]:
+def not_finite(place: RankLocation) -> dict[str, dict[str, Any]]:
     """One rank has an infinite gradient in one entry of one parameter, under a loss scaler."""
     found = {}
     for hook in HOOKS:
@@ -238,7 +238,7 @@ def memory_of(run: Run) -> dict[str, dict[str, Any]]:
     return parameters
 
 
-def taken_back(place: Place) -> dict[str, float]:
+def taken_back(place: RankLocation) -> dict[str, float]:
     """How far what is owed after a step that was taken back is from all that was there, by hook and parameter."""
     found = {}
     for hook in WITH_MEMORY:
@@ -264,7 +264,7 @@ def taken_back(place: Place) -> dict[str, float]:
     return found
 
 
-def unused_by_all(place: Place) -> dict[str, bool]:
+def unused_by_all(place: RankLocation) -> dict[str, bool]:
     """Whether a step that leaves a layer out on all ranks leaves alone what is remembered for it."""
     found = {}
     for hook in WITH_MEMORY:
@@ -284,46 +284,46 @@ def unused_by_all(place: Place) -> dict[str, bool]:
 # Mistakes
 
 
-def mistakes(place: Place) -> dict[str, str]:
+def mistakes(place: RankLocation) -> dict[str, str]:
     """What each is told."""
     return dict(_mistakes(place))
 
 
-def _mistakes(place: Place) -> Iterator[tuple[str, str]]:
+def _mistakes(place: RankLocation) -> Iterator[tuple[str, str]]:
     model = Net()
     named = list(model.named_parameters())
-    yield "float64", told(lambda: hooks.TopKState(nn.Linear(2, 2).double().named_parameters()))
-    yield "device", told(lambda: hooks.Bf16State(nn.Linear(2, 2, device="meta").named_parameters()))
-    yield "twice", told(lambda: hooks.Bf16State([*named, named[0]]))
-    yield "nothing", told(lambda: hooks.Bf16State([]))
-    yield "density", told(lambda: hooks.DgcState(named, density=100))
+    yield "float64", told(lambda: hooks.TopKHookState(nn.Linear(2, 2).double().named_parameters()))
+    yield "device", told(lambda: hooks.Bf16HookState(nn.Linear(2, 2, device="meta").named_parameters()))
+    yield "twice", told(lambda: hooks.Bf16HookState([*named, named[0]]))
+    yield "nothing", told(lambda: hooks.Bf16HookState([]))
+    yield "density", told(lambda: hooks.DgcHookState(named, density=100))
     only_first = dist.new_group([0])
     if place.rank == 1:
-        yield "group", told(lambda: hooks.DgcState(named, process_group=only_first))
+        yield "group", told(lambda: hooks.DgcHookState(named, process_group=only_first))
 
-    yield "state", told(lambda: backward(model, hooks.TopKState(named), hooks.dgc))
-    yield "unknown", told(lambda: backward(model, hooks.Bf16State(named[2:]), hooks.bf16))
+    yield "state", told(lambda: backward(model, hooks.TopKHookState(named), hooks.dgc))
+    yield "unknown", told(lambda: backward(model, hooks.Bf16HookState(named[2:]), hooks.bf16))
     yield "sparse", told(sparse_gradients)
-    yield "epoch", told(lambda: backward(model, hooks.DgcState(named, warmup=(0.25,)), hooks.dgc))
-    yield "options", told(lambda: backward(model, hooks.DgcState(named, nesterov=place.rank == 1), hooks.dgc))
-    ahead = hooks.Bf16State(named)
+    yield "epoch", told(lambda: backward(model, hooks.DgcHookState(named, warmup=(0.25,)), hooks.dgc))
+    yield "options", told(lambda: backward(model, hooks.DgcHookState(named, nesterov=place.rank == 1), hooks.dgc))
+    ahead = hooks.Bf16HookState(named)
     ahead.load_state_dict({**ahead.state_dict(), "steps": 5 * place.rank})
     yield "steps", told(lambda: backward(model, ahead, hooks.bf16))
 
-    state = hooks.DgcState(named)
+    state = hooks.DgcHookState(named)
     saved = copy.deepcopy(state.state_dict())
     saved["parameters"]["conv.weight"]["U"].fill_(1.0)
     yield "world", told(lambda: state.load_state_dict({**saved, "world": 3}))
-    yield "other hook", told(lambda: state.load_state_dict(hooks.TopKState(named).state_dict()))
-    yield "names", told(lambda: hooks.DgcState(named[1:]).load_state_dict(saved))
-    yield "min_numel", told(lambda: hooks.DgcState(named, min_numel=10**6).load_state_dict(saved))
+    yield "other hook", told(lambda: state.load_state_dict(hooks.TopKHookState(named).state_dict()))
+    yield "names", told(lambda: hooks.DgcHookState(named[1:]).load_state_dict(saved))
+    yield "min_numel", told(lambda: hooks.DgcHookState(named, min_numel=10**6).load_state_dict(saved))
     damaged = copy.deepcopy(saved)
     damaged["parameters"]["last.weight"]["V"] = torch.ones(3)
     yield "damaged", told(lambda: state.load_state_dict(damaged))
     assert not state.state_dict()["parameters"]["conv.weight"]["U"].any(), "changed by a state that was refused"
     state.load_state_dict(saved)
     assert state.state_dict()["parameters"]["conv.weight"]["U"].all()
-    bf16 = hooks.Bf16State(named)
+    bf16 = hooks.Bf16HookState(named)
     bf16.load_state_dict({**bf16.state_dict(), "world": 3})  # nothing in it belongs to a rank
 
 
@@ -347,11 +347,11 @@ def sparse_gradients() -> None:
     """A backward pass with an embedding whose gradient is sparse."""
     model = nn.Embedding(10, 4, sparse=True)
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(hooks.TopKState(model.named_parameters()), hooks.top_k)
+    ddp.register_comm_hook(hooks.TopKHookState(model.named_parameters()), hooks.top_k)
     ddp(torch.tensor([1, 2])).sum().backward()
 
 
-def dds_all(place: Place) -> dict[str, Any]:
+def dds_all(place: RankLocation) -> dict[str, Any]:
     """All scenes that need no second backend, in one set of processes."""
     results: dict[str, Any] = {"every_way": every_way(place)}
     for scene in (

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_node import Place
+from torch_node import RankLocation
 
 from gradbus.torch import register
 
 register()
 
 
-def both_ways(place: Place) -> list[Any]:
+def both_ways(place: RankLocation) -> list[Any]:
     """With a store of torch's, where a group without rank 0 is made as well; then with ours, until the gate is open."""
     place.start()
     pair = dist.new_group([1, 2])
@@ -38,7 +38,7 @@ def both_ways(place: Place) -> list[Any]:
     return found
 
 
-def stranger(place: Place) -> str:
+def stranger(place: RankLocation) -> str:
     """A process that is not on the list comes to the same address."""
     try:
         dist.init_process_group("dds", init_method=place.options["url"], rank=1, world_size=3)

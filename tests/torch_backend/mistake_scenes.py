@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch_node import Place
+from torch_node import RankLocation
 
 
-def mismatches(place: Place) -> dict[str, Any]:
+def mismatches(place: RankLocation) -> dict[str, Any]:
     """Each call with other tensors on rank 1 than on rank 0; then calls that fit, over the same group."""
     place.start(timeout_s=20.0)
     results = {name: timed(call) for name, call in calls(place.rank).items()}
@@ -58,7 +58,7 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def refused_here(place: Place) -> dict[str, str]:
+def refused_here(place: RankLocation) -> dict[str, str]:
     """What is wrong on this rank alone is said before anything is sent."""
     place.start()
     group, meta, floats = dist.group.WORLD, torch.empty(3, device="meta"), torch.ones(3)
@@ -91,13 +91,13 @@ def said(call: Callable[[], Any]) -> str:
     return ""
 
 
-def other_worlds(place: Place) -> str:
+def other_worlds(place: RankLocation) -> str:
     """Every rank says another world, of ``first`` and more."""
     place.world = place.options["first"] + place.rank
     return said(lambda: place.start(timeout_s=10.0))
 
 
-def the_same_rank(place: Place) -> Any:
+def the_same_rank(place: RankLocation) -> Any:
     """The last process says that it is rank 1, when the two others have formed their group."""
     place.world -= 1
     store = dist.TCPStore("127.0.0.1", place._port, is_master=False, timeout=timedelta(seconds=30))
@@ -116,12 +116,12 @@ def the_same_rank(place: Place) -> Any:
     return tensor.item()
 
 
-def a_rank_that_does_not_exist(place: Place) -> str:
+def a_rank_that_does_not_exist(place: RankLocation) -> str:
     place.rank = 2
     return said(place.start)
 
 
-def nobody_else(place: Place) -> str:
+def nobody_else(place: RankLocation) -> str:
     """Rank 1 of 2 starts alone."""
     place.rank, place.world = 1, 2
     return said(lambda: place.start(timeout_s=1.0))

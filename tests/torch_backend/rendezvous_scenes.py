@@ -13,19 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from structlog.testing import capture_logs
-from torch_node import Place
+from torch_node import RankLocation
 
 from gradbus.torch import register
 
 register()
 
 
-def address_of(place: Place, job: str) -> str:
+def address_of(place: RankLocation, job: str) -> str:
     """Of a job that no other test has: its number is that of the test's own store."""
     return f"dds://{os.environ['GRADBUS_BUS__DOMAIN']}/{job}-{place._port}"
 
 
-def join(place: Place, job: str, backend: str = "dds", timeout_s: float = 30.0) -> Any:
+def join(place: RankLocation, job: str, backend: str = "dds", timeout_s: float = 30.0) -> Any:
     """Make the process group; rank and world as the rank likes to give them. Returns the store."""
     timeout = timedelta(seconds=timeout_s)
     url = address_of(place, job)
@@ -37,7 +37,7 @@ def join(place: Place, job: str, backend: str = "dds", timeout_s: float = 30.0) 
     return dist.distributed_c10d._get_default_store()
 
 
-def use(place: Place) -> list[Any]:
+def use(place: RankLocation) -> list[Any]:
     """What needs the store again later: groups, and a collective of objects of some size."""
     tensor = torch.tensor([place.rank + 1.0])
     dist.all_reduce(tensor)
@@ -59,7 +59,7 @@ def threads_of_gradbus() -> list[str]:
     return found
 
 
-def whole_lives(place: Place) -> dict[str, Any]:
+def whole_lives(place: RankLocation) -> dict[str, Any]:
     """Groups of both backends, the same address again, and at last rank 0 just ends."""
     results: dict[str, Any] = {"dds": [], "gloo": []}
     for backend in ("dds", "gloo", "dds", "gloo"):
@@ -81,7 +81,7 @@ def whole_lives(place: Place) -> dict[str, Any]:
     return results
 
 
-def one_after_the_other_dies(place: Place) -> dict[str, Any]:
+def one_after_the_other_dies(place: RankLocation) -> dict[str, Any]:
     """Rank 2 is killed, which no other rank minds; then the test kills rank 0."""
     store = join(place, "deaths", "gloo" if place.options.get("gloo") else "dds")
     if place.rank == 2:
@@ -102,7 +102,7 @@ def one_after_the_other_dies(place: Place) -> dict[str, Any]:
     return result
 
 
-def exchange_objects(place: Place) -> list[Any]:
+def exchange_objects(place: RankLocation) -> list[Any]:
     """Ranks that unpickle what the other one says; rank 1 comes when it may."""
     while place.rank == 1 and not os.path.exists(place.options["gate"]):
         time.sleep(0.01)
@@ -120,7 +120,7 @@ def exchange_objects(place: Place) -> list[Any]:
     return got
 
 
-def exchange_values(place: Place) -> dict[str, Any]:
+def exchange_values(place: RankLocation) -> dict[str, Any]:
     """Each rank sets values and gets those of the other one, from when the test lets it.
 
     Returns:

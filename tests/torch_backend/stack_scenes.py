@@ -17,12 +17,12 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch_node import Place
+from torch_node import RankLocation
 
 STEPS = 4
 
 
-def every_part(place: Place) -> dict[str, list[Tensor]]:
+def every_part(place: RankLocation) -> dict[str, list[Tensor]]:
     place.start()
     parts = {name.removeprefix("part_"): part for name, part in globals().items() if name.startswith("part_")}
     found = {name: part(place) for name, part in parts.items()}
@@ -53,7 +53,7 @@ def values(tensors: Any) -> list[Tensor]:
     return [t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
 
 
-def part_fsdp(place: Place) -> list[Tensor]:
+def part_fsdp(place: RankLocation) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (place.world,))
     model = net()
     for layer in model:
@@ -64,7 +64,7 @@ def part_fsdp(place: Place) -> list[Tensor]:
     return values(model.parameters())
 
 
-def part_zero(place: Place) -> list[Tensor]:
+def part_zero(place: RankLocation) -> list[Tensor]:
     """Each rank has the optimizer's state of some parameters, and rank 0 collects it at the end."""
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
@@ -74,7 +74,7 @@ def part_zero(place: Place) -> list[Tensor]:
     return values(model.parameters()) + [state[number]["exp_avg"] for number in sorted(state)]
 
 
-def part_checkpoint(place: Place) -> list[Tensor]:
+def part_checkpoint(place: RankLocation) -> list[Tensor]:
     """Saved by all ranks, a shard from each, and loaded into other memory, which is sharded otherwise."""
     mesh = init_device_mesh("cpu", (place.world,))
     whole, steps = torch.arange(24.0).view(6, 4), torch.tensor(7)
@@ -88,7 +88,7 @@ def part_checkpoint(place: Place) -> list[Tensor]:
     return [state["w"].to_local(), state["w"].full_tensor(), state["steps"]]
 
 
-def part_pipeline(place: Place) -> list[Tensor]:
+def part_pipeline(place: RankLocation) -> list[Tensor]:
     """Two stages, four micro-batches."""
     group = dist.new_group([0, 1])
     if place.rank > 1:
@@ -104,7 +104,7 @@ def part_pipeline(place: Place) -> list[Tensor]:
     return values([*gradients, *losses, *([] if output is None else [output])])
 
 
-def part_tensor_parallel(place: Place) -> list[Tensor]:
+def part_tensor_parallel(place: RankLocation) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (place.world,))
     rows = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     product = rows @ distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
@@ -117,7 +117,7 @@ def part_tensor_parallel(place: Place) -> list[Tensor]:
     return [turned, product.full_tensor(), partial.redistribute(mesh, [Shard(0)]).to_local(), *values(gradients)]
 
 
-def part_functional(place: Place) -> list[Tensor]:
+def part_functional(place: RankLocation) -> list[Tensor]:
     group, x = dist.group.WORLD, batch(place.rank, rows=2 * place.world)[0]
     sizes = [2] * place.world
     results = [
@@ -132,7 +132,7 @@ def part_functional(place: Place) -> list[Tensor]:
     return [t.wait() if isinstance(t, functional.AsyncCollectiveTensor) else t for t in results]
 
 
-def part_ddp_in_debug_mode(place: Place) -> list[Tensor]:
+def part_ddp_in_debug_mode(place: RankLocation) -> list[Tensor]:
     """As with TORCH_DISTRIBUTED_DEBUG=DETAIL, for a group that is made then. With gloo that ends the process."""
     if place.backend == "dds":
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -146,7 +146,7 @@ def part_ddp_in_debug_mode(place: Place) -> list[Tensor]:
     return values(model.parameters())
 
 
-def part_split_group(place: Place) -> list[Tensor]:
+def part_split_group(place: RankLocation) -> list[Tensor]:
     half = dist.split_group(split_ranks=[[0], list(range(1, place.world))])
     assert half is not None
     tensor = batch(place.rank)[0]
@@ -154,7 +154,7 @@ def part_split_group(place: Place) -> list[Tensor]:
     return [tensor]
 
 
-def part_messages(place: Place) -> list[Tensor]:
+def part_messages(place: RankLocation) -> list[Tensor]:
     """To both neighbours and from both, in one batch."""
     after, before = (place.rank + 1) % place.world, (place.rank - 1) % place.world
     x, came = batch(place.rank)[0], [torch.empty(8, 12) for _ in range(2)]
@@ -167,7 +167,7 @@ def part_messages(place: Place) -> list[Tensor]:
     return came
 
 
-def part_join(place: Place) -> list[Tensor]:
+def part_join(place: RankLocation) -> list[Tensor]:
     """Each rank has one batch more than the one before it."""
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)

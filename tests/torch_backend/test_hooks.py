@@ -116,15 +116,15 @@ def test_what_is_owed_to_a_layer_rests_while_no_rank_uses_it(ours: Results) -> N
 
 
 MISTAKES = {
-    "float64": "ValueError: TopKState: parameter 'weight' must be float32 on the CPU, got torch.float64",
-    "device": "ValueError: Bf16State: parameter 'weight' must be float32 on the CPU, got torch.float32 on meta",
+    "float64": "ValueError: TopKHookState: parameter 'weight' must be float32 on the CPU, got torch.float64",
+    "device": "ValueError: Bf16HookState: parameter 'weight' must be float32 on the CPU, got torch.float32 on meta",
     "twice": "parameter 'conv.weight' is given twice",
     "nothing": "no parameters that require a gradient",
     "density": "ValueError: density must be in (0, 1], got 100",
-    "state": "TypeError: hooks.dgc needs a DgcState, got TopKState: ddp.register_comm_hook(hooks.DgcState(",
-    "unknown": "parameter of shape (8, 1, 3, 3) that Bf16State does not know",
+    "state": "TypeError: hooks.dgc needs a DgcHookState, got TopKHookState: ddp.register_comm_hook(hooks.DgcHookState(",
+    "unknown": "parameter of shape (8, 1, 3, 3) that Bf16HookState does not know",
     "sparse": "bucket 0 is torch.float32, torch.sparse_coo; expected float32, strided",
-    "epoch": "call DgcState.start_epoch(epoch)",
+    "epoch": "call DgcHookState.start_epoch(epoch)",
     "options": "gave its hook state other options",
     "steps": "have all loaded a state of the same step?",
     "world": "of 3, this is rank",

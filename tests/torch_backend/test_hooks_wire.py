@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradbus.runtime.errors import CollectiveError
-from gradbus.torch import hooks_wire as wire
+from gradbus.torch.hooks import wire
 
 OURS = wire.Header(hook=0, rank=1, step=7, parameters=11, options=12)
 

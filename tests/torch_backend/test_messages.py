@@ -9,10 +9,10 @@ import pytest
 import torch
 from memory_link import MemoryNet
 
-from gradbus.torch.comm_thread import Lane
 from gradbus.torch.groups import TorchGroup
 from gradbus.torch.moves import Moves
-from gradbus.torch.p2p import Messages, message_name
+from gradbus.torch.point_to_point import Messages, message_name
+from gradbus.torch.work_queue import WorkQueue
 
 
 class TellingLock:
@@ -33,9 +33,9 @@ class TellingLock:
 
 def test_what_comes_while_those_that_wait_are_looked_through_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     net = MemoryNet(3, inline=1.0)
-    lane = Lane()
-    lane.engine = net.engines[0]
-    messages = Messages(TorchGroup(lane.engine, "group"), lane, Moves(0, 3))
+    queue = WorkQueue()
+    queue.engine = net.engines[0]
+    messages = Messages(TorchGroup(queue.engine, "group"), queue, Moves(0, 3))
     net.start(Moves(1, 3).send(torch.arange(4.0), 0).operations[0], message_name(1, 0, 7))
 
     lock, match, has_looked = TellingLock(), messages._match, threading.Event()

@@ -16,10 +16,11 @@ from patience import soonest
 from stores import finished, new_job
 from torch_node import SOON_S, SceneRanks, play
 
-from gradbus.torch import register, store_link
-from gradbus.torch.rendezvous import parse
+from gradbus.torch import register
 from gradbus.torch.scheme import register_scheme
-from gradbus.torch.store_link import Address
+from gradbus.torch.store import link as store_link
+from gradbus.torch.store.link import Address
+from gradbus.torch.store.rendezvous import parse
 
 
 def test_an_address_says_domain_job_rank_and_world_size() -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from patience import soonest, until
 from stores import begin, finished, new_job, open_rank, opened
 
-from gradbus.torch import store_link
-from gradbus.torch.store import DdsStore
-from gradbus.torch.store_messages import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
+from gradbus.torch.store import link as store_link
+from gradbus.torch.store.messages import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
+from gradbus.torch.store.store import DdsStore
 
 SHORT = timedelta(milliseconds=40)
 

@@ -14,9 +14,9 @@ from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame
-from gradbus.torch import store_client
-from gradbus.torch.store_client import Client
-from gradbus.torch.store_messages import Join, Message, NotNow, Welcome, decode, frame_of
+from gradbus.torch.store import client as store_client
+from gradbus.torch.store.client import StoreClient
+from gradbus.torch.store.messages import Message, NotNow, StoreJoin, StoreWelcome, decode, frame_of
 
 ARBITER = 7
 LEFT = NotNow(alive=False, holder="there", host="elsewhere")
@@ -67,8 +67,8 @@ class Bus:
         pass
 
 
-async def joined(bus: Bus, timeout_s: float) -> Client:
-    client = Client(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
+async def joined(bus: Bus, timeout_s: float) -> StoreClient:
+    client = StoreClient(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
     await client.join(timeout_s, patience_s=60.0)
     return client
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_told_no_does_not_ask_again_before_its_time(monkeypatch: 
         bus = Bus(lambda number: LEFT if number < 5 else None)
         with pytest.raises(DistNetworkError, match=r"could not join within .* s: ") as raised:
             asyncio.run(joined(bus, timeout_s))
-        assert [type(message) for message in bus.said] == [Join]
+        assert [type(message) for message in bus.said] == [StoreJoin]
         if "took part" in str(raised.value):
             break
     assert "s: rank 1 took part already, as there" in str(raised.value)
@@ -87,14 +87,14 @@ def test_a_rank_that_is_told_no_does_not_ask_again_before_its_time(monkeypatch: 
 
 def test_a_rank_asks_again_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client, "JOIN_S", 0.001)
-    bus = Bus({2: LEFT, 5: Welcome("elsewhere")}.get)
+    bus = Bus({2: LEFT, 5: StoreWelcome("elsewhere")}.get)
 
     async def join_and_leave() -> None:
         await (await joined(bus, 60.0)).close()
 
     asyncio.run(join_and_leave())
     assert len(bus.said) >= 5
-    assert {type(message) for message in bus.said} == {Join}
+    assert {type(message) for message in bus.said} == {StoreJoin}
 
 
 def test_news_that_the_loop_has_no_time_for_are_bounded() -> None:
@@ -104,16 +104,16 @@ def test_news_that_the_loop_has_no_time_for_are_bounded() -> None:
     def post(function: Callable[..., None], *arguments: object) -> None:
         posted.append(lambda: function(*arguments))
 
-    async def make() -> Client:
+    async def make() -> StoreClient:
         asyncio.get_running_loop().call_soon_threadsafe = post  # type: ignore[method-assign, assignment]
-        return Client(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
+        return StoreClient(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
 
     loop = asyncio.new_event_loop()
     client = loop.run_until_complete(make())
     loop.close()
     for _ in range(2):
         for _ in range(3 * store_client._MAX_NEWS):
-            bus.take(parsed(Welcome("another"), sender=0, incarnation=8, to=client.incarnation))
+            bus.take(parsed(StoreWelcome("another"), sender=0, incarnation=8, to=client.incarnation))
         assert len(posted) == store_client._MAX_NEWS
         while posted:
             posted.pop()()

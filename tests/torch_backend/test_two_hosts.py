@@ -13,7 +13,7 @@ import pytest
 from gradbus.experiments.namespaces import Host
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.torch.meeting import Place
+from gradbus.torch.formation import RankLocation
 
 RANK = """
 import os, sys
@@ -55,10 +55,12 @@ def test_ranks_whose_buses_were_left_on_lo_fail_in_seconds_and_are_told_which_va
         assert "GRADBUS_BUS__NETWORK=network" in text
 
 
-def place(network: str, **settings: object) -> Place:
+def place(network: str, **settings: object) -> RankLocation:
     reach = Reach.of(0, NetworkConfig())
-    own = Place.here(reach)
-    return Place(**{**{name: getattr(own, name) for name in Place.__slots__}, "network": network, **settings})  # type: ignore[arg-type]
+    own = RankLocation.here(reach)
+    return RankLocation(
+        **{**{name: getattr(own, name) for name in RankLocation.__slots__}, "network": network, **settings}
+    )  # type: ignore[arg-type]
 
 
 def test_only_what_is_certain_ends_the_wait() -> None:

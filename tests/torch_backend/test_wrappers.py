@@ -14,8 +14,8 @@ from patience import soonest
 from torch_node import SOON_S, SceneRanks, play
 
 from gradbus.torch.functions import OPS
-from gradbus.torch.named import MAX_NAME_BYTES, wire_name
-from gradbus.torch.stall import warning_from_environment
+from gradbus.torch.name_matched import MAX_NAME_BYTES, wire_name
+from gradbus.torch.stall_report import warning_from_environment
 
 slow = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_node import Place
+from torch_node import RankLocation
 
 import gradbus.torch as dds
 
@@ -141,6 +141,6 @@ def _step_with_care(model: Net, optimizer: Any, scaler: Any, distributed: bool) 
         scaler.update()
 
 
-def every_way(place: Place) -> dict[str, list[Tensor]]:
+def every_way(place: RankLocation) -> dict[str, list[Tensor]]:
     place.start()
     return {name: train(way, [place.rank], True) for name, way in WAYS.items()}

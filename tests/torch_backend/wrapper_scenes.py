@@ -15,10 +15,10 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_node import Place
+from torch_node import RankLocation
 
 import gradbus.torch as dds
-from gradbus.torch.named import current
+from gradbus.torch.name_matched import current
 
 LATE = 2  # the rank that comes too late, and then dies
 WAIT_S = 30.0
@@ -32,7 +32,7 @@ def drawn(rank: int, *shape: int) -> Tensor:
 # Any order
 
 
-def any_order(place: Place) -> dict[str, Any]:
+def any_order(place: RankLocation) -> dict[str, Any]:
     """Every rank makes the same calls in an order of its own; c10d's collectives go on in between."""
     results: dict[str, Any] = {"light": "gradbus.torch.functions" not in sys.modules}
     place.start()
@@ -79,7 +79,7 @@ def any_order(place: Place) -> dict[str, Any]:
     return results
 
 
-def far_ahead(place: Place) -> dict[str, Any]:
+def far_ahead(place: RankLocation) -> dict[str, Any]:
     """Rank 0 calls for more than the other one keeps for it; that has not called for anything yet."""
     tensors = [torch.full((1_800_000,), float(number)) for number in range(10)]  # of 7 MiB
     trailing = torch.zeros(2_500_000)
@@ -100,7 +100,7 @@ def far_ahead(place: Place) -> dict[str, Any]:
 # State
 
 
-def states(place: Place) -> dict[str, Any]:
+def states(place: RankLocation) -> dict[str, Any]:
     """Rank 0 has trained, the others have just been started."""
     results: dict[str, Any] = {}
     for kind, options in KINDS.items():
@@ -172,7 +172,7 @@ def raised(function: Callable[[], Any]) -> str:
     return ""
 
 
-def misuse(place: Place) -> dict[str, str]:
+def misuse(place: RankLocation) -> dict[str, str]:
     rank = place.rank
     model = nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,7 +216,7 @@ def misuse(place: Place) -> dict[str, str]:
     return results
 
 
-def made_anew(place: Place) -> list[float]:
+def made_anew(place: RankLocation) -> list[float]:
     """An optimizer goes on in another process group; one rank has made more of them before."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -257,7 +257,7 @@ class Lines:
             return self._changed.wait_for(lambda: what(self.seen), WAIT_S)
 
 
-def late_then_dead(place: Place) -> dict[str, Any]:
+def late_then_dead(place: RankLocation) -> dict[str, Any]:
     """Rank 2 calls when the others have complained, and then dies in the middle of a training."""
     lines = Lines()
     structlog.configure(processors=[lines], wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
@@ -296,7 +296,7 @@ def late_then_dead(place: Place) -> dict[str, Any]:
     return {**result, **killed_in_training(place)}
 
 
-def killed_in_training(place: Place) -> dict[str, Any]:
+def killed_in_training(place: RankLocation) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = dds.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     dds.broadcast_parameters(model.named_parameters())

@@ -32,7 +32,7 @@ from gradbus.runtime.collectives.tensors import Bytes, as_bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, chunk_count
-from gradbus.torch.exchange import Exchange
+from gradbus.torch.tensor_exchange import Exchange
 
 CHUNK_BYTES = 64
 NUMEL = 150  # of int32: ten chunks, and four in each of three shards

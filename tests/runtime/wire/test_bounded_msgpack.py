@@ -19,7 +19,7 @@ from gradbus.runtime.collectives.objects import unpack as unpack_object
 from gradbus.runtime.errors import CollectiveError, FrameError
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.bounded_msgpack import Limits, PackingError, unpack
-from gradbus.torch import store_messages
+from gradbus.torch.store import messages as store_messages
 
 SMALL = Limits(1000, text_bytes=10, binary_bytes=5, items=4, fields=3, containers=6)
 

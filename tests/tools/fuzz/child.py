@@ -25,8 +25,8 @@ _WATCHED = (
     "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects", "gradbus.runtime.collectives.streams",
     "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.dds.idl_types",
     "gradbus.runtime.dds.topics", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",
-    "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.torch.hooks_wire",
-    "gradbus.torch.store_messages",
+    "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.torch.hooks.wire",
+    "gradbus.torch.store.messages",
 )  # fmt: skip
 _SLACK_BYTES = 1 << 30  # libFuzzer's own tables and corpus, and memory that allocators keep
 _INPUT_S = 20  # that one input may take, on a busy machine

@@ -12,7 +12,7 @@ from fuzz.target import Target, must
 from gradbus import codecs
 from gradbus.codecs import dgc_wire, fp32, q8, s4, sq8
 from gradbus.runtime.errors import CollectiveError
-from gradbus.torch import hooks_wire
+from gradbus.torch.hooks import wire as hooks_wire
 
 _MAGICS = {
     "fp32": (b"", fp32.MAGIC_V2),  # version 1 has none

@@ -20,7 +20,7 @@ from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.frames import CONTROLLER, Frame, FrameKey, Kind
-from gradbus.torch import store_messages
+from gradbus.torch.store import messages as store_messages
 
 _GRANTED_BYTES = 1 << 20
 _COLLECTIVE_BYTES = 4 << 20
@@ -152,10 +152,10 @@ def _pack_store(message: store_messages.Message) -> bytes:
 
 def _store_seeds() -> list[bytes]:
     messages: list[store_messages.Message] = [
-        store_messages.Join(1, 2, "h 1"),
+        store_messages.StoreJoin(1, 2, "h 1"),
         store_messages.NotNow(True, "h 1", "h 2"),
         store_messages.Request(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
-        store_messages.Answer(3, "done", ["key"], [b"value"], 7, ""),
+        store_messages.StoreAnswer(3, "done", ["key"], [b"value"], 7, ""),
         store_messages.Closed("gone"),
     ]
     return [*map(_pack_store, messages), b"\xdc\x10\x00" * 9 + b"\x80" * 99]

@@ -24,22 +24,22 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import new_incarnation
-from gradbus.torch.store_messages import (
+from gradbus.torch.store.messages import (
     MAX_OPEN,
     VERSION,
-    Answer,
     Closed,
-    Join,
-    Leave,
     Message,
     NotNow,
-    Refused,
     Request,
-    Welcome,
+    StoreAnswer,
+    StoreJoin,
+    StoreLeave,
+    StoreRefused,
+    StoreWelcome,
     decode,
     frame_of,
 )
-from gradbus.torch.store_pending import Backlog, Pending
+from gradbus.torch.store.requests import Backlog, PendingRequests
 
 JOIN_S = 0.1  # how often to ask to be let in
 REPEAT_S = 0.25  # when to repeat a request first, then after twice as long, up to
@@ -51,7 +51,7 @@ _MAX_NEWS = 64  # messages but answers that wait for the loop, and those that wa
 log = get_logger("store")
 
 
-class Client:
+class StoreClient:
     """The side of a rank other than 0."""
 
     def __init__(self, bus: Bus, name: str, rank: int, world: int, host: str, failed: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ class Client:
         self._arbiter_process = ""
         self._backlog = Backlog(_MAX_NEWS)
         self._news: asyncio.Queue[tuple[int, Message, str]] = asyncio.Queue(_MAX_NEWS)
-        self.pending = Pending()
+        self.pending = PendingRequests()
         self._watcher: asyncio.Task[None] | None = None
         self._port = bus.frame_port()
         self._reader = self._port.open_reader(store_topic(self.incarnation), self._take)
@@ -105,15 +105,15 @@ class Client:
                     if now_s >= next_s:  # an answer that says no is none to ask again for at once
                         next_s = now_s + JOIN_S
                         if self._writer.matched:
-                            self._say(Join(VERSION, self._world, self._host), to=0)
+                            self._say(StoreJoin(VERSION, self._world, self._host), to=0)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(next_s - now_s):
                             incarnation, message, process = await self._news.get()
                             match message:
-                                case Welcome():
+                                case StoreWelcome():
                                     self._arbiter, self._arbiter_host = incarnation, message.host
                                     self._arbiter_process = process
-                                case Refused():
+                                case StoreRefused():
                                     raise DistNetworkError(f"{self._name}: {message.why}")
                                 case NotNow():
                                     heard = self._told(message)
@@ -150,7 +150,7 @@ class Client:
 
     # Requests
 
-    def call(self, request: Request, timeout_s: float) -> Answer | None:
+    def call(self, request: Request, timeout_s: float) -> StoreAnswer | None:
         """Ask, on this thread. None: there is no answer within ``timeout_s``, or there are none any more.
 
         Args:
@@ -165,7 +165,7 @@ class Client:
                 waiting = self.pending.up_to(slot)
                 if len(waiting) > MAX_OPEN:
                     text = f"rank {self._rank} has more than {MAX_OPEN} requests open at a time"
-                    return Answer(slot.number, "error", [], [], 0, text)
+                    return StoreAnswer(slot.number, "error", [], [], 0, text)
                 asked = replace(request, id=slot.number, open=waiting, wait_s=wait_s)
                 self._say(asked, to=self._arbiter)
                 slot.event.wait(min(pause_s, timeout_s - passed_s))
@@ -191,7 +191,7 @@ class Client:
             message = decode(frame.data)
         except FrameError:
             return  # asked for again, or the deadline will tell
-        if isinstance(message, Answer):
+        if isinstance(message, StoreAnswer):
             if key.incarnation == self._arbiter:
                 self.pending.give(message)
         else:
@@ -203,8 +203,8 @@ class Client:
                 self._news.put_nowait((incarnation, message, process))
         elif incarnation == self._arbiter and isinstance(message, Closed):
             self._fail(f"it has been closed: {message.why}")
-        elif incarnation != self._arbiter and isinstance(message, Welcome):
-            self._say(Leave(), to=incarnation)  # of two arbiters one gives way; this one is not ours
+        elif incarnation != self._arbiter and isinstance(message, StoreWelcome):
+            self._say(StoreLeave(), to=incarnation)  # of two arbiters one gives way; this one is not ours
 
     async def _watch(self) -> None:
         """Fail as soon as the arbiter is gone."""
@@ -234,7 +234,7 @@ class Client:
 
     def say_goodbye(self) -> None:
         """The arbiter need not wait for this rank."""
-        self._say(Leave(), to=self._arbiter)
+        self._say(StoreLeave(), to=self._arbiter)
 
     def writers(self) -> list[Writer]:
         """Of which all that was written should be taken over before they go."""

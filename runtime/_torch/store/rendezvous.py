@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d
 from gradbus.runtime import forks
 from gradbus.runtime.bus.participant_factory import check_job
 from gradbus.runtime.errors import ConfigError
-from gradbus.torch.store import DdsStore
-from gradbus.torch.store_link import Address, StoreLink
+from gradbus.torch.store.link import Address, StoreLink
+from gradbus.torch.store.store import DdsStore
 
 _FORM = "dds://DOMAIN/JOB with rank= and world_size= for init_process_group, or dds://0/job1?rank=0&world_size=2"
 _MAX_WORLD = 1 << 20

@@ -17,11 +17,11 @@ from torch.futures import Future
 
 from gradbus import codecs
 from gradbus.runtime.errors import CollectiveError
-from gradbus.torch import hooks_wire as wire
+from gradbus.torch.hooks import wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class HookParameter:
     """A parameter that is trained. ``layout`` is that of this one tensor alone.
 
     Its gradient comes flat, in the order that the elements have in memory: that of ``stride``, which is another one for
@@ -53,10 +53,10 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class BucketLayout:
     """The message of a bucket. ``starts``: of the sections, one for each member, and the end of the last."""
 
-    members: tuple[Member, ...]
+    members: tuple[HookParameter, ...]
     starts: tuple[int, ...]
     digest: int
 
@@ -103,8 +103,8 @@ class HookState(ABC):
         if not isinstance(min_numel, int) or min_numel < 0:
             raise ValueError(f"{type(self).__name__}: min_numel must be a whole number >= 0, got {min_numel!r}")
         self._process_group = process_group
-        self._members: dict[int, Member] = {}
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._members: dict[int, HookParameter] = {}
+        self._plans: dict[tuple[int, ...], BucketLayout] = {}
         self._options_digest = 0
         self.steps = 0
         self.messages = 0
@@ -127,7 +127,7 @@ class HookState(ABC):
         layout = codecs.DgcLayout.of([(name, parameter)], min_numel=min_numel)
         dense = torch.empty_like(parameter, device="meta")  # strides as DDP gives them to the gradient
         stride = parameter.stride() if dense.stride() == parameter.stride() else dense.contiguous().stride()
-        self._members[id(parameter)] = Member(parameter, name, layout, stride, self._compresses(layout))
+        self._members[id(parameter)] = HookParameter(parameter, name, layout, stride, self._compresses(layout))
 
     # For each hook
 
@@ -139,18 +139,18 @@ class HookState(ABC):
         """What must be equal on all ranks, as plain values."""
 
     @abstractmethod
-    def _section_bytes(self, member: Member) -> int:
+    def _section_bytes(self, member: HookParameter) -> int:
         """The size of the section of a compressed parameter; the same on all ranks."""
 
     @abstractmethod
-    def _encode(self, member: Member, gradient: Tensor, section: Tensor) -> None:
+    def _encode(self, member: HookParameter, gradient: Tensor, section: Tensor) -> None:
         """Say in ``section``, uint8 and zero, what this rank has for ``gradient``, float32, shape (n,)."""
 
     @abstractmethod
-    def _decode(self, member: Member, sections: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode(self, member: HookParameter, sections: Sequence[Tensor], gradient: Tensor) -> None:
         """Put the mean of all ranks in ``gradient``. ``sections``: in rank order."""
 
-    def _decode_dense(self, member: Member, parts: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode_dense(self, member: HookParameter, parts: Sequence[Tensor], gradient: Tensor) -> None:
         """The same of one that is not compressed. ``parts``: float32, shape (n,), in rank order."""
         mean_in_rank_order(parts, gradient)
 
@@ -203,7 +203,9 @@ class HookState(ABC):
         mean: Future[Tensor] = work.get_future().then(decode)
         return mean
 
-    def _decode_all(self, plan: Plan, header: wire.Header, messages: Tensor, gradients: Sequence[Tensor]) -> None:
+    def _decode_all(
+        self, plan: BucketLayout, header: wire.Header, messages: Tensor, gradients: Sequence[Tensor]
+    ) -> None:
         for rank, message in enumerate(messages):
             wire.check_header(message, header, rank)
         by_rank = [plan.sections(message) for message in messages]
@@ -216,7 +218,7 @@ class HookState(ABC):
             else:
                 self._decode_dense(member, [wire.floats(section, member.numel) for section in sections], gradient)
 
-    def _plan(self, bucket: GradBucket) -> Plan:
+    def _plan(self, bucket: GradBucket) -> BucketLayout:
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         plan = self._plans.get(key)
@@ -232,7 +234,7 @@ class HookState(ABC):
         sizes = [self._section_bytes(member) if member.is_compressed else 4 * member.numel for member in members]
         described = json.dumps([[member.layout.digest, member.stride, member.is_compressed] for member in members])
         self._options_digest = wire.digest(json.dumps(self._options(), sort_keys=True))
-        plan = self._plans[key] = Plan(members, wire.lay_out(sizes), wire.digest(described))
+        plan = self._plans[key] = BucketLayout(members, wire.lay_out(sizes), wire.digest(described))
         return plan
 
     # Saving
@@ -278,11 +280,11 @@ class HookState(ABC):
         self._load({member: parameters[member.name] for member in self._members.values()}, saved)
         self.steps = steps
 
-    def _saved(self, member: Member) -> dict[str, Any]:
+    def _saved(self, member: HookParameter) -> dict[str, Any]:
         """What is remembered of one parameter."""
         return {}
 
-    def _load(self, parameters: Mapping[Member, Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    def _load(self, parameters: Mapping[HookParameter, Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
         """Check all, then change all. ``saved``: the whole state."""
         del parameters, saved  # nothing is remembered
 
@@ -296,7 +298,7 @@ def mean_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     out.mul_(1.0 / len(parts))
 
 
-def saved_tensor(saved: Mapping[str, Any], name: str, member: Member) -> Tensor:
+def saved_tensor(saved: Mapping[str, Any], name: str, member: HookParameter) -> Tensor:
     """The tensor ``name`` of the parameter, checked: float32, of the parameter's shape. A flat copy.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradbus.runtime.collectives.tensors import check_sendable, describe, empty_like_described
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.functions import AGREED, PARAMETERS, STATE, gather_objects, share_object, start_broadcast
-from gradbus.torch.named import NamedCalls, check_on_cpu, check_root, current
+from gradbus.torch.name_matched import NamedCalls, check_on_cpu, check_root, current
 
 # What a rank takes as the optimizer state of another one, in bytes: Adam has 2 x the parameters, LBFGS up to 200 x.
 _STATE_PER_PARAMETERS = 256

@@ -30,7 +30,7 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.logs import get_logger
 
 if TYPE_CHECKING:
-    from gradbus.torch.works import DdsWork
+    from gradbus.torch.work import DdsWork
 
 RESCUE_S = 1.0
 _JOIN_S = 5.0
@@ -38,12 +38,12 @@ _JOIN_S = 5.0
 log = get_logger("torch")
 
 
-class Lane:
+class WorkQueue:
     """The collectives of one process group on one rank.
 
     Attributes:
         engine: set when the group has formed.
-        lock: guards the state of the lane and of its works. Held for some instructions only.
+        lock: guards the state of the queue and of its works. Held for some instructions only.
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
         made_in: the generation of the process, see :mod:`gradbus.runtime.forks`.
@@ -70,7 +70,7 @@ class Lane:
         """Start a collective, now or when it is its turn."""
         if threading.current_thread() is self._thread:  # called by a callback
             self.start(work)
-            work.outlast()
+            work.wait_until_done()
             return work
         with self.lock:
             self._note(work)

@@ -11,23 +11,23 @@ import pytest
 from memory_link import MemoryNet
 
 from gradbus.runtime.errors import CollectiveTimeout, WriteTimeout
-from gradbus.torch import comm_thread, stall
-from gradbus.torch.comm_thread import Lane
+from gradbus.torch import stall_report, work_queue
 from gradbus.torch.moves import Moves
-from gradbus.torch.stall import StallReport, begins
-from gradbus.torch.works import DdsWork
+from gradbus.torch.stall_report import StallReport, begins
+from gradbus.torch.work import DdsWork
+from gradbus.torch.work_queue import WorkQueue
 
 
 class Pair:
-    """A lane of rank 0, and a rank 1, in memory."""
+    """A queue of rank 0, and a rank 1, in memory."""
 
     def __init__(self) -> None:
         self.net = MemoryNet(2, inline=1.0)
-        self.lane = Lane()
-        self.lane.engine = self.net.engines[0]
+        self.queue = WorkQueue()
+        self.queue.engine = self.net.engines[0]
 
     def barrier(self) -> DdsWork:
-        return DdsWork(self.lane, Moves(0, 2).barrier(), "c", 60.0, ordered=True)
+        return DdsWork(self.queue, Moves(0, 2).barrier(), "c", 60.0, ordered=True)
 
     def barrier_of_rank_1(self) -> None:
         self.net.start(Moves(1, 2).barrier().operations[0], "c")
@@ -57,19 +57,19 @@ def test_a_future_asked_for_while_its_work_ends_leaves_nothing_behind(monkeypatc
             slow.setattr(work, "deliver", lambda: None)  # it gets no further for now
             work.get_future()
 
-    pair.lane.engine.progress = SimpleNamespace(nudge=another_thread_asks)  # type: ignore[assignment]
-    pair.lane.submit(work)
+    pair.queue.engine.progress = SimpleNamespace(nudge=another_thread_asks)  # type: ignore[assignment]
+    pair.queue.submit(work)
     pair.barrier_of_rank_1()
     pair.net.settle()
     assert work.ended
     work.deliver()
     assert work.get_future().done()
-    pair.lane.watch(time.monotonic())
-    assert pair.lane._open == set()
+    pair.queue.watch(time.monotonic())
+    assert pair.queue._open == set()
 
 
 def test_callbacks_go_on_after_one_that_fails_and_a_log_that_takes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm_thread, "log", NoLog())
+    monkeypatch.setattr(work_queue, "log", NoLog())
     pair = Pair()
     first, second = pair.barrier(), pair.barrier()
     all_is_here, called = threading.Event(), threading.Event()
@@ -80,20 +80,20 @@ def test_callbacks_go_on_after_one_that_fails_and_a_log_that_takes_no_line(monke
 
     monkeypatch.setattr(first, "deliver", fail)
     for work in (first, second):  # which waits for the first one's callbacks
-        pair.lane.submit(work).get_future().add_done_callback(lambda _: called.set())
+        pair.queue.submit(work).get_future().add_done_callback(lambda _: called.set())
     for _ in range(2):
         pair.barrier_of_rank_1()
     pair.net.settle()
     assert not called.is_set()
     all_is_here.set()
     assert called.wait(10.0)
-    pair.lane.close()
-    assert (pair.lane.running, pair.lane._open) == (0, set())
+    pair.queue.close()
+    assert (pair.queue.running, pair.queue._open) == (0, set())
 
 
 def test_a_stall_report_whose_lines_are_lost_goes_on_in_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     log = NoLog()
-    monkeypatch.setattr(stall, "log", log)
+    monkeypatch.setattr(stall_report, "log", log)
     report = StallReport("group", 0, 2, warning_s=1.0)
     for name in ("a", "b"):
         report.add(begins(name, Moves(0, 2).barrier(), 0))

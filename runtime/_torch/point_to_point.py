@@ -11,12 +11,12 @@ from torch import Tensor
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import lane_of
 from gradbus.runtime.errors import CollectiveError, PeerLost
-from gradbus.torch.comm_thread import Lane
+from gradbus.torch.call import CollectiveCall
 from gradbus.torch.groups import TorchGroup
 from gradbus.torch.moves import Moves
 from gradbus.torch.shapes import check, described, in_words
-from gradbus.torch.task import Task
-from gradbus.torch.works import DdsWork
+from gradbus.torch.work import DdsWork
+from gradbus.torch.work_queue import WorkQueue
 
 
 def message_name(source: int, to: int, tag: int) -> str:
@@ -27,9 +27,9 @@ def message_name(source: int, to: int, tag: int) -> str:
 class Messages:
     """Sends and receives of one rank of one group. From whatever thread, also from callbacks."""
 
-    def __init__(self, group: TorchGroup, lane: Lane, moves: Moves) -> None:
+    def __init__(self, group: TorchGroup, queue: WorkQueue, moves: Moves) -> None:
         self._group = group
-        self._lane = lane
+        self._queue = queue
         self._moves = moves
         self._lock = threading.Lock()
         self._from_anyone: deque[tuple[DdsWork, Tensor, int]] = deque()  # receives, their tensors and tags
@@ -43,7 +43,7 @@ class Messages:
         if to == self._group.rank:
             return self._with_self(tensor, tag, timeout_s, self._to_self, self._of_self)
         task = self._moves.send(tensor, to)
-        return self._lane.start(self._work(task, message_name(self._group.rank, to, tag), timeout_s))
+        return self._queue.start(self._work(task, message_name(self._group.rank, to, tag), timeout_s))
 
     def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> DdsWork:
         """Fill a tensor with what a rank sends."""
@@ -53,7 +53,7 @@ class Messages:
         work = self._work(
             self._moves.receive(tensor, source), message_name(source, self._group.rank, tag), timeout_s, source
         )
-        return self._lane.start(work)
+        return self._queue.start(work)
 
     def receive_from_anyone(self, tensor: Tensor, tag: int, timeout_s: float) -> DdsWork:
         """Fill a tensor with what comes first from any other rank.
@@ -61,15 +61,15 @@ class Messages:
         A receive from a certain rank that is called later takes precedence for what that rank sends.
         """
         check(tensor)
-        work = self._work(Task("receive from any rank", [], [tensor]), "", timeout_s)
-        self._lane.note(work)
+        work = self._work(CollectiveCall("receive from any rank", [], [tensor]), "", timeout_s)
+        self._queue.note(work)
         with self._lock:
             self._from_anyone.append((work, tensor, tag))
         self._look()
         return work
 
-    def _work(self, task: Task, name: str, timeout_s: float, source: int = -1) -> DdsWork:
-        return DdsWork(self._lane, task, name, timeout_s, ordered=False, source=source)
+    def _work(self, task: CollectiveCall, name: str, timeout_s: float, source: int = -1) -> DdsWork:
+        return DdsWork(self._queue, task, name, timeout_s, ordered=False, source=source)
 
     # From anyone
 
@@ -104,8 +104,8 @@ class Messages:
     ) -> DdsWork:  # fmt: skip
         """A send or a receive; ``mine`` are those of the same kind that wait, ``other`` those of the other kind."""
         rank = self._group.rank
-        work = self._work(Task(f"message of rank {rank} to itself", [], [tensor]), "", timeout_s, rank)
-        self._lane.note(work)
+        work = self._work(CollectiveCall(f"message of rank {rank} to itself", [], [tensor]), "", timeout_s, rank)
+        self._queue.note(work)
         with self._lock:
             waiting = other.get(tag)
             while waiting and waiting[0][0].ended:  # its time is over

@@ -17,8 +17,8 @@ from gradbus import codecs
 from gradbus.codecs.dgc_sampling import plan_sampling
 from gradbus.codecs.dgc_wire import HEADER
 from gradbus.codecs.index_bounds import most_index_bytes
-from gradbus.torch import hooks_wire as wire
-from gradbus.torch.hooks_state import HookState, Member, mean_in_rank_order, saved_tensor, whole_number
+from gradbus.torch.hooks import wire
+from gradbus.torch.hooks.state import HookParameter, HookState, mean_in_rank_order, saved_tensor, whole_number
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class _Dense:
     before: Tensor | None = None
 
 
-class DgcState(HookState):
+class DgcHookState(HookState):
     """Each step sends the largest 0.1 % of the accumulated velocity and remembers the rest.
 
     Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887); ``docs/dgc.md`` has the algorithm.
@@ -123,7 +123,7 @@ class DgcState(HookState):
     def _options(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self._config), "density": self._density}
 
-    def _section_bytes(self, member: Member) -> int:
+    def _section_bytes(self, member: HookParameter) -> int:
         k = plan_sampling(member.numel, self._density, self._config.sample_ratio).k
         value_bytes = 2 if self._config.value_dtype == "fp16" else 4
         return wire.payload_section_bytes(HEADER.size + value_bytes * k + most_index_bytes(member.numel, k))
@@ -131,10 +131,12 @@ class DgcState(HookState):
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """See :meth:`HookState.exchange`. Raises RuntimeError: there is a warm-up, and the epoch is not known."""
         if self._warmup and self._epoch is None:
-            raise RuntimeError("hooks.dgc: with warmup, call DgcState.start_epoch(epoch) at the start of each epoch")
+            raise RuntimeError(
+                "hooks.dgc: with warmup, call DgcHookState.start_epoch(epoch) at the start of each epoch"
+            )
         return super().exchange(bucket)
 
-    def _encode(self, member: Member, gradient: Tensor, section: Tensor) -> None:
+    def _encode(self, member: HookParameter, gradient: Tensor, section: Tensor) -> None:
         sparse = self._sparse[member.name]
         is_absent = not bool(gradient.any())
         sparse.before = (sparse.state.U.clone(), sparse.state.V.clone()) if is_absent else None
@@ -143,7 +145,7 @@ class DgcState(HookState):
         # Whether it is finite the codec's own message says.
         wire.write_payload(section, sparse.sent, is_absent=is_absent, is_finite=True)
 
-    def _decode(self, member: Member, sections: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode(self, member: HookParameter, sections: Sequence[Tensor], gradient: Tensor) -> None:
         sparse = self._sparse[member.name]
         payloads = [wire.read_payload(section) for section in sections]
         before, sparse.before = sparse.before, None
@@ -158,7 +160,7 @@ class DgcState(HookState):
             _take_back(sparse)
             gradient.fill_(torch.nan)
 
-    def _decode_dense(self, member: Member, parts: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode_dense(self, member: HookParameter, parts: Sequence[Tensor], gradient: Tensor) -> None:
         dense = self._dense[member.name]
         dense.before = None
         mean_in_rank_order(parts, gradient)
@@ -173,7 +175,7 @@ class DgcState(HookState):
         """As :meth:`HookState.state_dict`: per compressed parameter U, V and the number of steps, per dense one M."""
         return {**super().state_dict(), "epoch": self._epoch}
 
-    def _saved(self, member: Member) -> dict[str, Any]:
+    def _saved(self, member: HookParameter) -> dict[str, Any]:
         if not member.is_compressed:
             return {"M": member.shaped(self._dense[member.name].momentum.M)}
         state = self._sparse[member.name].state
@@ -182,7 +184,7 @@ class DgcState(HookState):
         }  # fmt: skip
 
     @torch.no_grad()
-    def _load(self, parameters: Mapping[Member, Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    def _load(self, parameters: Mapping[HookParameter, Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
         epoch = None if saved.get("epoch") is None else whole_number(saved, "epoch")
         sparse: dict[str, dict[str, Any]] = {}
         dense: dict[str, Tensor] = {}

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gradbus.torch.store_messages import Answer
+from gradbus.torch.store.messages import StoreAnswer
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class PendingRequest:
     """Where one thread waits.
 
     Attributes:
@@ -23,38 +23,38 @@ class Slot:
 
     number: int
     event: threading.Event = field(default_factory=threading.Event)
-    answer: Answer | None = None
+    answer: StoreAnswer | None = None
 
 
-class Pending:
+class PendingRequests:
     """All that wait. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._slots: dict[int, Slot] = {}  # in the order of their numbers
+        self._slots: dict[int, PendingRequest] = {}  # in the order of their numbers
         self.ended = False
 
-    def add(self) -> Slot:
+    def add(self) -> PendingRequest:
         """A new request."""
         with self._lock:
-            slot = Slot(next(self._numbers))
+            slot = PendingRequest(next(self._numbers))
             self._slots[slot.number] = slot
             if self.ended:
                 slot.event.set()
             return slot
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, slot: PendingRequest) -> None:
         """Its answer has come or is not waited for any more."""
         with self._lock:
             self._slots.pop(slot.number, None)
 
-    def up_to(self, slot: Slot) -> list[int]:
+    def up_to(self, slot: PendingRequest) -> list[int]:
         """The numbers that wait, from the oldest to this one."""
         with self._lock:
             return [number for number in self._slots if number <= slot.number]
 
-    def give(self, answer: Answer) -> None:
+    def give(self, answer: StoreAnswer) -> None:
         """Wake who waits for it, if anybody does."""
         with self._lock:
             slot = self._slots.get(answer.id)

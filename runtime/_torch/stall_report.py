@@ -12,7 +12,7 @@ from typing import Any
 from gradbus.runtime.collectives.stalls import MAX_LINES, who
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.task import Task
+from gradbus.torch.call import CollectiveCall
 
 VARIABLE = "GRADBUS_STALL_WARNING_S"
 WARNING_S = 60.0
@@ -47,7 +47,7 @@ class Waiting:
     """
 
     name: str
-    task: Task
+    task: CollectiveCall
     size_bytes: int
     left: int
     since_s: float
@@ -109,6 +109,6 @@ class StallReport:
         }  # fmt: skip
 
 
-def begins(name: str, task: Task, size_bytes: int) -> Waiting:
+def begins(name: str, task: CollectiveCall, size_bytes: int) -> Waiting:
     """A call that begins now."""
     return Waiting(name, task, size_bytes, len(task.operations), time.monotonic())

@@ -19,7 +19,7 @@ from gradbus.runtime.wire.bounded_msgpack import Limits
 from gradbus.runtime.wire.control_codec import pack_body, read_body
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
-VERSION = 1
+VERSION = 2  # 1 named its messages otherwise
 MAX_KEY_BYTES = 1024  # in UTF-8
 MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one frame
 MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
@@ -49,8 +49,8 @@ Outcome = Literal["done", "timeout", "empty", "error"]
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Join:
-    """Rank to the arbiter: I want to use the store. Said until there is a :class:`Welcome`.
+class StoreJoin:
+    """Rank to the arbiter: I want to use the store. Said until there is a :class:`StoreWelcome`.
 
     Attributes:
         version: of these messages. world: how many ranks there are. host: host name and process id, for people.
@@ -62,7 +62,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Welcome:
+class StoreWelcome:
     """Arbiter to a rank: ask. ``host``: where the arbiter is."""
 
     host: Text
@@ -83,7 +83,7 @@ class NotNow:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Refused:
+class StoreRefused:
     """Arbiter to a rank: you do not fit, and why."""
 
     why: Text
@@ -91,7 +91,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Request:
-    """Rank to the arbiter. Repeated until there is an :class:`Answer`; executed once.
+    """Rank to the arbiter. Repeated until there is an :class:`StoreAnswer`; executed once.
 
     Attributes:
         id: counts the requests of this process. open: those up to this one that wait for their answers.
@@ -109,7 +109,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Answer:
+class StoreAnswer:
     """Arbiter to a rank: what came of a request.
 
     Attributes:
@@ -128,7 +128,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Leave:
+class StoreLeave:
     """Rank to the arbiter: I need the store no more."""
 
 
@@ -151,10 +151,11 @@ class Here:
     host: Text
 
 
-Message = Join | Welcome | NotNow | Refused | Request | Answer | Leave | Closed | Here
+Message = StoreJoin | StoreWelcome | NotNow | StoreRefused | Request | StoreAnswer | StoreLeave | Closed | Here
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Join, Welcome, NotNow, Refused, Request, Answer, Leave, Closed, Here)
+    kind.__name__: kind
+    for kind in (StoreJoin, StoreWelcome, NotNow, StoreRefused, Request, StoreAnswer, StoreLeave, Closed, Here)
 }
 
 

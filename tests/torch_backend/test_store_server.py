@@ -18,10 +18,21 @@ from stores import RawRank, begin, finished, new_job, open_rank, opened, vanish
 from gradbus.runtime.bus import liveness
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire.frames import Kind
-from gradbus.torch import bus_thread, store_peer
-from gradbus.torch.store import DdsStore
-from gradbus.torch.store_messages import Answer, Here, Leave, NotNow, Refused, Request, Welcome, decode, frame_of
-from gradbus.torch.store_table import Table
+from gradbus.torch import bus_thread
+from gradbus.torch.store import peer as store_peer
+from gradbus.torch.store.messages import (
+    Here,
+    NotNow,
+    Request,
+    StoreAnswer,
+    StoreLeave,
+    StoreRefused,
+    StoreWelcome,
+    decode,
+    frame_of,
+)
+from gradbus.torch.store.store import DdsStore
+from gradbus.torch.store.table import StoreTable
 
 
 @pytest.fixture
@@ -43,14 +54,14 @@ def first(job: tuple[int, str]) -> Iterator[DdsStore]:
 def raw(job: tuple[int, str], first: DdsStore) -> Iterator[RawRank]:
     """A rank 1 that has joined."""
     with RawRank(job) as rank:
-        assert isinstance(rank.join(), Welcome)
+        assert isinstance(rank.join(), StoreWelcome)
         yield rank
 
 
 def test_a_request_that_comes_again_is_executed_once_and_answered_each_time(raw: RawRank, first: DdsStore) -> None:
     for _ in range(3):
         raw.ask(1, "add", "n", number=5)
-        assert raw.answer() == Answer(1, "done", [], [], 5, "")
+        assert raw.answer() == StoreAnswer(1, "done", [], [], 5, "")
     raw.ask(2, "push", "q", values=[b"1"], oldest=1)
     raw.ask(3, "pop", "q", oldest=1)
     raw.ask(3, "pop", "q", oldest=1)
@@ -65,7 +76,7 @@ def test_an_answer_is_forgotten_when_it_has_been_received(raw: RawRank, first: D
     assert raw.answer().number == 10
     raw.ask(1, "add", "n", number=5)  # late: neither executed nor answered
     raw.ask(3, "get", "n")
-    assert raw.answer() == Answer(3, "done", [], [b"10"], 0, "")
+    assert raw.answer() == StoreAnswer(3, "done", [], [b"10"], 0, "")
 
 
 def test_what_is_done_is_forgotten_while_an_older_request_waits(
@@ -75,14 +86,14 @@ def test_what_is_done_is_forgotten_while_an_older_request_waits(
     raw.ask(1, "pop", "q", wait_s=60.0)
     for number in range(2, 9):
         raw.ask(number, "add", "n", number=1, open=[1, number])
-        assert raw.answer() == Answer(number, "done", [], [], number - 1, "")
+        assert raw.answer() == StoreAnswer(number, "done", [], [], number - 1, "")
     raw.ask(5, "add", "n", number=1, open=[1, 5])  # late: neither executed nor answered
     raw.ask(7, "add", "n", number=1, open=[1, 6, 7])
     raw.ask(10, "add", "n", number=1, open=[1, 9, 10])  # comes before the one before it
     raw.ask(9, "add", "n", number=1, open=[1, 9])
     assert [raw.answer().number, raw.answer().number] == [8, 9]
     first.queue_push("q", "1")
-    assert raw.answer() == Answer(1, "done", [], [b"1"], 0, "")
+    assert raw.answer() == StoreAnswer(1, "done", [], [b"1"], 0, "")
 
 
 def test_a_request_that_waits_may_be_said_again_and_given_up(raw: RawRank, first: DdsStore) -> None:
@@ -94,12 +105,12 @@ def test_a_request_that_waits_may_be_said_again_and_given_up(raw: RawRank, first
     first.set("given up", "1")
     first.queue_push("q", "1")
     raw.ask(4, "queue_len", "q")
-    assert raw.answer() == Answer(4, "done", [], [], 1, "")  # the one who gave up has taken nothing
+    assert raw.answer() == StoreAnswer(4, "done", [], [], 1, "")  # the one who gave up has taken nothing
 
 
 def test_a_request_waits_for_as_long_as_it_says(raw: RawRank, first: DdsStore) -> None:
     raw.ask(1, "wait", "a", "b", wait_s=0.05)
-    assert raw.answer() == Answer(1, "timeout", ["a", "b"], [], 0, "")
+    assert raw.answer() == StoreAnswer(1, "timeout", ["a", "b"], [], 0, "")
 
 
 def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
@@ -113,10 +124,10 @@ def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
         {"id": -1}, {"open": [2]}, {"open": [1] * 1025}, {"open": 1}, {"id": "1"},
     ):  # fmt: skip
         raw.body(msgpack.packb(["Request", {**request, **fields}]))
-    raw.say(Answer(1, "done", [], [], 0, ""))
-    raw.say(Welcome("here"))
+    raw.say(StoreAnswer(1, "done", [], [], 0, ""))
+    raw.say(StoreWelcome("here"))
     raw.ask(9, "num_keys")
-    assert raw.answer() == Answer(9, "done", [], [], 0, "")
+    assert raw.answer() == StoreAnswer(9, "done", [], [], 0, "")
 
 
 def test_requests_that_do_not_fit_their_operation_are_errors(raw: RawRank, first: DdsStore) -> None:
@@ -132,7 +143,7 @@ def test_open_requests_of_a_process_are_bounded(raw: RawRank, first: DdsStore, m
     monkeypatch.setattr(store_peer, "MAX_OPEN", 3)
     for number in range(1, 5):
         raw.ask(number, "get", "nothing", wait_s=60.0, oldest=1)
-    assert raw.answer() == Answer(4, "error", [], [], 0, "rank 1 has too many requests open at a time")
+    assert raw.answer() == StoreAnswer(4, "error", [], [], 0, "rank 1 has too many requests open at a time")
 
 
 def test_who_has_not_joined_gets_no_answer(raw: RawRank, job: tuple[int, str]) -> None:
@@ -150,7 +161,7 @@ def test_who_has_not_joined_gets_no_answer(raw: RawRank, job: tuple[int, str]) -
 def test_who_speaks_another_version_is_refused(job: tuple[int, str], first: DdsStore) -> None:
     with RawRank(job) as rank:
         refused = rank.join(version=99)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, StoreRefused)
         assert "version 99" in refused.why
 
 
@@ -163,7 +174,7 @@ def test_a_rank_with_another_world_size_is_refused_at_once(job: tuple[int, str],
 def test_a_rank_is_refused_whatever_it_calls_itself(job: tuple[int, str], first: DdsStore, letter: str) -> None:
     with RawRank(job) as rank:
         refused = rank.join(world=3, host=letter * (1024 // len(letter.encode())))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, StoreRefused)
         assert f"rank 1 on {letter}" in refused.why
         assert refused.why.endswith("give all ranks the same")
 
@@ -284,15 +295,15 @@ def test_when_another_rank_is_gone_nobody_else_minds() -> None:
 
 
 def test_a_rank_that_leaves_is_not_waited_for(raw: RawRank, first: DdsStore) -> None:
-    raw.say(Leave())
+    raw.say(StoreLeave())
     until(lambda: first._link._end is not None and not first._link._end._peers)
 
 
 def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
-    table = Table(max_keys=2, max_bytes=1000)
-    answers: list[Answer] = []
+    table = StoreTable(max_keys=2, max_bytes=1000)
+    answers: list[StoreAnswer] = []
 
-    def ask(op: str, *keys: str, values: list[bytes] | None = None) -> Answer:
+    def ask(op: str, *keys: str, values: list[bytes] | None = None) -> StoreAnswer:
         table.submit(Request(1, [1], op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
         return answers[-1]
 
@@ -315,7 +326,7 @@ def test_every_message_comes_back_as_it_went_and_cut_ones_are_errors() -> None:
     message = Request(7, [3, 7], "set", ["é", ""], [b"\x00", b""], -1, 2.5)
     _, body = frame_of(message, sender=1, incarnation=2, to=3)
     assert decode(body) == message
-    assert decode(msgpack.packb(["Leave", {"unknown": 1}])) == Leave()
+    assert decode(msgpack.packb(["StoreLeave", {"unknown": 1}])) == StoreLeave()
     for cut in range(len(body)):
         with pytest.raises(FrameError):
             decode(body[:cut])

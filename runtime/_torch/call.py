@@ -12,7 +12,7 @@ from gradbus.runtime.collectives.operation import Operation
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class CollectiveCall:
     """One call on one rank.
 
     Attributes:
@@ -33,7 +33,7 @@ class Task:
             self.value = [torch.empty(0)]
 
 
-def together(what: str, tasks: Sequence[Task], value: Sequence[Tensor] = ()) -> Task:
+def together(what: str, tasks: Sequence[CollectiveCall], value: Sequence[Tensor] = ()) -> CollectiveCall:
     """Several calls as one."""
     if len(tasks) == 1 and not value:
         return tasks[0]
@@ -44,7 +44,9 @@ def together(what: str, tasks: Sequence[Task], value: Sequence[Tensor] = ()) -> 
         for ending in endings:
             ending()
 
-    return Task(what, operations, list(value) or [t for task in tasks for t in task.value], finish if endings else None)
+    return CollectiveCall(
+        what, operations, list(value) or [t for task in tasks for t in task.value], finish if endings else None
+    )
 
 
 def copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None] | None:

@@ -16,8 +16,8 @@ from gradbus.runtime.bus.liveness import Reachability
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BusError
-from gradbus.torch.store_messages import MAX_OPEN, Answer, Message, Request, frame_of
-from gradbus.torch.store_table import Reply, Table, Waiter, answer
+from gradbus.torch.store.messages import MAX_OPEN, Message, Request, StoreAnswer, frame_of
+from gradbus.torch.store.table import Reply, StoreTable, StoreWaiter, answer
 
 SILENT_S = 10.0  # a process that says nothing for so long, and that DDS has not matched, is not there
 _MAX_REMEMBERED_BYTES = 64 << 20  # of answers to them
@@ -25,13 +25,13 @@ _INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake anoth
 _READ_ONLY = ("get", "check", "wait", "num_keys", "list_keys", "queue_len")  # may be executed again
 
 
-class Asker:
+class RequestTable:
     """Somebody whose requests may wait in the table, each until its deadline. Belongs to the event loop."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: StoreTable) -> None:
         self._table = table
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, tuple[Waiter, asyncio.TimerHandle]] = {}  # by id of the request
+        self._waiting: dict[int, tuple[StoreWaiter, asyncio.TimerHandle]] = {}  # by id of the request
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,7 +42,7 @@ class Asker:
     def ask(self, request: Request, reply: Reply) -> None:
         """``reply`` gets the answer, now or later."""
 
-        def done(result: Answer) -> None:
+        def done(result: StoreAnswer) -> None:
             waiting = self._waiting.pop(request.id, None)
             if waiting is not None:
                 waiting[1].cancel()
@@ -61,10 +61,12 @@ class Asker:
             self._table.cancel(waiter)
 
 
-class Peer:
+class StorePeer:
     """A process that wants to join, or has. Belongs to the event loop of the bus."""
 
-    def __init__(self, bus: Bus, table: Table, me: int, rank: int, incarnation: int, host: str, process: str) -> None:
+    def __init__(
+        self, bus: Bus, table: StoreTable, me: int, rank: int, incarnation: int, host: str, process: str
+    ) -> None:
         """Open a way to it.
 
         Args:
@@ -75,8 +77,8 @@ class Peer:
         self.host = host
         self._me = me
         self._loop = asyncio.get_running_loop()
-        self._asker = Asker(table)
-        self._answers: dict[int, Answer] = {}  # what it may ask for again, by id
+        self._asker = RequestTable(table)
+        self._answers: dict[int, StoreAnswer] = {}  # what it may ask for again, by id
         self._answered_bytes = 0
         self._newest = 0  # id of a request; of those up to it, the process waits for
         self._open: set[int] = set()
@@ -112,7 +114,7 @@ class Peer:
 
     # Requests
 
-    def ask(self, request: Request, explained: Callable[[Request, Answer], Answer]) -> None:
+    def ask(self, request: Request, explained: Callable[[Request, StoreAnswer], StoreAnswer]) -> None:
         """A request of this process, for the first time or again; ``explained`` has the last word on its answer."""
         self.heard()
         number = request.id
@@ -126,7 +128,7 @@ class Peer:
             self._answer(answer(request, "error", text=f"rank {self.rank} has too many requests open at a time"))
             return
 
-        def reply(result: Answer) -> None:
+        def reply(result: StoreAnswer) -> None:
             result = explained(request, result)
             if request.op not in _READ_ONLY:
                 self._answers[number] = result
@@ -151,7 +153,7 @@ class Peer:
 
     # What goes out
 
-    def _answer(self, result: Answer) -> None:
+    def _answer(self, result: StoreAnswer) -> None:
         if result.id not in self._sending:
             self.tell(result)
 
@@ -162,7 +164,7 @@ class Peer:
             if len(frame[1]) <= _INLINE_BYTES:
                 self._port.write(self.writer, frame)
                 return
-            number = message.id if isinstance(message, Answer) else 0
+            number = message.id if isinstance(message, StoreAnswer) else 0
 
             def finished(_: int | Exception) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -178,5 +180,5 @@ class Peer:
         await self._port.close()
 
 
-def _size(result: Answer) -> int:
+def _size(result: StoreAnswer) -> int:
     return sum(len(value) for value in result.values)

@@ -84,7 +84,7 @@ def _wait(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Where a rank is, as it tells the others through the store.
 
     Attributes:
@@ -99,18 +99,18 @@ class Place:
     interface: str
 
     @classmethod
-    def here(cls, reach: Reach) -> Place:
+    def here(cls, reach: Reach) -> RankLocation:
         """That of this process."""
         host = f"{socket.gethostname()} (process {os.getpid()})"
         return cls(host, network_place(), reach.domain, reach.leaves_machine, reach.interface)
 
-    def never_meets(self, other: Place) -> bool:
+    def never_meets(self, other: RankLocation) -> bool:
         """Whether it is certain that the buses of the two cannot find each other."""
         apart = bool(self.network and other.network) and self.network != other.network
         return self.domain != other.domain or (apart and not (self.leaves_machine and other.leaves_machine))
 
 
-class Places:
+class RankLocations:
     """Where the ranks of a process group are: found out while it does not form, for the case that it never will."""
 
     def __init__(self, store: Store, name: str, rank: int, world: int, reach: Reach) -> None:
@@ -120,17 +120,19 @@ class Places:
         self._rank = rank
         self._reach = reach
         self._unknown = [other for other in range(world) if other != rank]
-        self._own = Place.here(reach)
+        self._own = RankLocation.here(reach)
         store.set(f"{self._key}/{rank}", json.dumps(asdict(self._own)))
 
     def check(self, label: str) -> None:
         """Raise ConfigError: some rank will never be met."""
-        apart: dict[int, Place] = {}
+        apart: dict[int, RankLocation] = {}
         try:
             for rank in list(self._unknown):
                 if self._store.check([f"{self._key}/{rank}"]):
                     self._unknown.remove(rank)
-                    place = Place(**parse_json(self._store.get(f"{self._key}/{rank}")[:_MAX_PLACE_BYTES].decode()))
+                    place = RankLocation(
+                        **parse_json(self._store.get(f"{self._key}/{rank}")[:_MAX_PLACE_BYTES].decode())
+                    )
                     if self._own.never_meets(place):
                         apart[rank] = place
         except (DistError, TypeError, ValueError):  # whose store is gone finds out elsewhere
@@ -154,7 +156,7 @@ class Places:
         )
 
 
-class Claim:
+class RankLock:
     """A rank that this process has. Another process on this machine that wants to be the same one is told so.
 
     It is a name among those of the kernel's sockets, which goes with the process, however that ends. Only Linux has it;

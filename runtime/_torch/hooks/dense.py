@@ -12,11 +12,11 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.codecs.bytegrad import MinMax, dequantize_min_max, min_max_bytes, quantize_min_max
 from gradbus.codecs.quantize import check_chunk_elems, num_chunks
-from gradbus.torch import hooks_wire as wire
-from gradbus.torch.hooks_state import HookState, Member, mean_in_rank_order
+from gradbus.torch.hooks import wire
+from gradbus.torch.hooks.state import HookParameter, HookState, mean_in_rank_order
 
 
-class ByteGradState(HookState):
+class ByteGradHookState(HookState):
     """uint8 between the smallest and the largest value of each chunk of a parameter: a quarter of the bytes.
 
     The quantization is ByteGrad's (see :mod:`gradbus.codecs.bytegrad`); the exchange is a single all_gather, so that
@@ -46,26 +46,26 @@ class ByteGradState(HookState):
     def _options(self) -> dict[str, Any]:
         return {"chunk_elems": self._chunk_elems}
 
-    def _section_bytes(self, member: Member) -> int:
+    def _section_bytes(self, member: HookParameter) -> int:
         return min_max_bytes(member.numel, self._chunk_elems)
 
-    def _encode(self, member: Member, gradient: Tensor, section: Tensor) -> None:
+    def _encode(self, member: HookParameter, gradient: Tensor, section: Tensor) -> None:
         quantized = quantize_min_max(gradient, self._chunk_elems)
         for part, values in zip(self._parts(member, section), quantized, strict=True):
             part.copy_(values)
 
-    def _decode(self, member: Member, sections: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode(self, member: HookParameter, sections: Sequence[Tensor], gradient: Tensor) -> None:
         decoded = [dequantize_min_max(self._parts(member, section), self._chunk_elems) for section in sections]
         mean_in_rank_order(decoded, gradient)
 
-    def _parts(self, member: Member, section: Tensor) -> MinMax:
+    def _parts(self, member: HookParameter, section: Tensor) -> MinMax:
         """Views into a section."""
         chunks = num_chunks(member.numel, self._chunk_elems)
         limits = wire.floats(section, 2 * chunks)
         return MinMax(limits[:chunks], limits[chunks:], section[8 * chunks : 8 * chunks + member.numel])
 
 
-class Bf16State(HookState):
+class Bf16HookState(HookState):
     """bfloat16 on the way, float32 in the sum: half the bytes.
 
     Unlike torch's ``bf16_compress_hook``, which asks for CUDA and NCCL even where all is on the CPU, and adds up in
@@ -87,11 +87,11 @@ class Bf16State(HookState):
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _section_bytes(self, member: Member) -> int:
+    def _section_bytes(self, member: HookParameter) -> int:
         return 2 * member.numel
 
-    def _encode(self, member: Member, gradient: Tensor, section: Tensor) -> None:
+    def _encode(self, member: HookParameter, gradient: Tensor, section: Tensor) -> None:
         wire.floats(section, member.numel, torch.bfloat16).copy_(gradient)
 
-    def _decode(self, member: Member, sections: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode(self, member: HookParameter, sections: Sequence[Tensor], gradient: Tensor) -> None:
         mean_in_rank_order([wire.floats(section, member.numel, torch.bfloat16) for section in sections], gradient)

@@ -15,8 +15,8 @@ from gradbus.codecs.index_bounds import most_index_bytes
 from gradbus.codecs.quantize import num_chunks
 from gradbus.codecs.s4 import S4
 from gradbus.codecs.sq8 import SQ8
-from gradbus.torch import hooks_wire as wire
-from gradbus.torch.hooks_state import HookState, Member, saved_tensor
+from gradbus.torch.hooks import wire
+from gradbus.torch.hooks.state import HookParameter, HookState, saved_tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class _Memory:
     sent: bytes = b""
 
 
-class TopKState(HookState):
+class TopKHookState(HookState):
     """Each step sends the entries of largest magnitude of gradient plus residual; the residual is what was not sent.
 
     Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018 (arXiv:1809.07599). Any optimizer can follow,
@@ -75,13 +75,13 @@ class TopKState(HookState):
     def _options(self) -> dict[str, Any]:
         return {"codec": self._codec.name, "density": self._codec.density}
 
-    def _section_bytes(self, member: Member) -> int:
+    def _section_bytes(self, member: HookParameter) -> int:
         k = self._codec.count_v2(member.numel)
         header_bytes = len(self._codec.encode(torch.zeros(1)))  # zeros are not sent
         value_bytes = k + 4 * num_chunks(k, self._codec.chunk_elems) if isinstance(self._codec, SQ8) else 4 * k
         return wire.payload_section_bytes(header_bytes + value_bytes + most_index_bytes(member.numel, k))
 
-    def _encode(self, member: Member, gradient: Tensor, section: Tensor) -> None:
+    def _encode(self, member: HookParameter, gradient: Tensor, section: Tensor) -> None:
         memory = self._memory[member.name]
         is_absent, is_finite = not bool(gradient.any()), True
         try:
@@ -90,7 +90,7 @@ class TopKState(HookState):
             memory.sent, is_finite = b"", False  # the residual is still the valid one
         wire.write_payload(section, memory.sent, is_absent=is_absent, is_finite=is_finite)
 
-    def _decode(self, member: Member, sections: Sequence[Tensor], gradient: Tensor) -> None:
+    def _decode(self, member: HookParameter, sections: Sequence[Tensor], gradient: Tensor) -> None:
         memory = self._memory[member.name]
         payloads = [wire.read_payload(section) for section in sections]
         is_finite = all(payload.is_finite for payload in payloads)
@@ -118,12 +118,12 @@ class TopKState(HookState):
 
     # Saving
 
-    def _saved(self, member: Member) -> dict[str, Any]:
+    def _saved(self, member: HookParameter) -> dict[str, Any]:
         if not member.is_compressed:
             return {}
         return {"residual": member.shaped(self._memory[member.name].residual)}
 
-    def _load(self, parameters: Mapping[Member, Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    def _load(self, parameters: Mapping[HookParameter, Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
         residuals = {
             member.name: saved_tensor(content, "residual", member)
             for member, content in parameters.items()

@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from gradbus.torch.store_messages import (
+from gradbus.torch.store.messages import (
     MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_PAGE_BYTES,
     MAX_VALUE_BYTES,
-    Answer,
     Op,
     Outcome,
     Request,
+    StoreAnswer,
 )
 
 MAX_TABLE_KEYS = 1_000_000
@@ -35,7 +35,7 @@ MAX_TABLE_BYTES = 256 << 20
 _ENTRY_BYTES = 64  # what an entry costs besides its key and value, about
 _NAMED = 4  # keys that a timeout names
 
-Reply = Callable[[Answer], None]
+Reply = Callable[[StoreAnswer], None]
 
 # Keys and values that each operation needs; None: any number of keys, and a value for each where there are values.
 _NEEDS: dict[Op, tuple[int | None, int | None]] = {
@@ -50,7 +50,7 @@ class TableError(ValueError):
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
+class StoreWaiter:
     """A request that waits for ``key``."""
 
     request: Request
@@ -65,18 +65,18 @@ class _Missing:
     key: str
 
 
-class Table:
+class StoreTable:
     """Bounded: what would pass a limit is an error for who asked, and changes nothing."""
 
     def __init__(self, *, max_keys: int = MAX_TABLE_KEYS, max_bytes: int = MAX_TABLE_BYTES) -> None:
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
-        self._waiting: dict[str, list[Waiter]] = {}
+        self._waiting: dict[str, list[StoreWaiter]] = {}
         self._max_keys = max_keys
         self._max_bytes = max_bytes
         self._bytes = 0
 
-    def submit(self, request: Request, reply: Reply) -> Waiter | None:
+    def submit(self, request: Request, reply: Reply) -> StoreWaiter | None:
         """Do it; ``reply`` gets the answer, at once or when what it waits for is there. Returns who waits, if so."""
         try:
             result = self._do(request)
@@ -84,7 +84,7 @@ class Table:
             reply(answer(request, "error", text=str(error)))
             return None
         if isinstance(result, _Missing):
-            waiter = Waiter(request, reply, result.key)
+            waiter = StoreWaiter(request, reply, result.key)
             self._waiting.setdefault(result.key, []).append(waiter)
             return waiter
         reply(result)
@@ -92,13 +92,13 @@ class Table:
             self._wake(key)
         return None
 
-    def expire(self, waiter: Waiter) -> None:
+    def expire(self, waiter: StoreWaiter) -> None:
         """Its time is over."""
         self.cancel(waiter)
         missing = list(islice((key for key in waiter.request.keys if not self._has(key)), _NAMED))
         waiter.reply(answer(waiter.request, "timeout", keys=missing or [waiter.key]))
 
-    def cancel(self, waiter: Waiter) -> None:
+    def cancel(self, waiter: StoreWaiter) -> None:
         """Nobody wants its answer."""
         waiters = self._waiting.get(waiter.key, [])
         if waiter in waiters:
@@ -118,7 +118,7 @@ class Table:
     def _has(self, key: str) -> bool:
         return key in self._values or key in self._queues
 
-    def _do(self, request: Request) -> Answer | _Missing:
+    def _do(self, request: Request) -> StoreAnswer | _Missing:
         keys, values = request.keys, request.values
         needs = _NEEDS[request.op]
         if len(keys) != (len(keys) if needs[0] is None else needs[0]) or len(values) != (
@@ -161,7 +161,7 @@ class Table:
             case "queue_len":
                 return answer(request, number=len(self._queues.get(keys[0], ())))
 
-    def _put(self, request: Request, keys: Sequence[str], values: Sequence[bytes], number: int = 0) -> Answer:
+    def _put(self, request: Request, keys: Sequence[str], values: Sequence[bytes], number: int = 0) -> StoreAnswer:
         pairs = dict(zip(keys, values, strict=True))
         held = sum(_cost(key, self._values[key]) for key in pairs if key in self._values)
         self._reserve(sum(_cost(*pair) for pair in pairs.items()) - held, sum(key not in self._values for key in pairs))
@@ -196,7 +196,7 @@ class Table:
         except ValueError:
             raise TableError(f"add: the value of key {key!r} is not a number: {text[:20]!r}") from None
 
-    def _get(self, request: Request) -> Answer | _Missing:
+    def _get(self, request: Request) -> StoreAnswer | _Missing:
         found: list[bytes] = []
         size = 0
         for key in request.keys:
@@ -208,7 +208,7 @@ class Table:
                 found.append(value)
         return answer(request, values=found)
 
-    def _compare_set(self, request: Request) -> Answer:
+    def _compare_set(self, request: Request) -> StoreAnswer:
         (key,), (expected, desired) = request.keys, request.values
         held = self._values.get(key)
         if held != expected and (held is not None or expected):
@@ -216,7 +216,7 @@ class Table:
         self._put(request, [key], [desired])
         return answer(request, values=[desired])
 
-    def _pop(self, request: Request) -> Answer | _Missing:
+    def _pop(self, request: Request) -> StoreAnswer | _Missing:
         key = request.keys[0]
         queue = self._queues.get(key)
         if queue is None:
@@ -227,7 +227,7 @@ class Table:
             del self._queues[key]
         return answer(request, values=[value])
 
-    def _list(self, request: Request) -> Answer:
+    def _list(self, request: Request) -> StoreAnswer:
         """The empty key is a key: a number that is not 0 says that nothing was listed before."""
         rest = sorted(key for key in self._values if request.number or key > request.keys[0])
         return answer(request, keys=rest[:MAX_KEYS], number=int(len(rest) > MAX_KEYS))
@@ -236,10 +236,10 @@ class Table:
 def answer(
     request: Request, outcome: Outcome = "done", *, keys: Sequence[str] = (), values: Sequence[bytes] = (),
     number: int = 0, text: str = "",
-) -> Answer:  # fmt: skip
+) -> StoreAnswer:  # fmt: skip
     """The answer to a request."""
     text = text.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
-    return Answer(request.id, outcome, list(keys), list(values), number, text)
+    return StoreAnswer(request.id, outcome, list(keys), list(values), number, text)
 
 
 def _cost(key: str, value: bytes) -> int:

@@ -16,8 +16,8 @@ from typing import Any, cast
 from torch._C._distributed_c10d import Store
 
 from gradbus.torch.bus_thread import _JOB_KEY as JOB_KEY
-from gradbus.torch.store_link import StoreLink
-from gradbus.torch.store_messages import MAX_KEY_BYTES, MAX_KEYS, MAX_PAGE_BYTES, MAX_VALUE_BYTES
+from gradbus.torch.store.link import StoreLink
+from gradbus.torch.store.messages import MAX_KEY_BYTES, MAX_KEYS, MAX_PAGE_BYTES, MAX_VALUE_BYTES
 
 _FOREVER_S = 30 * 86400.0  # of a timeout of 0, which stands for none
 

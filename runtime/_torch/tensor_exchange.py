@@ -18,7 +18,7 @@ _EMPTY: Bytes = as_bytes(torch.empty(0))
 _REFUSED = "refused "  # how the meta of a receipt begins that is none
 
 
-class Refusing(Operation):
+class RefusingOperation(Operation):
     """A collective in which some ranks only send, and wait for receipts. A rank whose call does not fit is told."""
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
@@ -35,7 +35,7 @@ class Refusing(Operation):
         self.send(sender, RECEIPT, _EMPTY, meta=f"{_REFUSED}{room}" if room else "")
 
 
-class Exchange(Refusing):
+class TensorExchange(RefusingOperation):
     """What goes to whom and what comes from whom, all of it known at the call: no new memory, no copies.
 
     ``runtime/collectives/data_movement.py`` let the sender decide what a payload is; torch gives the tensors that are
@@ -121,7 +121,7 @@ def _meta(tensor: Tensor | None) -> str:
     return "" if tensor is None else described(tensor.dtype, tensor.shape)
 
 
-def landing(tensor: Tensor) -> Tensor:
+def staging_tensor(tensor: Tensor) -> Tensor:
     """Plain memory for what is to come into a tensor: its own, or, if that is strided, new memory to be copied."""
     if not is_plain(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype)

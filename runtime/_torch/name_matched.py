@@ -17,12 +17,12 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.torch.backend import DdsBackend
+from gradbus.torch.call import CollectiveCall
 from gradbus.torch.ops import Reductions
 from gradbus.torch.process_group import DdsProcessGroup
 from gradbus.torch.register import NAME
-from gradbus.torch.stall import StallReport, Waiting, begins, warning_from_environment
-from gradbus.torch.task import Task
-from gradbus.torch.works import DdsWork
+from gradbus.torch.stall_report import StallReport, Waiting, begins, warning_from_environment
+from gradbus.torch.work import DdsWork
 
 MAX_NAME_BYTES = 100  # of a name on its way; what is longer is cut, and made unique again by a hash
 _MAX_SHAPE_CHARS = 64  # the same for a shape
@@ -44,14 +44,14 @@ class NamedCalls:
         self.world = group.world
         self.tasks = Reductions(group.rank, group.world)
         self.stall = StallReport(group.name, group.rank, group.world, warning_from_environment())
-        self._lane = backend.lane
-        self._lane.also_watch = self.stall.look
+        self._queue = backend.queue
+        self._queue.also_watch = self.stall.look
         self._timeout_s = backend.options._timeout.total_seconds()
         self._lock = threading.Lock()
         self._ahead_bytes = 0
         self._optimizers = 0
 
-    def start(self, task: Task, space: str, name: str, size_bytes: int) -> DdsWork:
+    def start(self, task: CollectiveCall, space: str, name: str, size_bytes: int) -> DdsWork:
         """Start a call.
 
         Args:
@@ -70,8 +70,8 @@ class NamedCalls:
                 operation.large_bytes = 0
             operation.on_end.append(partial(self._one_ended, waiting))
         self.stall.add(waiting)
-        work = self._lane.start(DdsWork(self._lane, task, wire_name(space, name), self._timeout_s, ordered=False))
-        self._lane.engine.progress.resume()
+        work = self._queue.start(DdsWork(self._queue, task, wire_name(space, name), self._timeout_s, ordered=False))
+        self._queue.engine.progress.resume()
         return work
 
     def _one_ended(self, waiting: Waiting, operation: Operation) -> None:
@@ -129,7 +129,7 @@ def wire_name(space: str, name: str) -> str:
     return _within(f"named {space} {name}", MAX_NAME_BYTES)
 
 
-def sign(task: Task, shape: str) -> Task:
+def sign(task: CollectiveCall, shape: str) -> CollectiveCall:
     """Let the operations say a shape, too: so that ranks whose tensors differ are told of both."""
     for operation in task.operations:
         operation.signature = f"{operation.signature} {_within(shape, _MAX_SHAPE_CHARS)}"

@@ -21,23 +21,23 @@ from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import new_incarnation
-from gradbus.torch.store_messages import (
+from gradbus.torch.store.messages import (
     VERSION,
-    Answer,
     Closed,
     Here,
-    Join,
-    Leave,
     NotNow,
-    Refused,
     Request,
-    Welcome,
+    StoreAnswer,
+    StoreJoin,
+    StoreLeave,
+    StoreRefused,
+    StoreWelcome,
     decode,
     frame_of,
 )
-from gradbus.torch.store_peer import Asker, Peer
-from gradbus.torch.store_pending import Backlog, Pending
-from gradbus.torch.store_table import Table, answer
+from gradbus.torch.store.peer import RequestTable, StorePeer
+from gradbus.torch.store.requests import Backlog, PendingRequests
+from gradbus.torch.store.table import StoreTable, answer
 
 HERE_S = 0.1  # how often arbiters of one name tell each other
 _LOOK_S = 60.0
@@ -49,7 +49,7 @@ _MAX_HOST_BYTES = 256  # of what a process calls itself, where that is a part of
 log = get_logger("store")
 
 
-class Arbiter:
+class StoreServer:
     """Rank 0's side of a store."""
 
     def __init__(self, bus: Bus, name: str, world: int, host: str, failed: Callable[[str], None]) -> None:
@@ -62,17 +62,17 @@ class Arbiter:
         self.incarnation = new_incarnation()
         self.closing = False  # set by any thread: no others are let in, and another arbiter may begin
         self.until_s = 0.0  # set by any thread: how long to stay for the others when closing
-        self.pending = Pending()
+        self.pending = PendingRequests()
         self._bus = bus
         self._name = name
         self._world = world
         self._host = host
         self._failed = failed
         self._loop = asyncio.get_running_loop()
-        self._table = Table()
-        self._local = Asker(self._table)
-        self._peers: dict[int, Peer] = {}  # by incarnation
-        self._ranks: dict[int, Peer] = {}  # who has joined, also those that are gone
+        self._table = StoreTable()
+        self._local = RequestTable(self._table)
+        self._peers: dict[int, StorePeer] = {}  # by incarnation
+        self._ranks: dict[int, StorePeer] = {}  # who has joined, also those that are gone
         self._left = asyncio.Event()  # somebody has
         self._removals: set[asyncio.Task[None]] = set()
         self._backlog = Backlog(_MAX_FRAMES)
@@ -83,7 +83,7 @@ class Arbiter:
 
     # The own process
 
-    def call(self, request: Request, timeout_s: float) -> Answer | None:
+    def call(self, request: Request, timeout_s: float) -> StoreAnswer | None:
         """A request of rank 0 itself, on any thread. None: there is no answer within ``timeout_s``, or there are none
         any more. Its id is set here."""
         slot = self.pending.add()
@@ -99,7 +99,7 @@ class Arbiter:
     def _ask(self, request: Request) -> None:
         self._local.ask(request, lambda result: self.pending.give(self._explained(request, result)))
 
-    def _explained(self, request: Request, result: Answer) -> Answer:
+    def _explained(self, request: Request, result: StoreAnswer) -> StoreAnswer:
         """A timeout says which ranks have not come."""
         absent = self._absent
         if result.outcome != "timeout" or not absent:
@@ -127,37 +127,37 @@ class Arbiter:
             return
         peer = self._peers.get(key.incarnation)
         match message:
-            case Join():
+            case StoreJoin():
                 if not self.closing:
                     self._on_join(key.sender, key.incarnation, message, key.name)
             case Here() if key.incarnation != self.incarnation:
                 self._on_here(key.incarnation, message)
             case Request() if peer is not None and self._has_joined(peer):
                 peer.ask(message, self._explained)
-            case Leave() if peer is not None:
+            case StoreLeave() if peer is not None:
                 self._forget(peer)
             case _:
                 pass
 
-    def _has_joined(self, peer: Peer) -> bool:
+    def _has_joined(self, peer: StorePeer) -> bool:
         return self._ranks.get(peer.rank) is peer
 
-    def _on_join(self, rank: int, incarnation: int, said: Join, process: str) -> None:
+    def _on_join(self, rank: int, incarnation: int, said: StoreJoin, process: str) -> None:
         peer = self._peers.get(incarnation) or self._open(rank, incarnation, said.host, process)
         if peer is None:
             return
         peer.heard()
         why = self._misfit(rank, said)
         if why:
-            peer.tell(Refused(why))
+            peer.tell(StoreRefused(why))
             return
         holder = self._ranks.setdefault(rank, peer)
         if holder is peer:
-            peer.tell(Welcome(self._host))
+            peer.tell(StoreWelcome(self._host))
         else:
             peer.tell(NotNow(holder.incarnation in self._peers and holder.look(), holder.host, self._host))
 
-    def _misfit(self, rank: int, said: Join) -> str:
+    def _misfit(self, rank: int, said: StoreJoin) -> str:
         if said.version != VERSION:
             return (
                 f"it speaks version {said.version} of the store's messages, rank 0 on {self._host} {VERSION}: use one "
@@ -171,14 +171,14 @@ class Arbiter:
             )
         return ""
 
-    def _open(self, rank: int, incarnation: int, host: str, process: str) -> Peer | None:
+    def _open(self, rank: int, incarnation: int, host: str, process: str) -> StorePeer | None:
         strangers = [peer for peer in self._peers.values() if not self._has_joined(peer)]
         for peer in strangers:
             if peer.is_silent:
                 self._forget(peer)
         if len(strangers) >= _MAX_STRANGERS:
             return None
-        peer = self._peers[incarnation] = Peer(
+        peer = self._peers[incarnation] = StorePeer(
             self._bus, self._table, self.incarnation, rank, incarnation, host, process
         )  # fmt: skip
         return peer
@@ -234,7 +234,7 @@ class Arbiter:
         here = [peer.look() for peer in self._peers.values()]  # all of them: it notes who has been seen
         return self._is_contested or self._is_in_doubt or not all(here) or bool(self._bus.standing.refusal)
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: StorePeer) -> None:
         """It has left, or its process is gone."""
         self._left.set()
         del self._peers[peer.incarnation]

@@ -16,11 +16,11 @@ from torch.futures import Future
 from gradbus.runtime import forks
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveTimeout, ForkedProcess
-from gradbus.torch.task import Task
+from gradbus.torch.call import CollectiveCall
 from gradbus.torch.untraced import untraced
 
 if TYPE_CHECKING:
-    from gradbus.torch.comm_thread import Lane
+    from gradbus.torch.work_queue import WorkQueue
 
 _NO_LIMIT = timedelta(0)
 
@@ -35,14 +35,16 @@ class DdsWork(Work):
     ``source`` is the rank a message came from, -1 where that makes no sense or is not known yet.
     """
 
-    def __init__(self, lane: Lane, task: Task, name: str, timeout_s: float, *, ordered: bool, source: int = -1) -> None:
+    def __init__(
+        self, queue: WorkQueue, task: CollectiveCall, name: str, timeout_s: float, *, ordered: bool, source: int = -1
+    ) -> None:
         """
         Args:
             name: of the operations, on all ranks.
             ordered: it takes its turn in the order of the group's collectives.
         """
         super().__init__()
-        self._made_in = lane.made_in
+        self._made_in = queue.made_in
         self._check_process(task.what)
         self.task = task
         self.name = name
@@ -50,14 +52,14 @@ class DdsWork(Work):
         self.source = source
         self.until_s = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        self._lane = lane
+        self._queue = queue
         self._left = max(1, len(task.operations))
         self._error: BaseException | None = None
         self._started = False
         self._trigger: Future[Any] | None = None
         self._future: Future[Any] | None = None
         self._delivered = False
-        self.counted = False  # among the running ones of the lane
+        self.counted = False  # among the running ones of the queue
         self._settling = threading.Lock()
         self._gate = threading.Lock()  # open when all has ended
         self._gate.acquire()
@@ -69,7 +71,7 @@ class DdsWork(Work):
         except ForkedProcess as error:
             raise DistBackendError(f"{what}: {error}") from error
 
-    # For the lane
+    # For the queue
 
     @property
     def ended(self) -> bool:
@@ -79,8 +81,8 @@ class DdsWork(Work):
     def begin(self) -> None:
         """Start the operations. Called once, in the order of the calls; also when it was given up meanwhile, so that
         those that come next keep their numbers."""
-        lane = self._lane
-        with lane.lock:
+        queue = self._queue
+        with queue.lock:
             self._started = True
             given_up = self.ended
             if self._future is not None and not given_up:
@@ -88,18 +90,18 @@ class DdsWork(Work):
         for operation in self.task.operations:
             if not given_up:
                 operation.on_end.append(self._one_ended)
-            lane.engine.start(operation, self.name, 0)
+            queue.engine.start(operation, self.name, 0)
             if given_up and self._error is not None:
                 operation.fail(self._error)
 
     def _count(self) -> None:
         """It is under way and has a future: from now on it holds up those that come later. With the lock held."""
         self.counted = self.ordered
-        self._lane.running += self.counted
+        self._queue.running += self.counted
 
     def end(self, error: BaseException | None = None) -> bool:
         """End one whose operations were not started. False: they were."""
-        with self._lane.lock:
+        with self._queue.lock:
             if self._started:
                 return False
             if self.ended:
@@ -112,8 +114,8 @@ class DdsWork(Work):
 
     def _one_ended(self, operation: Operation) -> None:
         """On whatever thread, and perhaps with the operation's lock held: nothing here may wait."""
-        lane = self._lane
-        with lane.lock:
+        queue = self._queue
+        with queue.lock:
             self._left -= 1
             first = operation.error is not None and self._error is None
             if first:
@@ -122,12 +124,12 @@ class DdsWork(Work):
         if ended:
             self._announce(has_future)
         elif first:
-            lane.later(self._fail_others)
+            queue.later(self._fail_others)
 
     def _announce(self, has_future: bool) -> None:
         self._gate.release()
-        self._lane.engine.progress.nudge()
-        self._lane.ended(self, has_future)
+        self._queue.engine.progress.nudge()
+        self._queue.ended(self, has_future)
 
     def _fail_others(self) -> None:
         if self._error is not None:
@@ -143,9 +145,9 @@ class DdsWork(Work):
             for operation in operations:
                 operation.fail(error)
 
-    def outlast(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until it has ended, well or not."""
-        self._lane.engine.progress.pump(self._is_over, self.until_s)
+        self._queue.engine.progress.pump(self._is_over, self.until_s)
         if not self._gate.acquire(timeout=max(0.0, self.until_s - time.monotonic())):
             self.expire()
             self._gate.acquire()
@@ -156,7 +158,7 @@ class DdsWork(Work):
 
     def deliver(self) -> None:
         """Complete the future, and with that run its callbacks."""
-        with self._lane.lock:
+        with self._queue.lock:
             trigger, done = self._trigger, self._delivered
             self._delivered = True
         if trigger is not None and not done:
@@ -197,7 +199,7 @@ class DdsWork(Work):
         if " where this rank " in text:
             order = " in the same order" if self.ordered else ""
             text += f". All ranks must make the same calls{order}, with tensors of one shape and dtype"
-        told = DistBackendError(f"[Rank {self._lane.engine.rank}] {self.task.what} {how}: {text}")
+        told = DistBackendError(f"[Rank {self._queue.engine.rank}] {self.task.what} {how}: {text}")
         told.__cause__ = error
         return told
 
@@ -214,12 +216,12 @@ class DdsWork(Work):
         if 0 < limit_s < self.until_s - time.monotonic():
             if not self._gate.acquire(timeout=limit_s):
                 raise DistBackendError(
-                    f"[Rank {self._lane.engine.rank}] wait for {self.task.what} Timed out after {limit_s:g} s; it goes "
-                    f"on until {self._timeout_s:g} s have passed"
+                    f"[Rank {self._queue.engine.rank}] wait for {self.task.what} Timed out after {limit_s:g} s; it "
+                    f"goes on until {self._timeout_s:g} s have passed"
                 )
             self._gate.release()
         else:
-            self.outlast()
+            self.wait_until_done()
         error = self._settle()
         if error is not None:
             raise error
@@ -231,15 +233,15 @@ class DdsWork(Work):
 
     def get_future(self) -> Future[Any]:
         """A future of the tensors. Its callbacks run on the communication thread, or here if it is done already."""
-        lane = self._lane
-        with lane.lock:
+        queue = self._queue
+        with queue.lock:
             if self._future is not None:
                 return self._future
             self._trigger = Future()
             future = self._future = self._trigger.then(self._outcome)
             ended = self.ended
             if not ended:
-                lane.need_thread()
+                queue.need_thread()
                 if self._started:
                     self._count()
         if ended:
@@ -273,7 +275,7 @@ class DdsWork(Work):
 
 
 @untraced
-class Several(Work):
+class CoalescedWork(Work):
     """Calls that are waited for as one."""
 
     def __init__(self, works: Sequence[DdsWork]) -> None:

@@ -22,9 +22,9 @@ from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 from gradbus.runtime.dds.participant import Writer
 from gradbus.torch import bus_thread
-from gradbus.torch.store_client import Client
-from gradbus.torch.store_messages import Answer, Op, Request
-from gradbus.torch.store_server import Arbiter
+from gradbus.torch.store.client import StoreClient
+from gradbus.torch.store.messages import Op, Request, StoreAnswer
+from gradbus.torch.store.server import StoreServer
 
 _GRACE_S = 1.0  # the arbiter knows more than "no answer" about a wait that has timed out: let it tell
 _ACKS_S = 1.0  # how long the others get to take over the last words
@@ -79,8 +79,8 @@ class StoreLink:
         self._process = os.getpid()
         self._opening = threading.Lock()
         self._thread: bus_thread.BusThread | None = None
-        self._end: Arbiter | Client | None = None
-        self._leaving: Arbiter | Client | None = None
+        self._end: StoreServer | StoreClient | None = None
+        self._leaving: StoreServer | StoreClient | None = None
 
     def open(self, timeout_s: float) -> None:
         """Begin, or wait for another thread that does; of rank 0 nobody else is needed.
@@ -104,11 +104,11 @@ class StoreLink:
 
     def _open(self, timeout_s: float) -> None:
         self._thread = thread = _acquire(self.address)
-        end: Arbiter | Client | None = None
+        end: StoreServer | StoreClient | None = None
         joining: Future[None] | None = None
         try:
             end = thread.start(self._make()).result()
-            if isinstance(end, Client):
+            if isinstance(end, StoreClient):
                 settings = bus_thread.settings_from_environment()
                 # Of a process of this machine the kernel has told, if it was dead.
                 patience_s = _PATIENCE_S if settings.interface == "lo" else _PATIENCE_LEASES * thread.bus.lease_s
@@ -125,13 +125,13 @@ class StoreLink:
             raise
         _open.add(self)
 
-    async def _make(self) -> Arbiter | Client:
+    async def _make(self) -> StoreServer | StoreClient:
         assert self._thread is not None
         bus, address = self._thread.bus, self.address
         host = f"{socket.gethostname()} (process {os.getpid()})"
         if address.rank == 0:
-            return Arbiter(bus, address.name, address.world, host, self._fail)
-        return Client(bus, address.name, address.rank, address.world, host, self._fail)
+            return StoreServer(bus, address.name, address.world, host, self._fail)
+        return StoreClient(bus, address.name, address.rank, address.world, host, self._fail)
 
     def _fail(self, why: str) -> None:
         self.fault = self.fault or why
@@ -148,7 +148,7 @@ class StoreLink:
     def call(
         self, op: Op, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0, *, waits: bool = False,
         timeout_s: float,
-    ) -> Answer:  # fmt: skip
+    ) -> StoreAnswer:  # fmt: skip
         """Ask the arbiter, and wait. ``waits``: the arbiter may wait for ``timeout_s`` as well.
 
         Raises:
@@ -185,7 +185,7 @@ class StoreLink:
         if thread is None or end is None or self.finished.is_set():
             return
         self.fault = self.fault or "it is closed here, by close() or with its process group"
-        if isinstance(end, Arbiter):
+        if isinstance(end, StoreServer):
             end.closing = True
             end.until_s = time.monotonic() + _STAY_S
         self._end, self._leaving = None, end
@@ -198,19 +198,19 @@ class StoreLink:
     def hurry(self) -> None:
         """The process ends."""
         leaving = self._leaving
-        if isinstance(leaving, Arbiter):
+        if isinstance(leaving, StoreServer):
             leaving.until_s = min(leaving.until_s, time.monotonic() + _EXIT_S)
 
-    def _start_leaving(self, thread: bus_thread.BusThread, end: Arbiter | Client) -> None:
+    def _start_leaving(self, thread: bus_thread.BusThread, end: StoreServer | StoreClient) -> None:
         end.pending.end()
         try:
             threading.Thread(target=self._leave, args=(thread, end), name="gradbus-store-close").start()
         except RuntimeError:  # the interpreter is ending
             self.finished.set()
 
-    def _leave(self, thread: bus_thread.BusThread, end: Arbiter | Client) -> None:
+    def _leave(self, thread: bus_thread.BusThread, end: StoreServer | StoreClient) -> None:
         try:
-            if isinstance(end, Arbiter):
+            if isinstance(end, StoreServer):
                 thread.start(end.linger()).result(_STAY_S + _CLOSE_S)
             writers = thread.start(_say_goodbye(end)).result(_CLOSE_S)
             until_s = time.monotonic() + _ACKS_S
@@ -226,7 +226,7 @@ class StoreLink:
             self.finished.set()
 
 
-async def _say_goodbye(end: Arbiter | Client) -> list[Writer]:
+async def _say_goodbye(end: StoreServer | StoreClient) -> list[Writer]:
     end.say_goodbye()
     return end.writers()
 
