@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gradbus.experiments.bench.processes import RankPlace, dds_group, unsealed_group
 from gradbus.experiments.bench.timing import block, size_text, timed
+from gradbus.runtime.bus import background
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.torch import bus_thread
+from gradbus.torch.groups import acquire_bus
 
 _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")  # how the kernel names what processes share
 
@@ -88,7 +89,7 @@ class _GroupApi:
     """A Group on the bus that the process group has already, called from this thread."""
 
     def __init__(self, place: RankPlace) -> None:
-        self._bus = bus_thread.acquire(dist.distributed_c10d._get_default_store(), dist.get_rank())
+        self._bus = acquire_bus(dist.distributed_c10d._get_default_store(), dist.get_rank())
         self._stack = AsyncExitStack()
         joining = join_group(self._bus.bus, rank=place.rank, world=place.world, name="bench")
         self._group = self._bus.start(self._stack.enter_async_context(joining)).result()
@@ -100,7 +101,7 @@ class _GroupApi:
     def close(self) -> None:
         """Leave the group."""
         self._bus.start(self._stack.aclose()).result()
-        bus_thread.release(self._bus)
+        background.release(self._bus)
 
 
 def time_cells(place: RankPlace) -> dict[str, Any]:

@@ -17,16 +17,14 @@ from torch.distributed import DistBackendError
 from gradbus.runtime.errors import BarrierTimeout, BusError, JobTaken, JoinRefused
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.call import CollectiveCall, together
+from gradbus.torch.calls import CollectiveCalls
 from gradbus.torch.formation import WORLD
 from gradbus.torch.groups import TorchGroup
 from gradbus.torch.monitored_barrier import monitored_barrier
-from gradbus.torch.ops import Reductions
 from gradbus.torch.point_to_point import Messages
-from gradbus.torch.register import NAME
 from gradbus.torch.shapes import signed
 from gradbus.torch.untraced import untraced
-from gradbus.torch.work import CoalescedWork, DdsWork
-from gradbus.torch.work_queue import WorkQueue
+from gradbus.torch.work import CoalescedWork, DdsWork, WorkQueue
 
 _ORDERED = "c"  # all collectives share a name: where ranks call different ones, that is noticed at once
 
@@ -60,7 +58,7 @@ class DdsBackend(Backend):
         self._options = options
         self._timeout_s = options._timeout.total_seconds()
         self._queue = WorkQueue()
-        self._tasks = Reductions(rank, size)
+        self._tasks = CollectiveCalls(rank, size)
         all_ranks = options.global_ranks_in_group
         label = str(options.group_name) if all_ranks else WORLD
         try:
@@ -102,10 +100,10 @@ class DdsBackend(Backend):
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """For messages."""
-        return NAME
+        return self._options.backend
 
     def _get_backend_name(self) -> str:
-        return NAME
+        return self._options.backend
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of collectives that say none."""
@@ -244,7 +242,7 @@ class DdsBackend(Backend):
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """The same; rank 0 names ranks that do not come."""
-        monitored_barrier(self, self._limit_s(opts.timeout), wait_all_ranks)
+        monitored_barrier(self.messages, self.rank(), self.size(), self._limit_s(opts.timeout), wait_all_ranks)
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> DdsWork:
         """A message to a rank."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
-from gradbus.torch import bus_thread
 from gradbus.torch.formation import WORLD, RankLocations, RankLock, agreed_name
 from gradbus.torch.stall_report import WARNING_S
 
@@ -31,6 +32,26 @@ Watch = Callable[[float], None]
 log = get_logger("torch")
 
 
+def acquire_bus(store: Store, rank: int) -> background.BusThread:
+    """The bus of all processes of a store; :func:`.background.release` gives it back.
+
+    The number of its job lies under all prefixes of the store: process groups that were made apart, and meet in a third
+    one later, must be on one bus.
+
+    Args:
+        rank: of this process among all of the job, not of one of its process groups.
+
+    Raises:
+        ConfigError: a setting is wrong. BusError: DDS cannot be started.
+    """
+    root = store
+    while isinstance(root, PrefixStore):
+        root = root.underlying_store
+    settings = background.settings_from_environment()
+    number = root.compare_set(background.JOB_KEY, "", secrets.token_hex(8)).decode()
+    return background.acquire(background.numbered_job(number, settings), settings, rank)
+
+
 class TorchGroup:
     """This process's place in one process group."""
 
@@ -39,7 +60,7 @@ class TorchGroup:
         self.name = name
         self.rank = engine.rank
         self.world = engine.world
-        self._thread: bus_thread.BusThread | None = None
+        self._thread: background.BusThread | None = None
         self._life: _Life | None = None
         self._claim: RankLock | None = None
 
@@ -70,10 +91,10 @@ class TorchGroup:
             if label == WORLD:
                 claim = RankLock(store, rank, world, label)
                 undo.callback(claim.release)
-            reach = bus_thread.reach()
+            reach = background.reach()
             name = agreed_name(store, rank, world, label, timeout_s, reach)
-            thread = bus_thread.acquire(store, job_rank)
-            undo.callback(bus_thread.release, thread)
+            thread = acquire_bus(store, job_rank)
+            undo.callback(background.release, thread)
             places = RankLocations(store, name, rank, world, thread.bus.reach)
             life = _Life(watch)
             group = life.begin(thread, rank, world, name, timeout_s, partial(places.check, label))
@@ -108,7 +129,7 @@ class TorchGroup:
             if self._claim is not None:
                 self._claim.release()
             if not keep_bus:
-                bus_thread.release(thread)
+                background.release(thread)
 
 
 class _Life:
@@ -123,7 +144,7 @@ class _Life:
         self._task: Future[None] | None = None
 
     def begin(
-        self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float,
+        self, thread: background.BusThread, rank: int, world: int, name: str, timeout_s: float,
         check: Callable[[], None],
     ) -> Group:  # fmt: skip
         """Wait until the group has formed. ``check`` is called now and then, and raises where it never will."""
@@ -141,14 +162,14 @@ class _Life:
                 self._task.cancel()
                 raise
 
-    def end(self, thread: bus_thread.BusThread, reason: str, *, abruptly: bool) -> None:
+    def end(self, thread: background.BusThread, reason: str, *, abruptly: bool) -> None:
         self._reason, self._abruptly = reason, abruptly
         thread.call(self._leave.set)
         if self._task is not None:
             with contextlib.suppress(TimeoutError, CancelledError):  # the bus closes under it, or has done so
                 self._task.exception(_LEAVE_S)
 
-    async def _live(self, thread: bus_thread.BusThread, rank: int, world: int, name: str, timeout_s: float) -> None:
+    async def _live(self, thread: background.BusThread, rank: int, world: int, name: str, timeout_s: float) -> None:
         last_word: GradbusError | None = None
         try:
             async with join_group(

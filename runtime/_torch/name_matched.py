@@ -18,7 +18,7 @@ from torch import Tensor
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.torch.backend import DdsBackend
 from gradbus.torch.call import CollectiveCall
-from gradbus.torch.ops import Reductions
+from gradbus.torch.calls import CollectiveCalls
 from gradbus.torch.process_group import DdsProcessGroup
 from gradbus.torch.register import NAME
 from gradbus.torch.stall_report import StallReport, Waiting, begins, warning_from_environment
@@ -42,7 +42,7 @@ class NamedCalls:
         group = backend.group
         self.rank = group.rank
         self.world = group.world
-        self.tasks = Reductions(group.rank, group.world)
+        self.tasks = CollectiveCalls(group.rank, group.world)
         self.stall = StallReport(group.name, group.rank, group.world, warning_from_environment())
         self._queue = backend.queue
         self._queue.also_watch = self.stall.look

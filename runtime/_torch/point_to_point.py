@@ -12,11 +12,10 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import lane_of
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.torch.call import CollectiveCall
+from gradbus.torch.calls import CollectiveCalls
 from gradbus.torch.groups import TorchGroup
-from gradbus.torch.moves import Moves
 from gradbus.torch.shapes import check, described, in_words
-from gradbus.torch.work import DdsWork
-from gradbus.torch.work_queue import WorkQueue
+from gradbus.torch.work import DdsWork, WorkQueue
 
 
 def message_name(source: int, to: int, tag: int) -> str:
@@ -27,7 +26,7 @@ def message_name(source: int, to: int, tag: int) -> str:
 class Messages:
     """Sends and receives of one rank of one group. From whatever thread, also from callbacks."""
 
-    def __init__(self, group: TorchGroup, queue: WorkQueue, moves: Moves) -> None:
+    def __init__(self, group: TorchGroup, queue: WorkQueue, moves: CollectiveCalls) -> None:
         self._group = group
         self._queue = queue
         self._moves = moves

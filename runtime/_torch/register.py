@@ -41,4 +41,4 @@ def check(version: str, has_distributed: bool) -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     from gradbus.torch.process_group import create
 
-    return create(options, backend_options)
+    return create(NAME, options)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.tensors import MAX_DIMS, can_be_sent, check_sendable, dtype_name
 from gradbus.torch.call import CollectiveCall
-from gradbus.torch.register import NAME
 
 _MAX_TEXT = 48  # characters of shapes, in frames
 
@@ -20,7 +19,7 @@ def check(*tensors: Tensor) -> None:
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(
-                f"backend {NAME!r} moves tensors of the CPU, this one is on {tensor.device}. Give it tensor.cpu(), or "
+                f"backend 'dds' moves tensors of the CPU, this one is on {tensor.device}. Give it tensor.cpu(), or "
                 f'each kind of device a backend of its own: init_process_group("cpu:dds,cuda:nccl")'
             )
         check_sendable(tensor)

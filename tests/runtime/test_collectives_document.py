@@ -16,6 +16,7 @@ from doc_pages import python_blocks, rows, section, tables
 
 import gradbus
 from gradbus.runtime import errors
+from gradbus.runtime.bus.background import settings_from_environment
 from gradbus.runtime.collectives import (
     ALGORITHMS,
     Group,
@@ -35,7 +36,6 @@ from gradbus.runtime.collectives.streams import CHUNK_BYTES
 from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.shm import layout
-from gradbus.torch.bus_thread import settings_from_environment
 
 MIB = 1 << 20
 

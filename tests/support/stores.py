@@ -17,11 +17,11 @@ from typing import Any
 from dds_domains import new_domain
 from patience import until
 
+from gradbus.runtime.bus.background import BusThread, release
 from gradbus.runtime.bus.raw_endpoints import FramePort
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
 from gradbus.runtime.wire.messages import new_incarnation
-from gradbus.torch.bus_thread import BusThread, release
 from gradbus.torch.store.link import Address, StoreLink, _acquire
 from gradbus.torch.store.messages import (
     VERSION,

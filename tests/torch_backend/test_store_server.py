@@ -15,10 +15,9 @@ import torch.distributed as dist
 from patience import until
 from stores import RawRank, begin, finished, new_job, open_rank, opened, vanish
 
-from gradbus.runtime.bus import liveness
+from gradbus.runtime.bus import background, liveness
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire.frames import Kind
-from gradbus.torch import bus_thread
 from gradbus.torch.store import peer as store_peer
 from gradbus.torch.store.messages import (
     Here,
@@ -225,7 +224,7 @@ def test_of_two_processes_with_rank_0_the_second_one_is_told(
     job: tuple[int, str], first: DdsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as apart:
-        apart.setattr(bus_thread, "_threads", {})  # a bus of its own, as another process has
+        apart.setattr(background, "_threads", {})  # a bus of its own, as another process has
         the_second_one_is_told(job)
     second = open_rank(job, 1, 2)
     first.set("k", "1")

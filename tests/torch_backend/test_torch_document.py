@@ -12,11 +12,12 @@ from torch.distributed import ReduceOp
 from torch_node import play
 
 import gradbus.torch
+from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.torch import bus_thread, hooks, stall_report
+from gradbus.torch import hooks, stall_report
 from gradbus.torch.functions import OPS
 from gradbus.torch.register import OLDEST
 
@@ -49,10 +50,10 @@ def test_the_settings_are_those_of_the_code(page: str, monkeypatch: pytest.Monke
     for name, default in told.items():
         if default:
             monkeypatch.setenv(name, default.replace("default-USER", default_job()))
-    assert bus_thread.settings_from_environment() == BusSettings()
+    assert background.settings_from_environment() == BusSettings()
     (peers,) = re.findall(r"PEERS='(.*?)'", page)
     monkeypatch.setenv("GRADBUS_BUS__PEERS", peers)
-    assert bus_thread.settings_from_environment().peers == ("192.0.2.10", "192.0.2.11")
+    assert background.settings_from_environment().peers == ("192.0.2.10", "192.0.2.11")
     leases = [NetworkConfig(profile=profile).effective_lease_s for profile in ("loopback", "network")]
     assert "{:g} s with `loopback`, {:g} s with `network`".format(*leases) in page
 

@@ -11,11 +11,11 @@ import pytest
 from memory_link import MemoryNet
 
 from gradbus.runtime.errors import CollectiveTimeout, WriteTimeout
-from gradbus.torch import stall_report, work_queue
-from gradbus.torch.moves import Moves
+from gradbus.torch import stall_report
+from gradbus.torch import work as work_module
+from gradbus.torch.calls import CollectiveCalls
 from gradbus.torch.stall_report import StallReport, begins
-from gradbus.torch.work import DdsWork
-from gradbus.torch.work_queue import WorkQueue
+from gradbus.torch.work import DdsWork, WorkQueue
 
 
 class Pair:
@@ -27,10 +27,10 @@ class Pair:
         self.queue.engine = self.net.engines[0]
 
     def barrier(self) -> DdsWork:
-        return DdsWork(self.queue, Moves(0, 2).barrier(), "c", 60.0, ordered=True)
+        return DdsWork(self.queue, CollectiveCalls(0, 2).barrier(), "c", 60.0, ordered=True)
 
     def barrier_of_rank_1(self) -> None:
-        self.net.start(Moves(1, 2).barrier().operations[0], "c")
+        self.net.start(CollectiveCalls(1, 2).barrier().operations[0], "c")
 
 
 class NoLog:
@@ -69,7 +69,7 @@ def test_a_future_asked_for_while_its_work_ends_leaves_nothing_behind(monkeypatc
 
 
 def test_callbacks_go_on_after_one_that_fails_and_a_log_that_takes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_queue, "log", NoLog())
+    monkeypatch.setattr(work_module, "log", NoLog())
     pair = Pair()
     first, second = pair.barrier(), pair.barrier()
     all_is_here, called = threading.Event(), threading.Event()
@@ -96,7 +96,7 @@ def test_a_stall_report_whose_lines_are_lost_goes_on_in_its_pace(monkeypatch: py
     monkeypatch.setattr(stall_report, "log", log)
     report = StallReport("group", 0, 2, warning_s=1.0)
     for name in ("a", "b"):
-        report.add(begins(name, Moves(0, 2).barrier(), 0))
+        report.add(begins(name, CollectiveCalls(0, 2).barrier(), 0))
     began_s = time.monotonic()
     report.look(began_s + 1.5)
     log.broken = False

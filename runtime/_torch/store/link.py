@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
+from gradbus.runtime.bus import background
 from gradbus.runtime.dds.participant import Writer
-from gradbus.torch import bus_thread
 from gradbus.torch.store.client import StoreClient
 from gradbus.torch.store.messages import Op, Request, StoreAnswer
 from gradbus.torch.store.server import StoreServer
@@ -51,11 +51,11 @@ class Address:
 
     @property
     def number(self) -> str:
-        """Of the bus that its processes share: see :func:`.bus_thread.numbered_job`."""
+        """Of the bus that its processes share: see :func:`.background.numbered_job`."""
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 
-def _acquire(address: Address) -> bus_thread.BusThread:
+def _acquire(address: Address) -> background.BusThread:
     """The bus of all that has to do with an address: this store, the process groups that are made with it, and what is
     left of a former store. Participants of one process that come and go while others discover them may never be found
     (see :mod:`gradbus.runtime.dds.domains`), so there is one.
@@ -63,8 +63,8 @@ def _acquire(address: Address) -> bus_thread.BusThread:
     Raises:
         ConfigError: a setting is wrong. BusError: DDS cannot be started.
     """
-    settings = bus_thread.settings_from_environment().model_copy(update={"domain": address.domain})
-    return bus_thread.acquire_job(bus_thread.numbered_job(address.number, settings), settings, address.rank)
+    settings = background.settings_from_environment().model_copy(update={"domain": address.domain})
+    return background.acquire(background.numbered_job(address.number, settings), settings, address.rank)
 
 
 class StoreLink:
@@ -78,7 +78,7 @@ class StoreLink:
         self.finished = threading.Event()
         self._process = os.getpid()
         self._opening = threading.Lock()
-        self._thread: bus_thread.BusThread | None = None
+        self._thread: background.BusThread | None = None
         self._end: StoreServer | StoreClient | None = None
         self._leaving: StoreServer | StoreClient | None = None
 
@@ -109,7 +109,7 @@ class StoreLink:
         try:
             end = thread.start(self._make()).result()
             if isinstance(end, StoreClient):
-                settings = bus_thread.settings_from_environment()
+                settings = background.settings_from_environment()
                 # Of a process of this machine the kernel has told, if it was dead.
                 patience_s = _PATIENCE_S if settings.interface == "lo" else _PATIENCE_LEASES * thread.bus.lease_s
                 joining = thread.start(end.join(timeout_s, patience_s))
@@ -121,7 +121,7 @@ class StoreLink:
             if end is not None:
                 with contextlib.suppress(TimeoutError):
                     thread.start(end.close()).result(_CLOSE_S)
-            bus_thread.release(thread)
+            background.release(thread)
             raise
         _open.add(self)
 
@@ -201,14 +201,14 @@ class StoreLink:
         if isinstance(leaving, StoreServer):
             leaving.until_s = min(leaving.until_s, time.monotonic() + _EXIT_S)
 
-    def _start_leaving(self, thread: bus_thread.BusThread, end: StoreServer | StoreClient) -> None:
+    def _start_leaving(self, thread: background.BusThread, end: StoreServer | StoreClient) -> None:
         end.pending.end()
         try:
             threading.Thread(target=self._leave, args=(thread, end), name="gradbus-store-close").start()
         except RuntimeError:  # the interpreter is ending
             self.finished.set()
 
-    def _leave(self, thread: bus_thread.BusThread, end: StoreServer | StoreClient) -> None:
+    def _leave(self, thread: background.BusThread, end: StoreServer | StoreClient) -> None:
         try:
             if isinstance(end, StoreServer):
                 thread.start(end.linger()).result(_STAY_S + _CLOSE_S)
@@ -220,7 +220,7 @@ class StoreLink:
         except (TimeoutError, RuntimeError):
             pass  # the bus takes with it what is left
         finally:
-            bus_thread.release(thread)
+            background.release(thread)
             _open.discard(self)
             self._leaving = None  # with the table; a handle or a list of links may keep this object
             self.finished.set()

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import Store
 
-from gradbus.torch.bus_thread import _JOB_KEY as JOB_KEY
+from gradbus.runtime.bus.background import JOB_KEY
 from gradbus.torch.store.link import StoreLink
 from gradbus.torch.store.messages import MAX_KEY_BYTES, MAX_KEYS, MAX_PAGE_BYTES, MAX_VALUE_BYTES
 

@@ -1,21 +1,18 @@
-"""The event loop behind the backend: a background thread that owns one bus, for all process groups of this process.
+"""A bus in a background thread with an event loop of its own, for programs without asyncio, such as those of torch.
 
-torch calls from threads of its own and knows no event loop. What happens often (collectives) does not come by here:
-only forming and leaving groups does, and what looks after deadlines.
+Frequent work (collectives) does not pass here: only forming and leaving groups does, and the watch of deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pydantic import Field
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
@@ -25,7 +22,7 @@ from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.security.settings import Security, rank_security
 
 _PREFIX = "GRADBUS_BUS__"
-_JOB_KEY = "gradbus/job"
+JOB_KEY = "gradbus/job"  # in the store of a process group: the number of its job
 _CLOSE_S = 15.0
 
 T = TypeVar("T")
@@ -54,25 +51,13 @@ def _network(settings: BusSettings) -> NetworkConfig:
     )  # fmt: skip
 
 
-def job_of(store: Store, settings: BusSettings) -> str:
-    """The DDS job that all processes of a store share: the name that is set, and a number of this store.
-
-    The number lies under all prefixes: process groups that were made apart, and meet in a third one later, must be on
-    one bus.
-    """
-    root = store
-    while isinstance(root, PrefixStore):
-        root = root.underlying_store
-    return numbered_job(root.compare_set(_JOB_KEY, "", secrets.token_hex(8)).decode(), settings)
-
-
 def numbered_job(number: str, settings: BusSettings) -> str:
-    """The same, of processes that know their number."""
+    """The job whose name is set, made that of one store by the store's number."""
     return f"{settings.job[:40]}-{number}"
 
 
 class BusThread:
-    """Runs until it is released as often as it was acquired."""
+    """A thread that keeps one bus open until it is released as often as it was acquired."""
 
     def __init__(self, job: str, settings: BusSettings, rank: int) -> None:
         """Open the bus. ``rank``: of this process among all of the job. Raises ConfigError, BusError."""
@@ -125,21 +110,16 @@ _threads: dict[tuple[int, str], BusThread] = {}  # by process (a fork does not i
 _lock = forks.new_lock()
 
 
-def acquire(store: Store, rank: int) -> BusThread:
-    """The thread for the processes of this store, opened for its first user. :func:`release` gives it back.
+def acquire(job: str, settings: BusSettings, rank: int) -> BusThread:
+    """The thread for a job, opened for its first user. :func:`release` gives it back.
 
     Args:
+        settings: of the bus, as the first user has them.
         rank: of this process among all of the job, not of one of its process groups.
 
     Raises:
         ConfigError: a setting is wrong. BusError: DDS cannot be started.
     """
-    settings = settings_from_environment()
-    return acquire_job(job_of(store, settings), settings, rank)
-
-
-def acquire_job(job: str, settings: BusSettings, rank: int) -> BusThread:
-    """The same for a job that is known; ``settings`` are for its first user."""
     with _lock:
         thread = _threads.get((os.getpid(), job))
         if thread is None:
