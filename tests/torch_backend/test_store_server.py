@@ -239,7 +239,7 @@ def the_second_one_is_told(job: tuple[int, str]) -> None:
         contextlib.closing(open_rank(job, 0, 2)) as second,
     ):
         second.get("nothing")
-    until(lambda: not bus_thread._threads)  # else its bus would stay
+    until(lambda: not background._threads)  # else its bus would stay
 
 
 def test_a_store_that_all_ranks_have_joined_goes_on_whoever_comes(raw: RawRank, first: DdsStore) -> None:
