@@ -2,8 +2,8 @@
 
     python -m gradbus.experiments.examples.embed_aiohttp --config controller.conf.json --job mnist --port 8080
 
-``GET /status`` says in JSON where each job stands, ``/metrics`` the same for Prometheus, and ``/healthz`` answers 503
-when a controller has failed. What it takes is an application that is told of :func:`controller_context`.
+``GET /status`` is the state of each job in JSON, ``/metrics`` the same for Prometheus, and ``/healthz`` answers 503
+when a controller has failed. It needs an application whose ``cleanup_ctx`` has :func:`controller_context`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradbus.runtime.errors import ConfigError
 log = logs.get_logger("service")
 
 
-class Job:
+class ControllerJob:
     """One job: a bus, a controller on it, and what is known of them, also when they have ended.
 
     Attributes:
@@ -129,7 +129,7 @@ class FederatedService:
     """
 
     def __init__(self) -> None:
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, ControllerJob] = {}
         self.registry = CollectorRegistry()
         self.registry.register(JobCollector(self.jobs))
         self._group: asyncio.TaskGroup | None = None
@@ -140,7 +140,7 @@ class FederatedService:
         task: FederatedTask,
         config: gradbus.FederatedConfig,
         connection: AbstractAsyncContextManager[gradbus.Bus] | None = None,
-    ) -> Job:
+    ) -> ControllerJob:
         """Run a controller for this job: now, or as soon as the service runs.
 
         Args:
@@ -151,7 +151,7 @@ class FederatedService:
         """
         if name in self.jobs and self.jobs[name].running:
             raise ValueError(f"job {name!r} is there already; add it again when it has ended, or choose another name")
-        job = self.jobs[name] = Job(name, task, config, connection or gradbus.connect(name))
+        job = self.jobs[name] = ControllerJob(name, task, config, connection or gradbus.connect(name))
         if self._group is not None:
             self._group.create_task(job.run(), name=f"job-{name}")
         return job

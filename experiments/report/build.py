@@ -8,7 +8,7 @@ from pathlib import Path
 from gradbus.experiments.amounts import size
 from gradbus.experiments.report import compare, federated, parallel
 from gradbus.experiments.report.page import Page, need_extras, write
-from gradbus.experiments.rundir.reading import Run, read_run
+from gradbus.experiments.rundir.reading import RunFiles, read_run
 from gradbus.runtime.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def make_report(run_dir: Path | None, compared: Sequence[Path], out: Path | None
     return f"written to {target} ({size(written)}){missing}"
 
 
-def page_of(runs: Sequence[Run]) -> Page:
+def page_of(runs: Sequence[RunFiles]) -> Page:
     """The report on one run, or on several side by side. Raises ConfigError: they are of different kinds."""
     if len(runs) > 1:
         return compare.page_of(runs)

@@ -10,10 +10,10 @@ from typing import Any
 from gradbus.experiments.amounts import DASH, duration, number, percent, size
 from gradbus.experiments.report import federated, parallel, style
 from gradbus.experiments.report import figures as draw
-from gradbus.experiments.report.page import Figure, Page, Section, Table, text_of
+from gradbus.experiments.report.page import Page, PageFigure, PageTable, Section, text_of
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.directory import totals
-from gradbus.experiments.rundir.reading import Run
+from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.errors import ConfigError
 
 IGNORED = {"run_dir", "federated.state_dir", "worker.state_dir", "bus.job", "bus.domain", "rank"}
@@ -21,10 +21,10 @@ IGNORED = {"run_dir", "federated.state_dir", "worker.state_dir", "bus.job", "bus
 
 MAX_LABEL = 24  # letters
 
-Measure = tuple[str, Callable[[Run], float | None], Callable[[float], str]]
+Measure = tuple[str, Callable[[RunFiles], float | None], Callable[[float], str]]
 
 
-def page_of(runs: Sequence[Run]) -> Page:
+def page_of(runs: Sequence[RunFiles]) -> Page:
     """All of them on one page.
 
     Raises:
@@ -58,12 +58,12 @@ def page_of(runs: Sequence[Run]) -> Page:
         notes=[f"{label}: {note}" for run, label in zip(runs, labels, strict=True) for note in run.missing],
         sections=[
             Section(title="In numbers", tables=[measures_table(runs, labels, measures)]),
-            Section(title="Learning", figures=[Figure(
+            Section(title="Learning", figures=[PageFigure(
                 "learning", partial(draw.draw_curves, curves, counted=counted, sent=sent),
                 f"Accuracy and loss over {counted}s, bytes and time",
                 "Above: accuracy on the test set. Below: mean training loss.",
             )]),
-            Section(title="Time", figures=[Figure(
+            Section(title="Time", figures=[PageFigure(
                 "parts", partial(draw.draw_parts, bars, labels), f"Where the time of {part} goes", of_parts
             )]),
             Section(
@@ -74,14 +74,14 @@ def page_of(runs: Sequence[Run]) -> Page:
     )  # fmt: skip
 
 
-def labels_of(runs: Sequence[Run]) -> list[str]:
+def labels_of(runs: Sequence[RunFiles]) -> list[str]:
     """A label for each: the name of its directory, its end if it is long, and a number where two have the same."""
     names = [run.name if len(run.name) <= MAX_LABEL else f"…{run.name[1 - MAX_LABEL :]}" for run in runs]
     again = [names[:index].count(name) for index, name in enumerate(names)]
     return [f"{name} ({count + 1})" if count else name for name, count in zip(names, again, strict=True)]
 
 
-def looks_of(runs: Sequence[Run], labels: Sequence[str]) -> list[Look]:
+def looks_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Look]:
     """The look of its codec or exchange for each run, where these differ; else one look after the other."""
     known = [
         federated.codec_look(run, "codec") if run.kind == "federated" else parallel.exchange_look(run) for run in runs
@@ -94,19 +94,19 @@ def looks_of(runs: Sequence[Run], labels: Sequence[str]) -> list[Look]:
 # -- in numbers --------------------------------------------------------------------------------------------------------
 
 
-def _over_rounds(of: Callable[[Sequence[Any]], float | None]) -> Callable[[Run], float | None]:
+def _over_rounds(of: Callable[[Sequence[Any]], float | None]) -> Callable[[RunFiles], float | None]:
     return lambda run: of(run.rounds) if run.rounds else None
 
 
-def _total(key: str) -> Callable[[Run], float | None]:
+def _total(key: str) -> Callable[[RunFiles], float | None]:
     return _over_rounds(lambda rounds: totals(rounds)[key])
 
 
-def _last(key: str) -> Callable[[Run], float | None]:
+def _last(key: str) -> Callable[[RunFiles], float | None]:
     return lambda run: getattr(run.epochs[-1], key) if run.epochs else None
 
 
-def _wall_s(run: Run) -> float | None:
+def _wall_s(run: RunFiles) -> float | None:
     value = run.summary.get("wall_s")
     return value if isinstance(value, int | float) else None
 
@@ -151,7 +151,7 @@ PARALLEL: Sequence[Measure] = (
 )
 
 
-def measures_table(runs: Sequence[Run], labels: Sequence[str], measures: Sequence[Measure]) -> Table:
+def measures_table(runs: Sequence[RunFiles], labels: Sequence[str], measures: Sequence[Measure]) -> PageTable:
     """Rows of measures; of two runs with the second as a multiple of the first."""
     rows = []
     for name, of, shown in measures:
@@ -162,7 +162,7 @@ def measures_table(runs: Sequence[Run], labels: Sequence[str], measures: Sequenc
             cells.append(f"{second / first:.3g}" if first and second is not None else DASH)
         rows.append([name, *cells])
     ratio = [f"{labels[1]} / {labels[0]}"] if len(runs) == 2 else []
-    return Table(name="measures", head=("", *labels, *ratio), rows=rows, numbers=1)
+    return PageTable(name="measures", head=("", *labels, *ratio), rows=rows, numbers=1)
 
 
 # -- what differs ------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def measures_table(runs: Sequence[Run], labels: Sequence[str], measures: Sequenc
 _ABSENT = object()
 
 
-def settings_table(runs: Sequence[Run], labels: Sequence[str]) -> Table:
+def settings_table(runs: Sequence[RunFiles], labels: Sequence[str]) -> PageTable:
     """The settings, versions and machines that are not the same everywhere, apart from names and places."""
     kept = ("versions", "machine", "platform", "data") if all(run.summary for run in runs) else ()  # known at the end
     flat = [
@@ -182,7 +182,7 @@ def settings_table(runs: Sequence[Run], labels: Sequence[str]) -> Table:
         for key in keys
         if any(values.get(key, _ABSENT) != flat[0].get(key, _ABSENT) for values in flat)
     ]
-    return Table(name="settings", head=("setting", *labels), rows=rows)
+    return PageTable(name="settings", head=("setting", *labels), rows=rows)
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

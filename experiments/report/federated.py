@@ -15,10 +15,10 @@ from gradbus.experiments.files import ControllerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
 from gradbus.experiments.report.page import (
-    Figure,
     Page,
+    PageFigure,
+    PageTable,
     Section,
-    Table,
     Tile,
     byte_column,
     column,
@@ -30,13 +30,13 @@ from gradbus.experiments.report.page import (
 )
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.directory import totals
-from gradbus.experiments.rundir.reading import Run
+from gradbus.experiments.rundir.reading import RunFiles
 
 MAX_FAULTS = 60  # rows of a table of faults
 
 
-def page_of(run: Run) -> Page:
-    """Everything that the files of the run tell."""
+def page_of(run: RunFiles) -> Page:
+    """The page on one run."""
     reports = run.rounds
     up, down = codec_look(run, "codec"), codec_look(run, "downlink_codec")
     curve = draw.curve_of_rounds(reports, up)
@@ -51,7 +51,7 @@ def page_of(run: Run) -> Page:
         tiles=_tiles(run) if reports else [],
         notes=[*run.missing, *(_notes(run) if reports else [])],
         sections=[
-            Section(title="Learning", figures=[Figure(
+            Section(title="Learning", figures=[PageFigure(
                 "learning", partial(draw.draw_curves, [curve], counted="round", sent="sent, up and down"),
                 "Accuracy and loss over rounds, bytes and time",
                 "Above: accuracy of the global model on the test set. Below: mean loss of the clients' training, and "
@@ -59,12 +59,12 @@ def page_of(run: Run) -> Page:
                 "evaluation.",
             )]),
             _time(reports),
-            Section(title="Bytes", figures=[Figure(
+            Section(title="Bytes", figures=[PageFigure(
                 "bytes", partial(draw.draw_bytes, reports, up=up, down=down), "Bytes of each round, up and down",
                 "Encoded updates that count, and the encoded model times the clients it went to. What frames, DDS and "
                 "repetitions add is not included.",
             )]),
-            Section(title="Residuals of the codecs", figures=[Figure(
+            Section(title="Residuals of the codecs", figures=[PageFigure(
                 "norms", partial(draw.draw_norms, reports),
                 "L2 norms of updates, and of the residuals of their codecs",
                 "A lossy codec sends a part of an update; the rest is its residual, and is sent later. It should stay "
@@ -79,13 +79,13 @@ def page_of(run: Run) -> Page:
     )  # fmt: skip
 
 
-def codec_look(run: Run, key: str) -> Look:
+def codec_look(run: RunFiles, key: str) -> Look:
     """The look of the codec that ``federated.codec`` or ``federated.downlink_codec`` names."""
     name = str(run.setting("federated", key, "fp32"))
     return style.look_of(name) if name in style.CODECS else style.nth_look(0, name)
 
 
-def _tiles(run: Run) -> list[Tile]:
+def _tiles(run: RunFiles) -> list[Tile]:
     reports = run.rounds
     count, sums = len(reports), totals(reports)
     clients = {client for report in reports for client in report.clients}
@@ -102,7 +102,7 @@ def _tiles(run: Run) -> list[Tile]:
     ]
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: RunFiles) -> list[str]:
     """What does not fit together in the files of a run that has done a round."""
     notes, last, wanted = [], run.rounds[-1].round_id, run.setting("federated", "rounds")
     if gaps := sorted(set(range(1, last + 1)) - {report.round_id for report in run.rounds}):
@@ -128,7 +128,7 @@ _TIMELINE = (
 
 
 def _time(reports: Sequence[RoundReport]) -> Section:
-    shown = [Figure(
+    shown = [PageFigure(
         "round-times", partial(draw.draw_round_times, reports), "Time of each round",
         "From the command to the published model. Training and encoding are those of the slowest client; wire and "
         "waiting is what is left of the time until the last update was in.",
@@ -138,11 +138,11 @@ def _time(reports: Sequence[RoundReport]) -> Section:
         some = f" Of {report.updates} clients the {rows} that counted last." if report.updates > rows else ""
         title = f"Where the time went in {what}: round {report.round_id}, {duration(report.seconds)}"
         caption = (_TIMELINE if index == 1 else "As above.") + some
-        shown.append(Figure(f"timeline-{index}", partial(draw.draw_timeline, report), title, caption))
+        shown.append(PageFigure(f"timeline-{index}", partial(draw.draw_timeline, report), title, caption))
     return Section(title="Time", figures=shown, tables=clients_tables(reports))
 
 
-def clients_tables(reports: Sequence[RoundReport]) -> list[Table]:
+def clients_tables(reports: Sequence[RoundReport]) -> list[PageTable]:
     """The means of each client over its rounds; no table without timelines."""
     of_client: dict[int, list[ClientTimeline]] = {}
     for report in reports:
@@ -168,7 +168,7 @@ def clients_tables(reports: Sequence[RoundReport]) -> list[Table]:
     return [column_table("clients", columns, "clients", title="Clients: means per round", caption=some)]
 
 
-def rounds_table(reports: Sequence[RoundReport]) -> Table:
+def rounds_table(reports: Sequence[RoundReport]) -> PageTable:
     """A row for each round."""
     updates = column("clients", [r.updates for r in reports])
     columns = [

@@ -15,7 +15,7 @@ from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
 from gradbus.experiments.report import style
 from gradbus.experiments.report.style import Look
-from gradbus.experiments.rundir.reading import Span
+from gradbus.experiments.rundir.reading import StepSpan
 from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def draw_windows(windows: Mapping[int, Sequence[WindowStats]]) -> Figure | None:
     return figure
 
 
-def draw_step(spans: Mapping[int, Sequence[Span]]) -> Figure | None:
+def draw_step(spans: Mapping[int, Sequence[StepSpan]]) -> Figure | None:
     """One step of each rank: what it computed, and below what was on its way meanwhile."""
     if not spans:
         return None

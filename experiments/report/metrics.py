@@ -1,4 +1,4 @@
-"""What a controller's reports say, as Prometheus metrics. They are worked out when somebody asks, from the reports."""
+"""The reports of a controller as Prometheus metrics, computed when they are collected."""
 
 from __future__ import annotations
 

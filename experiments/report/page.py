@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     note: str = ""
 
 
-class Figure(NamedTuple):
+class PageFigure(NamedTuple):
     """A drawing with a title and a caption. The title is its text for readers who cannot see it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Images(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PageTable:
     """Rows of text.
 
     Attributes:
@@ -85,8 +85,8 @@ class Section:
 
     title: str
     text: str = ""
-    figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
+    figures: Sequence[PageFigure] = ()
+    tables: Sequence[PageTable] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def render(page: Page) -> str:
     return template.render(page=page, sections=sections, css=css)
 
 
-def images_of(figure: Figure) -> Images | None:
+def images_of(figure: PageFigure) -> Images | None:
     """The figure in both themes; None where there is nothing to draw."""
     addresses = []
     themes: tuple[style.Theme, ...] = ("light", "dark")
@@ -205,7 +205,7 @@ def _in_unit(name: str, values: Sequence[float | None], unit_for: Callable[[floa
 
 def column_table(
     name: str, columns: Sequence[Column], counted: str, *, file: str = "", title: str = "", caption: str = ""
-) -> Table:
+) -> PageTable:
     """A table of columns, the first of which names the row. Arguments as for :func:`row_table`."""
     heads, rows = [column.head for column in columns], list(zip(*(column.cells for column in columns), strict=True))
     return row_table(name, heads, rows, counted, file=file, title=title, caption=caption, numbers=1)
@@ -214,7 +214,7 @@ def column_table(
 def row_table(
     name: str, head: Sequence[str], rows: Sequence[Sequence[str]], counted: str, *, most: int = MAX_ROWS,
     file: str = "", title: str = "", caption: str = "", numbers: int | None = None,
-) -> Table:  # fmt: skip
+) -> PageTable:  # fmt: skip
     """A table that shows the first and the last rows where there are more than ``most``.
 
     Args:
@@ -225,7 +225,7 @@ def row_table(
         rows = [*rows[: most // 2], gap, *rows[-(most - most // 2) :]]
         where = f"; {file} has all of them" if file else ""
         caption = f"{caption} {left_out} {counted} are left out{where}.".lstrip()
-    return Table(name=name, head=head, rows=rows, title=title, caption=caption, numbers=numbers)
+    return PageTable(name=name, head=head, rows=rows, title=title, caption=caption, numbers=numbers)
 
 
 def text_of(value: Any) -> str:
@@ -250,7 +250,7 @@ def settings_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     for section, values in config.items():
         if isinstance(values, Mapping):
             usual = defaults.get(section, {})
-            tables.append(Table(
+            tables.append(PageTable(
                 name=f"settings-{section}", title=section, head=("setting", "value"),
                 rows=[[str(key), text_of(value)] for key, value in values.items()],
                 marked=frozenset(i for i, (key, value) in enumerate(values.items()) if usual.get(key) != value),
@@ -270,7 +270,7 @@ def facts_section(summary: Mapping[str, Any]) -> Section:
         if summary.get(key) is not None:
             facts[name] = summary[key]
     rows = [[str(name), text_of(value)] for name, value in facts.items()]
-    tables = [Table(name="versions", head=("what", "value"), rows=rows)] if summary else []
+    tables = [PageTable(name="versions", head=("what", "value"), rows=rows)] if summary else []
     return Section(title="Versions and machine", tables=tables)
 
 

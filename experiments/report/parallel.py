@@ -11,10 +11,10 @@ from gradbus.experiments.files import WorkerFile
 from gradbus.experiments.report import figures as draw
 from gradbus.experiments.report import style
 from gradbus.experiments.report.page import (
-    Figure,
     Page,
+    PageFigure,
+    PageTable,
     Section,
-    Table,
     Tile,
     byte_column,
     column,
@@ -24,12 +24,12 @@ from gradbus.experiments.report.page import (
     time_column,
 )
 from gradbus.experiments.report.style import Look
-from gradbus.experiments.rundir.reading import MAX_TRACES, Run
+from gradbus.experiments.rundir.reading import MAX_TRACES, RunFiles
 from gradbus.runtime.profiling.summary import ProfileSummary
 
 
-def page_of(run: Run) -> Page:
-    """Everything that the files of the run tell."""
+def page_of(run: RunFiles) -> Page:
+    """The page on one run."""
     outcome = str(run.summary.get("outcome") or "not finished")
     look, exchange = exchange_look(run), _exchange(run)
     curve = draw.curve_of_epochs(run.epochs, look)
@@ -43,14 +43,14 @@ def page_of(run: Run) -> Page:
         tiles=_tiles(run) if run.epochs else [],
         notes=run.missing,
         sections=[
-            Section(title="Learning", figures=[Figure(
+            Section(title="Learning", figures=[PageFigure(
                 "learning", partial(draw.draw_curves, [curve], counted="epoch", sent="sent by a rank"),
                 "Accuracy and loss over epochs, bytes and time",
                 "Above: accuracy on the test set. Below: mean loss of training, and of the test set. Bytes are the "
                 "payload that the rank that reports handed to the bus; time includes the evaluation.",
             )]),
             _time(run),
-            Section(title="Bytes", figures=[Figure(
+            Section(title="Bytes", figures=[PageFigure(
                 "bytes", partial(draw.draw_step_bytes, run.epochs, look), "Bytes of a step",
                 "Payload that the rank that reports handed to the bus, mean of the epoch.",
             )]),
@@ -61,18 +61,18 @@ def page_of(run: Run) -> Page:
     )  # fmt: skip
 
 
-def exchange_look(run: Run) -> Look:
+def exchange_look(run: RunFiles) -> Look:
     """The look of the run's exchange."""
     name = _exchange(run) or "dense"
     return style.look_of(name) if name == "dense" or name in style.CODECS else style.nth_look(0, name)
 
 
-def _exchange(run: Run) -> str:
+def _exchange(run: RunFiles) -> str:
     """The name of the exchange that was used, as the summary has it, else of the one that was asked for."""
     return str(run.summary.get("exchange") or run.setting("worker", "exchange") or "")
 
 
-def _tiles(run: Run) -> list[Tile]:
+def _tiles(run: RunFiles) -> list[Tile]:
     epochs, last = run.epochs, run.epochs[-1]
     known = [report.accuracy for report in epochs if report.accuracy is not None]
     wanted, skipped = run.setting("worker", "epochs"), sum(report.skipped_steps for report in epochs)
@@ -93,23 +93,23 @@ def _tiles(run: Run) -> list[Tile]:
     return tiles
 
 
-def _time(run: Run) -> Section:
+def _time(run: RunFiles) -> Section:
     count = len(run.profiles)
     fewer = f" Of {count} ranks those {draw.MAX_RANKS} that wait least." if count > draw.MAX_RANKS else ""
     traced = f" The first {MAX_TRACES} ranks that left a trace." if len(run.spans) == MAX_TRACES else ""
     return Section(
         title="Time",
         figures=[
-            Figure(
+            PageFigure(
                 "step-parts", partial(draw.draw_step_parts, run.profiles), "Where the time of a step goes",
                 "Means over all steps. Wait: for the others and the network. A fast rank waits for a slow one, so the "
                 f"rank that waits least holds up the others.{fewer}",
             ),
-            Figure(
+            PageFigure(
                 "windows", partial(draw.draw_windows, run.windows), "Step time and wait over the run",
                 "Means of windows of steps, from the profile of each rank.",
             ),
-            Figure(
+            PageFigure(
                 "step-spans", partial(draw.draw_step, run.spans), f"A typical step, rank by rank: step {run.step}",
                 "The step of median length. For each rank, above: what it computed; below: the exchanges of gradients "
                 "on their way, from call to end, and under them the wait for the last one. Ranks are aligned by the "
@@ -120,7 +120,7 @@ def _time(run: Run) -> Section:
     )  # fmt: skip
 
 
-def ranks_table(profiles: Sequence[ProfileSummary]) -> Table:
+def ranks_table(profiles: Sequence[ProfileSummary]) -> PageTable:
     """The mean step of each rank."""
 
     def means(key: str) -> list[float]:
@@ -148,7 +148,7 @@ def ranks_table(profiles: Sequence[ProfileSummary]) -> Table:
     return column_table("ranks", columns, "ranks", title="Ranks: means per step", caption=caption)
 
 
-def epochs_table(reports: Sequence[EpochReport]) -> Table:
+def epochs_table(reports: Sequence[EpochReport]) -> PageTable:
     """A row for each epoch."""
     parameters = column("parameters", [0] * len(reports))._replace(cells=[f"{r.params_hash:016x}" for r in reports])
     columns = [

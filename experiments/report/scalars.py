@@ -127,7 +127,7 @@ class Scalars:
     def _write(self) -> None:
         writer: Any = None
         while (job := self._jobs.get()) is not None:
-            if writer is None:  # the first one says where the run begins
+            if writer is None:  # the first job has the step at which the run begins
                 writer = self._make_writer(str(self.folder), purge_step=job.first, flush_secs=_FLUSH_S)
             for step, values in job.points:
                 for name, value in values.items():
@@ -176,7 +176,7 @@ def round_values(report: RoundReport) -> Values:
 
 
 def epoch_values(report: EpochReport) -> Values:
-    """The same of an epoch."""
+    """The scalars of an epoch, by name."""
     return {
         "accuracy": report.accuracy,
         "loss/train": report.loss,
@@ -188,7 +188,7 @@ def epoch_values(report: EpochReport) -> Values:
 
 
 def window_values(window: WindowStats) -> Values:
-    """The same of some steps: seconds and bytes of one step on this rank, on average, and the longest of each."""
+    """The scalars of a window of steps: mean seconds and bytes of one step on this rank, and the longest of each."""
     seconds = _seconds(window.mean)
     return {
         **{f"seconds/{name}": value for name, value in seconds.items()},

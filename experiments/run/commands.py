@@ -31,7 +31,7 @@ from gradbus.runtime.tasks import single_error
 if TYPE_CHECKING:
     from gradbus.actors import RoundReport
     from gradbus.actors.data_parallel.report import EpochReport
-    from gradbus.experiments.run.data_parallel import Outcome
+    from gradbus.experiments.run.data_parallel import WorkerOutcome
 
 log = get_logger("cli")
 
@@ -124,7 +124,7 @@ def worker_run(
     screen.configure_logs()
     from gradbus.experiments.run.data_parallel import Output, run_worker
 
-    def run(output: Output) -> Outcome | None:
+    def run(output: Output) -> WorkerOutcome | None:
         try:
             return run_loop(lambda: run_worker(file, place, output), loop)
         except ExceptionGroup as group:
@@ -135,7 +135,7 @@ def worker_run(
     if prints:
         lines = Lines(screen.console, lambda report: epoch_line(report, epochs, of_all=leads))
     if path is None or not leads:
-        # Started by hand it says what it waits for, too; among the lines of all ranks rank 0 says that for all.
+        # Started by hand it prints what it waits for, too; under a launcher rank 0 prints that for all.
         by_hand = prints and style is LogStyle.AUTO
         run(Output(say=screen.say, display=lambda _: lines) if by_hand else Output(display=lambda _: lines))
         return
@@ -161,7 +161,7 @@ def _from_torchrun() -> dict[str, object]:
     return {} if name == "none" else {"bus": {"job": re.sub(r"[^A-Za-z0-9._-]", "-", f"torchrun-{name}")[:64]}}
 
 
-def _conclude_epochs(screen: Screen, outcome: Outcome, *, title: str) -> None:
+def _conclude_epochs(screen: Screen, outcome: WorkerOutcome, *, title: str) -> None:
     from gradbus.experiments.report.profile_table import summary_table
 
     summary, picture = outcome.summary, outcome.path / "accuracy.png"

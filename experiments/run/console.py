@@ -110,7 +110,7 @@ class LogFile:
     def _show_traceback(self, line: str) -> None:
         if self._on_traceback is None or '"traceback": "' not in line:
             return
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # not a line of ours: it is in the file
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # not a line of this logger
             self._on_traceback(textwrap.indent(plain_text(parse_json(line)["traceback"]), "  "))
 
     def flush(self) -> None:

@@ -20,7 +20,7 @@ from gradbus.experiments.report.scalars import Scalars
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
-from gradbus.experiments.run.rank_environment import Place
+from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.experiments.rundir.traces import merge_traces
 from gradbus.experiments.rundir.versions import cores
@@ -48,7 +48,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WorkerOutcome:
     """What a run has come to.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outcome:
     profiles: list[ProfileSummary]
 
 
-async def run_worker(file: WorkerFile, place: Place, output: Output) -> Outcome | None:
+async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> WorkerOutcome | None:
     """All epochs that are left. Once they have begun the run directory is complete whatever the end; a start that comes
     to nothing leaves the directory of an earlier run as it was.
 
@@ -137,8 +137,8 @@ class _Run:
         self._profiles: list[ProfileSummary] = []
 
     @property
-    def outcome(self) -> Outcome:
-        return Outcome(self._directory.path, self._directory.reports(), self._worker.summary, self._profiles)
+    def outcome(self) -> WorkerOutcome:
+        return WorkerOutcome(self._directory.path, self._directory.reports(), self._worker.summary, self._profiles)
 
     async def train(self) -> None:
         """All epochs; then find out where the time went, on all ranks."""

@@ -89,7 +89,7 @@ def _named(never: Mapping[int, str]) -> list[dict[str, Any]]:
 
 
 async def end_again(file: ControllerFile, run_id: int) -> None:
-    """The run is finished, and stays as it is: tell clients that still wait for its controller.
+    """The run is finished and stays as it is: end clients that still wait for its controller.
 
     Raises:
         JobTaken: another controller commands this job by now. BusError: there is no bus.
@@ -99,7 +99,7 @@ async def end_again(file: ControllerFile, run_id: int) -> None:
 
 
 async def run_client(file: ClientFile, client_id: int) -> ClientSummary:
-    """Take part until the controller says that all rounds are done.
+    """Take part until all rounds are done.
 
     Raises:
         As :meth:`gradbus.Client.run`; NoData, ConfigError.

@@ -1,6 +1,6 @@
 """How a command starts, is stopped, and ends: signals, event loop, errors, exit code.
 
-The first Ctrl-C (SIGTERM, SIGHUP) cancels the command, which says goodbye and leaves; the second exits at once.
+The first Ctrl-C (SIGTERM, SIGHUP) cancels the command, which leaves the bus gracefully; the second exits at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradbus.runtime.user_errors import readable_traceback, user_error
 T = TypeVar("T")
 
 stopping = threading.Event()
-"""Set when this process has been told to stop: what computes in a thread may look at it."""
+"""Set when this process shall stop: a computation in a thread may poll it."""
 
 before_abort: list[Callable[[], None]] = []
 """What must happen even when the second Ctrl-C ends the process at once: short, and never waiting."""
@@ -35,7 +35,7 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "th
 
 
 class Interrupted(Exception):
-    """The command was told to stop, and has."""
+    """A signal has stopped the command."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__(f"stopped by {_NAMES[signum]}")
@@ -76,7 +76,7 @@ async def _supervise(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             _abort(signum)
         received.append(signum)
         task.cancel()
-        # A moment later, so that the cancellation has reached whoever waits for the computation that this ends.
+        # A moment later, so that the cancellation has reached the task that waits for the computation that this ends.
         loop.call_later(0.05, stopping.set)
 
     # nohup wants that the end of the terminal ends nothing.
@@ -124,7 +124,7 @@ def guard(
 ) -> int:
     """Run a command and turn the way it ended into an exit code, and one line on stderr unless it ended well.
 
-    An exception of the user's own code, or one that nobody expected, has its traceback before that line: of the user's
+    An exception of the user's own code, or an unexpected one, has its traceback before that line: of the user's
     code only the lines that are theirs, where there are any.
 
     Args:
@@ -132,7 +132,7 @@ def guard(
         when_stopped: what to add to it after Ctrl-C: how to go on.
         full_traceback: leave no line of it out.
     """
-    before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end in order
+    before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end gracefully
     try:
         action()
     except Interrupted as stop:

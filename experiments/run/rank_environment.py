@@ -1,4 +1,4 @@
-"""Which rank this process is, of how many: from whoever says so first."""
+"""The rank of this process and the number of ranks, from options, configuration or environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_WORLD = 1024
 _HOW = "Give --rank and --world, or RANK and WORLD in the environment, or start all ranks with 'gradbus run -n N'"
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """``rank`` is in 0 .. ``world`` - 1."""
 
     rank: int
@@ -26,12 +26,12 @@ def find_place(
     file_rank: int | None = None,
     file_world: int | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Place:
+) -> RankPlace:
     """From, strong to weak: options, the configuration file, GRADBUS_RANK and GRADBUS_WORLD, RANK and WORLD_SIZE
     (torchrun's) or WORLD.
 
     Raises:
-        ConfigError: one of them is missing, is no number, or out of range. The text says how to give them.
+        ConfigError: one of them is missing, is no number, or out of range. The text has the ways to give them.
     """
     variables = os.environ if environment is None else environment
     found_world = _first("world", world, file_world, ("GRADBUS_WORLD", "WORLD_SIZE", "WORLD"), variables)
@@ -41,7 +41,7 @@ def find_place(
     if not 0 <= found_rank.value < found_world.value:
         expected = f"0 to {found_world.value - 1}, for world is {found_world}" if found_world.value > 1 else "0"
         raise ConfigError(f"rank must be {expected}; got {found_rank}. {_HOW}")
-    return Place(found_rank.value, found_world.value)
+    return RankPlace(found_rank.value, found_world.value)
 
 
 class _Found(NamedTuple):

@@ -49,7 +49,7 @@ MAX_LINES = 40  # clients, or ranks of one group, that get a line of their own
 
 
 class BusFile(Settings):
-    """The part of any configuration that says how to reach the others; the rest is somebody else's."""
+    """The part of any configuration that describes the bus; other parts are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -76,7 +76,7 @@ def settings_of(config: Path | None, options: Mapping[str, Any]) -> BusSettings:
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Received:
     body: Any
     incarnation: int
     at_s: float
@@ -90,26 +90,26 @@ class Observer:
         controllers: by incarnation. clients: by id. ranks: by group and rank. forming: those whose group forms.
     """
 
-    controllers: dict[int, _Heard] = field(default_factory=dict)
-    clients: dict[int, _Heard] = field(default_factory=dict)
-    ranks: dict[tuple[str, int], _Heard] = field(default_factory=dict)
-    forming: dict[tuple[str, int], _Heard] = field(default_factory=dict)
+    controllers: dict[int, _Received] = field(default_factory=dict)
+    clients: dict[int, _Received] = field(default_factory=dict)
+    ranks: dict[tuple[str, int], _Received] = field(default_factory=dict)
+    forming: dict[tuple[str, int], _Received] = field(default_factory=dict)
 
-    def hear(self, message: Message, now_s: float) -> bool:
-        """Take a message. Whether it tells of the job."""
+    def take(self, message: Message, now_s: float) -> bool:
+        """Take a message. Returns whether it is a status of the job."""
         match message:
             case Control(sender=sender, incarnation=incarnation, body=body):
-                heard = _Heard(body, incarnation, now_s)
+                received = _Received(body, incarnation, now_s)
                 match body:
                     case Status() if sender == CONTROLLER:
-                        self.controllers[incarnation] = heard
+                        self.controllers[incarnation] = received
                     case Hello():
-                        self.clients[sender] = heard
+                        self.clients[sender] = received
                     case Pulse():
-                        self.ranks[body.group, sender] = heard
+                        self.ranks[body.group, sender] = received
                         self.forming.pop((body.group, sender), None)
                     case GroupHello() if not body.formed:
-                        self.forming[body.group, sender] = heard
+                        self.forming[body.group, sender] = received
                     case Leave():
                         self.clients.pop(sender, None)
                     case GroupLeave():
@@ -118,20 +118,22 @@ class Observer:
                         return False
                 return True
             case PeerGone(sender=sender, incarnation=incarnation):
-                tables: tuple[dict[Any, _Heard], ...] = (self.clients, self.ranks, self.forming)
+                tables: tuple[dict[Any, _Received], ...] = (self.clients, self.ranks, self.forming)
                 for table in tables:
-                    for key in [k for k, heard in table.items() if heard.incarnation == incarnation]:
+                    for key in [k for k, received in table.items() if received.incarnation == incarnation]:
                         del table[key]
         return False
 
     @property
     def listen_s(self) -> float:
-        """How long it takes at least until every rank that was heard of has said something."""
-        return SILENT_S * max((period_s(heard.body.world) for heard in self.ranks.values()), default=0.0)
+        """How long it takes at least until every known rank has sent its status."""
+        return SILENT_S * max((period_s(received.body.world) for received in self.ranks.values()), default=0.0)
 
     def picture(self, job: str, now_s: float) -> dict[str, Any]:
         """All that is known, as a JSON object."""
-        newest = max(self.controllers.values(), key=lambda heard: (heard.at_s, heard.incarnation), default=None)
+        newest = max(
+            self.controllers.values(), key=lambda received: (received.at_s, received.incarnation), default=None
+        )
         found: dict[str, Any] = {"job": job}
         if newest is not None or self.clients:
             found["federated"] = {
@@ -150,41 +152,41 @@ class Observer:
         return [_client(i, self.clients.get(i), silent.get(i), status, now_s) for i in known]
 
     def _group(self, name: str, now_s: float) -> dict[str, Any]:
-        pulses = {rank: heard for (group, rank), heard in self.ranks.items() if group == name}
-        forming = {rank: heard for (group, rank), heard in self.forming.items() if group == name}
-        world = max(heard.body.world for heard in (*pulses.values(), *forming.values()))
+        pulses = {rank: received for (group, rank), received in self.ranks.items() if group == name}
+        forming = {rank: received for (group, rank), received in self.forming.items() if group == name}
+        world = max(received.body.world for received in (*pulses.values(), *forming.values()))
         ranks = []
         for rank in range(world):
-            heard = pulses.get(rank) or forming.get(rank)
-            ranks.append(_rank(rank, heard, now_s))
+            received = pulses.get(rank) or forming.get(rank)
+            ranks.append(_rank(rank, received, now_s))
         return {"group": name, "world": world, "ranks": ranks}
 
 
-def _controller(heard: _Heard, now_s: float) -> dict[str, Any]:
-    status: Status = heard.body
+def _controller(received: _Received, now_s: float) -> dict[str, Any]:
+    status: Status = received.body
     return {
         "run": f"{status.run_id:016x}", "phase": status.phase, "round": status.round_id, "rounds": status.rounds,
         "ready": status.ready, "expected": status.expected, "minimum": status.minimum, "clients": status.clients,
         "round_s": round(status.round_s, 1), "left_s": round(status.left_s, 1), "waited_for": status.waited_for,
         "kept_out": status.out, "dropped": status.dropped, "last_round_s": round(status.last_s, 3),
         "bytes_up": status.bytes_up, "bytes_down": status.bytes_down,
-        "accuracy": status.accuracy if status.accuracy >= 0 else None, "silent_s": _silent(heard, now_s),
+        "accuracy": status.accuracy if status.accuracy >= 0 else None, "silent_s": _silent(received, now_s),
     }  # fmt: skip
 
 
 def _client(
-    client_id: int, heard: _Heard | None, told_silent_s: float | None, status: Status | None, now_s: float
+    client_id: int, received: _Received | None, reported_silent_s: float | None, status: Status | None, now_s: float
 ) -> dict[str, Any]:
-    waited_for = told_silent_s is not None
-    silent_s = told_silent_s or 0.0
+    waited_for = reported_silent_s is not None
+    silent_s = reported_silent_s or 0.0
     found: dict[str, Any] = {"client": client_id, "waited_for": waited_for}
-    if heard is not None:
-        hello: Hello = heard.body
-        silent_s = max(silent_s, _silent(heard, now_s))
+    if received is not None:
+        hello: Hello = received.body
+        silent_s = max(silent_s, _silent(received, now_s))
         found |= {"phase": hello.phase, "phase_s": round(hello.phase_s, 1), "round": hello.round_id, "host": hello.host}
     found["silent_s"] = round(silent_s, 1)
     if waited_for:
-        if silent_s > SILENT_S or heard is None:
+        if silent_s > SILENT_S or received is None:
             found["why"] = f"silent since {silent_s:.1f} s"
         else:
             doing = DOING.get(found["phase"], found["phase"])
@@ -195,10 +197,10 @@ def _client(
     return found
 
 
-def _rank(rank: int, heard: _Heard | None, now_s: float) -> dict[str, Any]:
-    if heard is None:
+def _rank(rank: int, received: _Received | None, now_s: float) -> dict[str, Any]:
+    if received is None:
         return {"rank": rank, "state": "not heard"}
-    silent_s, body = _silent(heard, now_s), heard.body
+    silent_s, body = _silent(received, now_s), received.body
     if isinstance(body, GroupHello):
         return {"rank": rank, "state": "waits for the group to form", "host": body.host, "silent_s": silent_s}
     found = {
@@ -215,19 +217,19 @@ def _rank(rank: int, heard: _Heard | None, now_s: float) -> dict[str, Any]:
     return found
 
 
-def _silent(heard: _Heard, now_s: float) -> float:
-    return round(max(0.0, now_s - heard.at_s), 1)
+def _silent(received: _Received, now_s: float) -> float:
+    return round(max(0.0, now_s - received.at_s), 1)
 
 
 async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -> dict[str, Any]:
     """The picture of a job.
 
     Args:
-        timeout_s: give up when nothing has been heard of it for so long.
+        timeout_s: give up when nothing of it has been received for so long.
         listen_s: how long to listen from the first word on; longer for large groups, whose ranks speak less often.
 
     Raises:
-        NoJob: nothing was heard.
+        NoJob: nothing was received.
     """
     observer = Observer()
     async with open_bus(settings, observes=True) as bus:
@@ -238,7 +240,7 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
                 while True:
                     async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                         message = await inbox.get()
-                    if observer.hear(message, time.monotonic()):
+                    if observer.take(message, time.monotonic()):
                         first_s = first_s or time.monotonic()
                         until_s = first_s + max(listen_s, observer.listen_s)
             if not first_s:
@@ -252,19 +254,19 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
 
 
 def _about_key(rejected: Mapping[str, int]) -> str:
-    """What to do about the key, if members were heard that cannot be understood for want of it."""
+    """Advice about the key, if there are members whose messages cannot be decrypted without it."""
     if rejected.get("other key"):
         return (
-            "Somebody there has another key than this process, which may be another user: give the key of the job with "
+            "The members have another key than this process, which may be another user: give the key of the job with "
             "--key-file FILE, or with --config the configuration of a member"
         )
     if rejected.get("sealed"):
         return (
-            "Somebody there seals what he says: leave out GRADBUS_BUS__SECURITY, and give the key of the job, if it is "
-            "not that of this user, with --key-file FILE, or with --config the configuration of a member"
+            "The members encrypt what they send: leave out GRADBUS_BUS__SECURITY, and give the key of the job, if it "
+            "is not that of this user, with --key-file FILE, or with --config the configuration of a member"
         )
     if rejected.get("not sealed"):
-        return "Somebody there does not seal what he says: leave out the key, and set GRADBUS_BUS__SECURITY=none"
+        return "The members do not encrypt what they send: leave out the key, and set GRADBUS_BUS__SECURITY=none"
     return ""
 
 

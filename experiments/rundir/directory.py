@@ -14,7 +14,7 @@
 ========================  ==============  ===============================================================
 
 Ranks that see the directory of rank 0 share it. The directory is its owner's alone, and each file is replaced as a
-whole: who reads meanwhile, or after a crash, finds the old file or the new one.
+whole: a reader finds, also after a crash, the old file or the new one.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ class WorkerDirectory(RunDirectory):
                 (path / _MARK).write_text(secrets.token_hex(16))
 
     @classmethod
-    def meet(cls, told: Mapping[str, str], own: Path | None, rank: int) -> WorkerDirectory:
+    def meet(cls, invitation: Mapping[str, str], own: Path | None, rank: int) -> WorkerDirectory:
         """For a rank other than 0: that of rank 0 if it can be seen here, else its own, else one of the same name.
 
         Args:
-            told: by rank 0, from :meth:`invitation`.
+            invitation: of rank 0, from :meth:`invitation`.
         """
-        seen = Path(told["path"])
-        if (mark := _mark_in(seen)) and mark == told["mark"]:
+        seen = Path(invitation["path"])
+        if (mark := _mark_in(seen)) and mark == invitation["mark"]:
             return cls(seen, rank)
         return cls(own or Path("runs", seen.name), rank)
 
@@ -253,14 +253,14 @@ class WorkerDirectory(RunDirectory):
         self._write_summary(**entries, best_accuracy=max(known, default=None))
 
 
-class Finished(NamedTuple):
+class FinishedRun(NamedTuple):
     """A run of which nothing is left to be done."""
 
     rounds: int
     run_id: int
 
 
-def finished(path: Path, state: Path, wanted: int) -> Finished | None:
+def finished(path: Path, state: Path, wanted: int) -> FinishedRun | None:
     """The federated run in this directory, if all the ``wanted`` rounds are done and written down; else None.
 
     ``state``: where its checkpoints are. Nothing is written.
@@ -270,7 +270,7 @@ def finished(path: Path, state: Path, wanted: int) -> Finished | None:
         rounds = int(summary["rounds"])
         if summary["outcome"] == "done" and rounds >= wanted and (path / ControllerDirectory.reports_file).exists():
             checkpoint = parse_json(read_text(state / f"round-{rounds:06d}.json", MAX_FILE_BYTES))
-            return Finished(rounds, int(checkpoint["meta"]["run_id"], 16))
+            return FinishedRun(rounds, int(checkpoint["meta"]["run_id"], 16))
     return None
 
 

@@ -68,7 +68,7 @@ def export(run: Path, to: Path | None = None, form: Format | None = None, number
     Args:
         run: its directory.
         to: the file; by default ``model.safetensors`` or ``model.pt`` in the run directory.
-        form: of the file; by default what its name says, else safetensors.
+        form: of the file; by default by its suffix, else safetensors.
         number: the round, or the step, whose checkpoint is taken; by default the newest one.
 
     Raises:
@@ -112,9 +112,9 @@ def _newest(
     places = [run / "state" / folder, *([state_dir / folder] if state_dir is not None else [])]
     found = next((place for place in places if any(place.glob("round-*.json"))), None)
     if found is None:
-        told = " nor in ".join(dict.fromkeys(map(str, places)))
+        searched = " nor in ".join(dict.fromkeys(map(str, places)))
         raise CheckpointError(
-            f"no checkpoint in {told}: the run has ended before its first one, or its checkpoints were moved away"
+            f"no checkpoint in {searched}: the run has ended before its first one, or its checkpoints were moved away"
         )
     store = CheckpointStore.to_read(found)
     if number is None:

@@ -31,7 +31,7 @@ _LEFT_BY: dict[Kind, str] = {"federated": "rounds.jsonl", "parallel": "epochs.js
 _SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "worker"}
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """A part of a step.
 
     Attributes:
@@ -46,8 +46,8 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run, as far as its files tell.
+class RunFiles:
+    """A run, as far as its files could be read.
 
     Attributes:
         path: its directory. kind: federated or (data) parallel.
@@ -66,7 +66,7 @@ class Run:
     profiles: tuple[ProfileSummary, ...] = ()
     windows: Mapping[int, tuple[WindowStats, ...]]
     step: int | None = None
-    spans: Mapping[int, tuple[Span, ...]]
+    spans: Mapping[int, tuple[StepSpan, ...]]
     missing: tuple[str, ...] = ()
 
     @property
@@ -83,7 +83,7 @@ class Run:
     def task(self) -> str:
         """Model and data in a few words; "" if neither is known."""
         model = self.setting("task", "task") or self.setting("task", "model")
-        data = str(self.summary.get("data") or "").split(" from ")[0]  # the rest says where the files lie
+        data = str(self.summary.get("data") or "").split(" from ")[0]  # the rest is the place of the files
         return " on ".join(str(part) for part in (model, data) if part)
 
     def setting(self, section: str, key: str, default: Any = None) -> Any:
@@ -104,7 +104,7 @@ def _check_directory(path: Path) -> None:
         raise ConfigError(f"run directory {path} {what}. Name one that a run has left, as in runs/<job>-<time>")
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunFiles:
     """All that is there.
 
     Raises:
@@ -120,14 +120,14 @@ def read_run(path: Path) -> Run:
         )
         if kind == "federated":
             rounds = _lines(path / "rounds.jsonl", RoundReport, lambda report: report.round_id, missing)
-            return Run(
+            return RunFiles(
                 path=path, kind=kind, config=config, summary=summary, rounds=rounds, windows={}, spans={},
                 missing=tuple(missing),
             )  # fmt: skip
         epochs = _lines(path / "epochs.jsonl", EpochReport, lambda report: report.epoch, missing)
         profiles, windows = _profiles(path, missing)
         step, spans = _step(path, missing)
-        return Run(
+        return RunFiles(
             path=path, kind=kind, config=config, summary=summary, epochs=epochs, profiles=profiles, windows=windows,
             step=step, spans=spans, missing=tuple(missing),
         )  # fmt: skip
@@ -243,7 +243,7 @@ def _windows(path: Path) -> list[WindowStats]:
     return found
 
 
-def _step(path: Path, missing: list[str]) -> tuple[int | None, dict[int, tuple[Span, ...]]]:
+def _step(path: Path, missing: list[str]) -> tuple[int | None, dict[int, tuple[StepSpan, ...]]]:
     """A typical step: of those that all traces have, the one of median length; and its spans, by rank."""
     files = sorted(path.glob("trace-rank-*.json"), key=lambda file: (len(file.name), file.name))
     if not files:
@@ -272,23 +272,23 @@ class _Trace:
         origin_s = (int(trace["otherData"]["origin_unix_ns"]) % 10**15) / 1e9
         self.rank = 0
         self.steps: dict[int, tuple[float, float]] = {}
-        self._events: list[Span] = []
+        self._events: list[StepSpan] = []
         for event in trace["traceEvents"]:
             if event["ph"] != "X":
                 continue
             self.rank = int(event["pid"])
             start_s = origin_s + float(event["ts"]) / 1e6
-            span = Span(str(event["cat"]), str(event["name"]), start_s, start_s + float(event["dur"]) / 1e6)
+            span = StepSpan(str(event["cat"]), str(event["name"]), start_s, start_s + float(event["dur"]) / 1e6)
             number = span.name.removeprefix("step ")
             if span.row == "step" and number.isdecimal():
                 self.steps[int(number)] = (span.start_s, span.end_s)
             else:
                 self._events.append(span)
 
-    def spans_of(self, step: int, origin_s: float) -> Iterator[Span]:
-        """What lies in the step, in order; what only begins in it, to its end."""
+    def spans_of(self, step: int, origin_s: float) -> Iterator[StepSpan]:
+        """The spans that begin in the step, sorted by their start."""
         start_s, end_s = self.steps[step]
-        yield Span("step", f"step {step}", start_s - origin_s, end_s - origin_s)
+        yield StepSpan("step", f"step {step}", start_s - origin_s, end_s - origin_s)
         for span in sorted(self._events, key=lambda span: span.start_s):
             if start_s <= span.start_s <= end_s and span.end_s > span.start_s:
                 yield span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)

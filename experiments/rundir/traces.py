@@ -57,5 +57,5 @@ def readable(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Merged with nothing, which says at once if it cannot be merged."""
+    """The trace, merged with no other: raises here if it cannot be merged."""
     return merge_chrome_traces([parse_json(read_text(path, MAX_TRACE_BYTES))])

@@ -11,7 +11,7 @@ PACKAGES = ("gradbus", "torch", "cyclonedds", "numpy")
 
 
 def machine() -> dict[str, str | int]:
-    """What decides its speed, as far as the system tells: processor, cores of this process, bytes of memory."""
+    """The processor, the cores of this process, and the bytes of memory, as far as the system reports them."""
     found: dict[str, str | int] = {"cpu": _cpu(), "cores": cores()}
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has these
         found["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -19,7 +19,7 @@ def machine() -> dict[str, str | int]:
 
 
 def cores() -> int:
-    """That this process may use, which are fewer than the machine has where it was bound to some."""
+    """The number of cores that this process may use: fewer than the machine has where it was bound to some."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -32,7 +32,7 @@ def _cpu() -> str:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Of Python and of the packages that decide the numbers, and of ``more`` packages."""
+    """The versions of Python and of the packages that decide the numbers, and of ``more`` packages."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
         try:

@@ -17,7 +17,7 @@ from gradbus.experiments.launch.command import plan
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import check_equal_facts
 from gradbus.experiments.run.live import Lines, epoch_line, epochs_table
-from gradbus.experiments.run.rank_environment import Place, find_place
+from gradbus.experiments.run.rank_environment import RankPlace, find_place
 from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime import errors
 from gradbus.runtime.errors import ConfigError
@@ -39,7 +39,7 @@ def test_rank_and_world_come_from_the_strongest_that_gives_them() -> None:
     assert find_place(rank=0, file_rank=1, file_world=2, environment=everything) == (0, 2)
     assert find_place(environment=everything) == (3, 4)
     assert find_place(environment={"RANK": "5", "WORLD_SIZE": "6", "WORLD": "7"}) == (5, 6)
-    assert find_place(environment={"RANK": "5", "WORLD": "7", "GRADBUS_RANK": ""}) == Place(5, 7)
+    assert find_place(environment={"RANK": "5", "WORLD": "7", "GRADBUS_RANK": ""}) == RankPlace(5, 7)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gradbus.experiments.amounts import duration
 from gradbus.experiments.report.build import page_of
 from gradbus.experiments.report.page import byte_column, render, row_table, time_column
 from gradbus.experiments.rundir.directory import ControllerDirectory, json_text
-from gradbus.experiments.rundir.reading import Run, read_run
+from gradbus.experiments.rundir.reading import RunFiles, read_run
 from gradbus.runtime.errors import ConfigError
 
 FEDERATED_FIGURES = ["learning", "round-times", "timeline-1", "timeline-2", "bytes", "norms"]
@@ -55,7 +55,7 @@ def notes_of(html: str) -> str:
     return "" if found is None else found[0]
 
 
-def without_figures(run: Run) -> str:
+def without_figures(run: RunFiles) -> str:
     """Drawing takes most of the time of a report."""
     page = page_of([run])
     return render(replace(page, sections=[replace(section, figures=()) for section in page.sections]))

@@ -20,7 +20,7 @@ from gradbus.experiments.report import scalars as scalars_module
 from gradbus.experiments.report.scalars import _MAX_WAITING, Scalars, open_scalars
 from gradbus.experiments.run.data_parallel import Output, run_worker
 from gradbus.experiments.run.federated import run_client, run_controller
-from gradbus.experiments.run.rank_environment import Place
+from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import ControllerDirectory
 from gradbus.runtime.errors import ConfigError
 
@@ -86,7 +86,7 @@ def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(domain, tmp
             }
         )  # fmt: skip
         with Scalars(tmp_path / "scalars") as scalars:
-            asyncio.run(run_worker(file, Place(0, 1), Output(scalars=scalars)))
+            asyncio.run(run_worker(file, RankPlace(0, 1), Output(scalars=scalars)))
     epochs_seen = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
     shown = curves(tmp_path / "scalars")
     assert list(shown["accuracy"]) == [report["step"] for report in epochs_seen] == [3, 6]

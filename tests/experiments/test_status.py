@@ -42,7 +42,7 @@ def hello(phase: str, phase_s: float = 0.0, round_id: int = 4) -> Hello:
 def picture_of(*said: tuple[int, float, Body], now_s: float = 10.0) -> dict[str, Any]:
     observer = Observer()
     for sender, at_s, body in said:
-        assert observer.hear(Control(sender, 100 + sender, body), at_s)
+        assert observer.take(Control(sender, 100 + sender, body), at_s)
     return observer.picture("cells", now_s)
 
 
@@ -97,7 +97,7 @@ def test_ranks_say_which_collective_waits_and_who_was_not_heard() -> None:
 
 def test_ranks_of_a_large_group_speak_less_often_and_are_not_taken_for_silent() -> None:
     observer = Observer()
-    observer.hear(Control(0, 100, Pulse("world", 640, "host-a", 30.0)), 0.0)
+    observer.take(Control(0, 100, Pulse("world", 640, "host-a", 30.0)), 0.0)
     assert observer.listen_s == pytest.approx(16.0)  # each speaks every 10 s
     (group,) = observer.picture("cells", 12.0)["groups"]
     assert group["ranks"][0]["state"] == "works"
@@ -108,11 +108,11 @@ def test_ranks_of_a_large_group_speak_less_often_and_are_not_taken_for_silent() 
 def test_who_leaves_or_dies_is_no_longer_shown_and_a_group_may_be_forming() -> None:
     observer = Observer()
     for sender, body in ((0, hello("idle")), (1, hello("idle")), (2, Pulse("world", 3, "h", 1.0))):
-        assert observer.hear(Control(sender, 100 + sender, body), 1.0)
-    assert observer.hear(Control(0, 9, GroupHello("late", 2, 0, False, False, 0, "h", "", [])), 1.0)
-    observer.hear(Control(0, 100, Leave("done")), 1.0)
-    observer.hear(PeerGone(1, 101), 1.0)
-    observer.hear(Control(2, 102, GroupLeave("world", 1, True, "done", [])), 1.0)
+        assert observer.take(Control(sender, 100 + sender, body), 1.0)
+    assert observer.take(Control(0, 9, GroupHello("late", 2, 0, False, False, 0, "h", "", [])), 1.0)
+    observer.take(Control(0, 100, Leave("done")), 1.0)
+    observer.take(PeerGone(1, 101), 1.0)
+    observer.take(Control(2, 102, GroupLeave("world", 1, True, "done", [])), 1.0)
     picture = observer.picture("cells", 2.0)
     assert lines_of(picture) == [
         "job cells",
@@ -163,7 +163,7 @@ _KEYED = {"key_file": "job.key"}
 @pytest.mark.parametrize(
     ("members", "looks", "wanted"),
     [
-        (_KEYED, {}, "has another key than this process, which may be another user: give the key of the job with"),
+        (_KEYED, {}, "have another key than this process, which may be another user: give the key of the job with"),
         ({}, _NONE, "leave out GRADBUS_BUS__SECURITY, and give the key of the job, if it is not that of this user"),
         (_NONE, _KEYED, "leave out the key"),
         (_NONE, {}, "set GRADBUS_BUS__SECURITY=none"),

@@ -18,8 +18,7 @@ from gradbus import codecs
 from gradbus.actors import RoundReport
 from gradbus.experiments.figures.run_accuracy import draw_accuracy
 from gradbus.experiments.report import style
-from gradbus.experiments.report.page import Figure as PageFigure
-from gradbus.experiments.report.page import images_of
+from gradbus.experiments.report.page import PageFigure, images_of
 from gradbus.runtime.errors import ConfigError
 
 

@@ -84,9 +84,9 @@ def test_what_a_peer_says_for_people_is_made_plain_as_it_is_read(body: control.B
 
 def test_status_of_hostile_members_is_harmless_on_a_terminal() -> None:
     observer = Observer()
-    observer.hear(Control(CONTROLLER, 1, Status(5, 1, HOSTILE, 0, 1, HOSTILE, dropped={HOSTILE: 1})), 1.0)
-    observer.hear(Control(3, 2, Hello(PROTOCOL, 9, 9, True, 1, HOSTILE, 4, 3, HOSTILE, 1)), 1.0)
-    observer.hear(Control(0, 3, Pulse(HOSTILE, 2, HOSTILE, 1.0, pending=1, oldest=HOSTILE, oldest_s=9.0)), 1.0)
+    observer.take(Control(CONTROLLER, 1, Status(5, 1, HOSTILE, 0, 1, HOSTILE, dropped={HOSTILE: 1})), 1.0)
+    observer.take(Control(3, 2, Hello(PROTOCOL, 9, 9, True, 1, HOSTILE, 4, 3, HOSTILE, 1)), 1.0)
+    observer.take(Control(0, 3, Pulse(HOSTILE, 2, HOSTILE, 1.0, pending=1, oldest=HOSTILE, oldest_s=9.0)), 1.0)
     lines = lines_of(observer.picture(HOSTILE, 1.1))
     assert len(lines) > 5
     assert all(map(harmless, lines))

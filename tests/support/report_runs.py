@@ -16,7 +16,7 @@ import gradbus
 from gradbus.experiments.files import ControllerFile, WorkerFile
 from gradbus.experiments.run.data_parallel import Output, run_worker
 from gradbus.experiments.run.federated import run_controller
-from gradbus.experiments.run.rank_environment import Place
+from gradbus.experiments.run.rank_environment import RankPlace
 from gradbus.experiments.rundir.directory import ControllerDirectory
 
 TRUTH = torch.linspace(-1, 1, 2000)
@@ -115,7 +115,7 @@ def parallel_run(path: Path, *, domain: int, world: int = 2, epochs: int = 3, **
         file = WorkerFile.model_validate(settings)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for rank in range(world):
-                group.create_task(run_worker(file, Place(rank, world), Output()))
+                group.create_task(run_worker(file, RankPlace(rank, world), Output()))
 
     asyncio.run(main())
     return path
