@@ -165,5 +165,7 @@ def test_the_commands_for_keys_and_the_doctor(root: Path, clone: Clone) -> None:
         if " --identity " in line:
             keys[line.split()[4]] = re.findall(r"ed25519:\w+", told)[0]
     assert (clone.folder / "job.key").stat().st_mode & 0o777 == 0o600
-    told, _ = shell.run("gradbus doctor --key-file job.key", "gradbus doctor")
+    doctors = [shell.start(line) for line in ("gradbus doctor --key-file job.key", "gradbus doctor")]
+    told, _ = (doctor.communicate(timeout=120.0)[0] for doctor in doctors)
+    assert {doctor.returncode for doctor in doctors} <= {0, 8}  # 8: it finds that a busy machine is not well
     assert re.search(r"security +psk, key \w+: works", told), told
