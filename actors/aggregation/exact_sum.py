@@ -29,6 +29,11 @@ LARGEST = _LIMIT / 2.0**FRACTION_BITS  # of the samples of an update times its l
 # 240 KiB of float64 stay in the second-level cache. And torch computes fewer than 32,768 elements on the calling
 # thread: on a busy machine, waiting for helper threads at every step took a hundred times as long as the step.
 _BLOCK_ELEMS = 30 * 1024
+# To add 1.5 * 2^52 to a float64 below 2^51 rounds it to a whole number, to even as rint does, which is then the
+# difference of the bits of the sum to those of the constant. That takes a third of the time of rint and conversion.
+_ROUNDER = 1.5 * 2.0**52
+_ROUNDER_BITS = int(np.float64(_ROUNDER).view(np.int64))
+_ROUNDER_LIMIT = 2.0**51
 
 
 class OutOfRange(ValueError):
@@ -49,6 +54,7 @@ class ExactMean:
         self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
         # The same memory for numpy: its rint stays on the calling thread, torch's round_ does not.
         self._scratch_array = self._scratch.numpy()
+        self._scratch_bits = self._scratch.view(torch.int64)
         self._integers = torch.empty(_BLOCK_ELEMS, dtype=torch.int64)
         self._bound = 0.0
         self.num_samples = 0
@@ -82,6 +88,7 @@ class ExactMean:
         if not self._bound + bound < _LIMIT:
             self._carry()
         scale = float(num_samples * (1 << FRACTION_BITS))
+        round_ = self._round_small if bound < _ROUNDER_LIMIT else self._round
         for block in update.blocks(_BLOCK_ELEMS):
             size = block.values.numel()
             scaled = self._scratch[:size]
@@ -90,9 +97,9 @@ class ExactMean:
                 stop = block.start + size
                 if not update.is_delta:
                     scaled.sub_(base[block.start : stop])
-                self._sum[block.start : stop].add_(self._round(scaled.mul_(scale)))
+                self._sum[block.start : stop].add_(round_(scaled.mul_(scale)))
             else:
-                self._sum.index_add_(0, block.indices, self._round(scaled.mul_(scale)))
+                self._sum.index_add_(0, block.indices, round_(scaled.mul_(scale)))
         self._bound += bound
         self.num_samples += num_samples
         self.count += 1
@@ -102,6 +109,11 @@ class ExactMean:
         size = scaled.numel()
         np.rint(self._scratch_array[:size], out=self._scratch_array[:size])
         return self._integers[:size].copy_(scaled)
+
+    def _round_small(self, scaled: Tensor) -> Tensor:
+        """The same for values below 2^51, in place."""
+        scaled.add_(_ROUNDER)
+        return self._scratch_bits[: scaled.numel()].sub_(_ROUNDER_BITS)
 
     def _carry(self) -> None:
         """Make room: leave the lowest bits, which are not negative then, and carry the others."""

@@ -293,3 +293,21 @@ def test_adding_updates_takes_no_more_memory_than_one_block(
 
     assert peak_bytes(work) <= 8 * block_elems + 64  # and a few scalars
     assert mean.count == 20
+
+
+@given(st.lists(st.floats(-(2.0**51), 2.0**51, exclude_min=True, exclude_max=True), min_size=1, max_size=20))
+def test_both_ways_to_round_give_the_same_integers(values: list[float]) -> None:
+    halves = [float(np.trunc(value)) + 0.5 for value in values if abs(value) < 2.0**50]
+    mean, all_values = ExactMean(1), torch.tensor([*values, *halves], dtype=torch.float64)
+    found = []
+    for way in (mean._round, mean._round_small):
+        scaled = mean._scratch[: len(all_values)].copy_(all_values)
+        found.append(way(scaled).tolist())
+    assert found[0] == found[1]
+
+
+def test_a_value_at_the_limit_of_the_quick_way_is_added_exactly() -> None:
+    for samples in ((1 << 21) - 1, 1 << 21, (1 << 21) + 1):
+        mean, delta = ExactMean(2), torch.tensor([1.0, -0.5])
+        mean.add(update_of("fp32", 2, delta, torch.zeros(2)), base=torch.zeros(2), num_samples=samples)
+        assert torch.equal(mean_of(mean, 2), delta.double())
