@@ -152,7 +152,7 @@ def _row(attack: str, name: str, value: float, alone: float, mean: float, *, ask
 
 
 def time_rows() -> Taken:
-    """What a round of ten updates costs, on one thread."""
+    """The time of a round of ten updates, on one thread, by strategy."""
     updates = [
         codecs.parse(codecs.get("fp32").encode(0.01 * torch.randn(TIMED_DIM, generator=seeded_generator("time", i))),
                      expected_dim=TIMED_DIM)

@@ -52,7 +52,7 @@ def thread_facts() -> dict[int, tuple[str, tuple[float, ...]]]:
 
 
 class Watched(NamedTuple):
-    """What all ranks call, for so many seconds."""
+    """The collective that all ranks call, for so many seconds."""
 
     collective: str
     size: int
@@ -168,7 +168,7 @@ def print_profile(
         print(f"\n{collective} {size_text(size)}, {TRANSPORTS[transport]}, world {world}, rank {rank}; all per call")
         for backend, facts in threads[rank].items():
             _print_threads(backend, facts)
-        print("  functions of ours, in other processes and slower for being watched:", end="")
+        print("  functions of dds, in other processes and slower for being watched:", end="")
         print(f" {1e6 * functions[rank]['wall_s']:.1f} us median of {functions[rank]['calls']}")
         for thread, entries in functions[rank]["threads"].items():
             if entries:

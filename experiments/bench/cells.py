@@ -23,7 +23,7 @@ _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")  # how the kernel names
 
 
 class Cells(NamedTuple):
-    """What the ranks of one launch measure: every collective at every size, in bytes of a rank's tensor."""
+    """The cells that the ranks of one launch measure: every collective at every size, in bytes of a rank's tensor."""
 
     collectives: Sequence[str]
     sizes: Sequence[int]

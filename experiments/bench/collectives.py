@@ -53,7 +53,7 @@ _CHECKED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivesPlan:
-    """What the suite measures in worlds of 2 and 4 ranks.
+    """The measurements of the suite, in worlds of some ranks.
 
     Attributes:
         launches: of each world: from start to start the ranks lie otherwise in memory and on cores.
@@ -124,8 +124,12 @@ SETUPS = (
 
 
 def cell_rows(setups: Sequence[Setup] = SETUPS, *, sizes: Sequence[int] = SIZES, repeats: int = REPEATS) -> Taken:
-    """For each cell a row for its time, one for what encryption costs in it, and one for the same on a Group; for each
-    set-up one row that says whether there was shared memory."""
+    """Measure set-ups.
+
+    Returns:
+        For each set-up a row on whether there was shared memory; for each cell a row for its time, one for what
+        encryption costs in it, and one for the same on a Group.
+    """
     rows: list[Row] = []
     taken: dict[str, Any] = {}
     for setup in setups:
@@ -229,7 +233,7 @@ PARTS = {
 
 
 def parts(chosen: argparse.Namespace) -> dict[str, Part]:
-    """All parts, as the options say."""
+    """All parts, with the chosen options."""
     transports: Sequence[Transport] = (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
     repeats, few = chosen.repeats or REPEATS, chosen.repeats or FEW_REPEATS
     worlds = chosen.world and (chosen.world,)

@@ -69,7 +69,7 @@ def _of(one: Measurement | None, judged: bool) -> Summary | None:
 
 
 def other_machine(baseline: Results, now: Results) -> list[str]:
-    """What differs between the machines and versions of both, in words: ratios depend on them, too."""
+    """The differences of machines and versions, in words: ratios depend on them, too."""
     found = []
     for run in now.runs:
         stored = baseline.run(run.part)

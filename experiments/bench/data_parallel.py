@@ -85,7 +85,7 @@ def measure(effort: Effort) -> list[Measurement]:
 
 
 def _worker_steps(run: Training, skip: int) -> dict[str, list[list[float]]]:
-    """What each step took and sent, after the first ones: by the name of the amount, a list for each rank."""
+    """Seconds and bytes of each step, after the first ones: by the name of the amount, a list for each rank."""
     found = train(run)
     return {
         name: [[window[name] for window in rank["windows"][skip:]] for rank in found]
@@ -168,7 +168,7 @@ def _dense_and_dgc(
 
 
 def _wait_rows(taken: dict[str, list[dict[str, Any]]], model: str) -> list[Row]:
-    """What a step waits in the last epoch, for the network and for the other rank: mean of all, median of the runs."""
+    """The wait of a step in the last epoch, for the network and for the other rank: mean of all, median of the runs."""
     rows = []
     for kind in ("dense", "dgc"):
         last = [[rank[-1] for rank in run["epochs"]] for run in taken[f"{model.lower()}_{kind}"]]

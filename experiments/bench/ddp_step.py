@@ -31,7 +31,7 @@ def resnet18() -> nn.Module:
 
 
 def small_cnn() -> nn.Module:
-    """For tests."""
+    """A small network, for tests."""
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 10))
 
 
@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-18": resnet18, "small": sm
 
 
 class Steps(NamedTuple):
-    """What all ranks do: repeats of so many steps with one of MODELS."""
+    """The work of all ranks: repeats of so many steps with one of MODELS."""
 
     model: str
     steps: int

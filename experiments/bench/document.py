@@ -79,7 +79,7 @@ def quartiles(one: Summary) -> str:
 
 
 def generated(page: str) -> str:
-    """What stands between the marks now.
+    """The text between the marks.
 
     Raises:
         ConfigError: the page has no such marks.

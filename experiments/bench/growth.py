@@ -68,7 +68,7 @@ def fit(at: Sequence[float], costs: Sequence[float]) -> Fit:
     if len(set(at)) < 2 or len(at) != len(costs) or min(at) <= 0 or min(costs) <= 0:
         raise ValueError(f"growth needs two different places and costs above 0, got {list(at)} and {list(costs)}")
     x, y = np.log(at), np.log(costs)
-    if len(x) == 2:  # no point is left to tell how far off the line may be
+    if len(x) == 2:  # no point is left for an error
         (exponent, offset), error = np.polyfit(x, y, 1), math.nan
     else:
         (exponent, offset), covariance = np.polyfit(x, y, 1, cov=True)
@@ -97,7 +97,7 @@ def lines(run: PartRun) -> list[Line]:
 
 
 def text_of(found: Fit) -> str:
-    """As in "0.98 ± 0.03"."""
+    """The exponent and its standard error, as in "0.98 ± 0.03"."""
     return f"{found.exponent:.2f}" + ("" if math.isnan(found.error) else f" ± {found.error:.2f}")
 
 

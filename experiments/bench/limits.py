@@ -53,7 +53,7 @@ def shown(name: str, measured: float, unit: str, note: str = "") -> Row:
 
 
 def failed(name: str, error: Exception) -> Row:
-    """A figure that falls short because what measures it failed; the note says why."""
+    """A figure that falls short because what measures it failed; the note has the reason."""
     return Row(name, "runs", 0, "", False, fault_of(error))
 
 

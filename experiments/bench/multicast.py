@@ -64,7 +64,7 @@ async def _join(stack: AsyncExitStack, place: RankPlace) -> dict[str, Group]:
 
 
 async def _payloads_by_multicast(group: Group) -> float:
-    """What rank 0 sends by multicast in a broadcast, in payloads."""
+    """The octets that rank 0 sends by multicast in a broadcast, in payloads."""
     before = multicast_octets()
     await group.broadcast("counted", torch.zeros(_COUNTED_BYTES // 4))
     found = (multicast_octets() - before) / _COUNTED_BYTES
@@ -107,7 +107,7 @@ def multicast_rows(
 
 
 def sent_row(by_multicast: dict[str, float], where: str, world: int) -> Row:
-    """What rank 0 has sent by multicast, in payloads, on either group. One reader gets everything by unicast."""
+    """A row for the octets that rank 0 has sent by multicast, in payloads. One reader gets everything by unicast."""
     name = f"payloads of a broadcast that leave by multicast, {where}"
     note = f"without multicast {by_multicast['unicast']:.3g}"
     sent = by_multicast["multicast"]

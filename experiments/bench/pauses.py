@@ -5,7 +5,7 @@
     python -m gradbus.experiments.bench.pauses --only kill
 
 Groups of 2 and 4 ranks, through shared memory and over DDS alone, call one collective after another. A *run* is one
-group and one disturbance; all groups are disturbed at once. In a run nobody has died, so nobody may be missed.
+group and one disturbance; all groups are disturbed at once. In a run no process dies, so none may be taken for dead.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ KINDS = tuple(GroupKind(world, share) for world in (2, 4) for share in (True, Fa
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a rank process needs to know."""
+    """The part of one rank process in a group."""
 
     kind: GroupKind
     job: str
@@ -208,7 +208,7 @@ class GroupRun:
             self.ranks.append(RankProcess(*_start(_rank, seat)))
 
     def wait(self, done: Callable[[RankProcess], bool], timeout_s: float) -> bool:
-        """Whether ``done`` holds for all ranks in time."""
+        """Wait until ``done`` holds for all ranks. Returns whether it did in time."""
         until_s = time.monotonic() + timeout_s
         while True:
             trouble = self.trouble
@@ -220,7 +220,7 @@ class GroupRun:
 
     @property
     def trouble(self) -> str:
-        """What went wrong so far; empty: nothing."""
+        """A description of what went wrong so far; empty if nothing did."""
         for rank in self.ranks:
             rank.poll()
         failed = [f"rank {number}: {rank.failed}" for number, rank in enumerate(self.ranks) if rank.failed]
@@ -335,7 +335,7 @@ def forge_goodbyes(times: int, every_s: float) -> Disturbance:
 
 
 def _prefixes(domain: int, processes: Collection[int]) -> list[bytes]:
-    """What DDS calls the participants of these processes."""
+    """The GUID prefixes of the participants of these processes."""
     node = Node(domain_id=domain, partition="outsider", network=gradbus.NetworkConfig())
     try:
         until_s = time.monotonic() + START_S
@@ -453,7 +453,7 @@ def idle_buses(count: int, domain: int, lease_s: float | None = None) -> Iterato
     try:
         started.extend(_start(_idle_bus, domain, lease_s) for _ in range(count))
         for _, pipe in started:
-            with contextlib.suppress(EOFError):  # it has crashed, which its exit code will say
+            with contextlib.suppress(EOFError):  # it has crashed, which its exit code shows
                 pipe.recv()
         yield [process for process, _ in started]
     finally:

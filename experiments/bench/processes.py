@@ -87,7 +87,7 @@ class Processes:
         return process.pid
 
     def results(self, timeout_s: float) -> list[Any]:
-        """What the work of each process has returned, in the order in which they were started.
+        """The results of the work of each process, in the order in which they were started.
 
         Raises:
             ProcessFailed: one of them failed or died, or some have not ended in time.
@@ -136,7 +136,7 @@ def _live(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """What a rank process knows of the run that it is part of.
+    """The place of a rank process in its run.
 
     Attributes:
         job: its name, which no other run has. port: of the store, in the process of the benchmark.
@@ -188,7 +188,7 @@ def dds_group() -> dist.ProcessGroup:
 
 
 def unsealed_group() -> dist.ProcessGroup:
-    """The same on a bus of its own, which encrypts nothing."""
+    """A process group of all ranks on the dds backend, on a bus of its own that encrypts nothing."""
     os.environ |= _UNSEALED
     try:
         group = dds_group()

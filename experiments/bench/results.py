@@ -59,10 +59,10 @@ class Measurement(Record):
     """One thing that was measured. Less is better.
 
     Attributes:
-        name: says what and at which size, and is unique in a run: it is how runs are compared.
+        name: what was measured and at which size; it is unique in a run: it is how runs are compared.
         unit: of the samples. samples: one for each block, as a rule the median of the block's calls.
         against: with it the figure has a ratio, which counts across machines; without, it is only shown.
-        note: how it was measured, where the name does not say it.
+        note: how it was measured, where the name does not tell.
         series: the line of which it is a point, and ``at``: its place on that line. Of them growth is made.
     """
 

@@ -23,7 +23,7 @@ _WARM_UP_ROUNDS = 2  # buffers are made, DDS has found its window
 
 
 class RoundsJob(NamedTuple):
-    """What all processes of a run have in common. ``gaps``: whether they measure how late their event loops are."""
+    """The settings that all processes of a run share. ``gaps``: whether they measure how late their event loops are."""
 
     name: str
     dim: int
@@ -32,7 +32,7 @@ class RoundsJob(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """What a run has left: the reports of the controller and of the processes of clients."""
+    """The outcome of a run: the reports of the controller and of the processes of clients."""
 
     controller: dict[str, Any]
     clients: list[dict[str, Any]]

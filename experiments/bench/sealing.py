@@ -27,7 +27,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +40,9 @@ import gradbus
 from gradbus.experiments.bench import limits
 from gradbus.experiments.bench.limits import Row, Taken, at_most, shown
 from gradbus.experiments.bench.processes import LEASE_S, Processes
-from gradbus.experiments.namespaces import NoNamespaces, enter_namespace, two_hosts
+from gradbus.experiments.namespaces import Host, NoNamespaces, enter_namespace, two_hosts
 from gradbus.models import NullTask
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.encryption import PskKeys, Seal
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, write_allow_list
@@ -62,7 +64,7 @@ _TIMEOUT_S = 120.0
 
 
 class SealingCase(NamedTuple):
-    """What is measured, by a process of which role, and the roles of the others: on the other host, if there are two.
+    """One measurement: the role of the process that measures, and of the others, on the other host if there are two.
 
     Attributes:
         blocks: of each level. memory: whether it is shared.
@@ -114,37 +116,53 @@ def _make_keys(folder: Path) -> None:
     write_allow_list(folder / "allow.list", AllowList((ranks, *robots)))
 
 
-def _security(spec: dict[str, Any], level: str) -> Security:
-    folder = spec["folder"]
-    if level == "none":
-        return Security(level="none", insecure=spec["host"] is not None)
-    if level == "psk":
-        return Security(level="psk", key_file=folder / "job.key")
-    is_rank, number = spec["what"] == "rank", spec["number"]
-    name = f"robot-{number}" if spec["what"] == "client" else "host-1" if is_rank and number else "server"
-    return Security(
-        level="identity", key_file=folder / f"{name}.key", controller_key=(folder / "controller.public").read_text(),
-        allow_file=folder / "allow.list", role="worker" if is_rank else "client",
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One process of a start.
+
+    Attributes:
+        role: controller, client or rank. number: of the client or rank.
+        host: None on one machine; peers: the addresses of all hosts. pids: of the others, for the one that measures.
+    """
+
+    case: SealingCase
+    role: str
+    number: int
+    folder: Path
+    job: str
+    host: Host | None = None
+    peers: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()
+
+    def connect(self, level: str) -> AbstractAsyncContextManager[Bus]:
+        """A bus of this level."""
+        network = gradbus.NetworkConfig(lease_s=LEASE_S, shared_memory=self.case.memory)
+        if self.host is not None:
+            network = replace(network, profile="network", interface=self.host.interface, peers=self.peers)
+        security = self._security(level)
+        return gradbus.connect(f"{self.job}-{level}", domain=DOMAIN, network=network, security=security)
+
+    def _security(self, level: str) -> Security:
+        if level == "none":
+            return Security(level="none", insecure=self.host is not None)
+        if level == "psk":
+            return Security(level="psk", key_file=self.folder / "job.key")
+        is_rank = self.role == "rank"
+        name = f"robot-{self.number}" if self.role == "client" else "host-1" if is_rank and self.number else "server"
+        return Security(
+            level="identity", key_file=self.folder / f"{name}.key", allow_file=self.folder / "allow.list",
+            controller_key=(self.folder / "controller.public").read_text(), role="worker" if is_rank else "client",
+        )  # fmt: skip
+
+    def cpu_s(self) -> float:
+        """Processor seconds of the others and of this process so far, by the numbers that Linux gives their clocks."""
+        return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)
 
 
-def _bus(spec: dict[str, Any], level: str) -> Any:
-    security = _security(spec, level)
-    network = gradbus.NetworkConfig(lease_s=LEASE_S, shared_memory=spec["memory"])
-    if spec["host"] is not None:
-        network = replace(network, profile="network", interface=spec["host"].interface, peers=spec["peers"])
-    return gradbus.connect(f"{spec['job']}-{level}", domain=DOMAIN, network=network, security=security)
-
-
-def _cpu_s(pids: list[int]) -> float:
-    """Processor seconds of these processes and of this one so far, by the numbers that Linux gives to their clocks."""
-    return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
-
-
-async def _client(spec: dict[str, Any]) -> None:
+async def _client(member: Member) -> None:
     async def take_part(level: str) -> None:
-        async with _bus(spec, level) as bus:
-            await gradbus.Client(bus, NullTask(DIM), client_id=spec["number"]).run()
+        async with member.connect(level) as bus:
+            await gradbus.Client(bus, NullTask(DIM), client_id=member.number).run()
 
     async with asyncio.TaskGroup() as all_levels:
         for level in LEVELS:
@@ -176,29 +194,29 @@ class _Turns:
 class _BlockTask(NullTask):
     """Is evaluated at the end of each block, and so holds up the next round until it is its turn."""
 
-    def __init__(self, level: str, turns: _Turns, pids: list[int]) -> None:
+    def __init__(self, level: str, turns: _Turns, member: Member) -> None:
         super().__init__(DIM)
         self._level = level
         self._turns = turns
-        self._pids = pids
+        self._member = member
         self._began_cpu_s = 0.0
         self.cpu_s: list[float] = []
 
     def evaluate(self, model: nn.Module) -> None:
         time.sleep(_SETTLE_S)
-        self.cpu_s.append((_cpu_s(self._pids) - self._began_cpu_s) / ROUNDS)
+        self.cpu_s.append((self._member.cpu_s() - self._began_cpu_s) / ROUNDS)
         self._turns.end(self._level)
-        self._began_cpu_s = _cpu_s(self._pids)
+        self._began_cpu_s = self._member.cpu_s()
 
 
-async def _controller(spec: dict[str, Any]) -> list[TimedBlock]:
-    turns = _Turns(spec["blocks"])
+async def _controller(member: Member) -> list[TimedBlock]:
+    turns = _Turns(member.case.blocks)
     blocks: dict[str, list[TimedBlock]] = {}
 
     async def run(level: str) -> None:
-        config = gradbus.FederatedConfig(rounds=ROUNDS * spec["blocks"], num_clients=2, eval_every=ROUNDS)
-        task = _BlockTask(level, turns, spec["pids"])
-        async with _bus(spec, level) as bus:
+        config = gradbus.FederatedConfig(rounds=ROUNDS * member.case.blocks, num_clients=2, eval_every=ROUNDS)
+        task = _BlockTask(level, turns, member)
+        async with member.connect(level) as bus:
             times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]
         starts = range(ROUNDS, len(times), ROUNDS)  # all had their first block at once
         seconds = [statistics.median(times[at + WARM_ROUNDS : at + ROUNDS]) for at in starts]
@@ -210,62 +228,59 @@ async def _controller(spec: dict[str, Any]) -> list[TimedBlock]:
     return [one for turn in zip(*(blocks[level] for level in LEVELS), strict=True) for one in turn]
 
 
-async def _rank(spec: dict[str, Any]) -> list[TimedBlock]:
+async def _rank(member: Member) -> list[TimedBlock]:
     tensor = torch.ones(ELEMENTS)
     blocks = []
     async with contextlib.AsyncExitStack() as opened:
         groups = []
         for level in LEVELS:
-            bus = await opened.enter_async_context(_bus(spec, level))
-            if spec["checksums"]:
+            bus = await opened.enter_async_context(member.connect(level))
+            if member.case.checksums:
                 bus._node.leaves_machine = True  # for its frames, that is what decides
-            joining = gradbus.join_group(bus, rank=spec["number"], world=2)
+            joining = gradbus.join_group(bus, rank=member.number, world=2)
             groups.append(await opened.enter_async_context(joining))
             (port,) = bus._ports
-            assert port.needs_crc == (level == "none" and (spec["checksums"] or spec["host"] is not None))
-        for number in range(len(LEVELS) * spec["blocks"]):
+            assert port.needs_crc == (level == "none" and (member.case.checksums or member.host is not None))
+        for number in range(len(LEVELS) * member.case.blocks):
             group, times = groups[number % len(LEVELS)], []
             await group.barrier()
-            began_cpu_s = _cpu_s(spec.get("pids", []))
+            began_cpu_s = member.cpu_s()
             for step in range(CALLS):
                 await group.barrier()
                 began_s = time.perf_counter()
                 await group.all_reduce("x", tensor, op="mean", out=tensor, round_id=number * CALLS + step)
                 times.append(time.perf_counter() - began_s)
-            cpu_s = (_cpu_s(spec.get("pids", [])) - began_cpu_s) / CALLS
+            cpu_s = (member.cpu_s() - began_cpu_s) / CALLS
             blocks.append(TimedBlock(LEVELS[number % len(LEVELS)], statistics.median(times[WARM_CALLS:]), cpu_s))
     return blocks
 
 
-async def _live(spec: dict[str, Any]) -> Any:
+async def _live(member: Member) -> Any:
     """The whole life of a process."""
-    if spec["host"] is not None:
-        enter_namespace(spec["host"].name)  # before any thread of DDS
-    return await _ROLES[spec["what"]](spec)
+    if member.host is not None:
+        enter_namespace(member.host.name)  # before any thread of DDS
+    return await _ROLES[member.role](member)
 
 
-_ROLES: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
+_ROLES: dict[str, Callable[[Member], Awaitable[Any]]] = {
     "controller": _controller, "client": _client, "rank": _rank,
 }  # fmt: skip
 
 
-def _blocks(part: SealingCase, folder: Path) -> list[TimedBlock]:
+def _blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
     """Start the processes once, and measure. Raises NoNamespaces."""
     job = f"sealing-{os.getpid()}-{time.time_ns()}"
     with contextlib.ExitStack() as opened:
-        here, there = hosts = opened.enter_context(two_hosts()) if part.two_hosts else (None, None)
-        peers = tuple(host.address for host in hosts if host is not None)
-        spec = {
-            "memory": part.memory, "blocks": part.blocks, "checksums": part.checksums, "folder": folder, "job": job,
-            "peers": peers,
-        }  # fmt: skip
+        hosts = opened.enter_context(two_hosts()) if case.two_hosts else ()
+        here, there = hosts or (None, None)
+        member = partial(Member, case=case, folder=folder, job=job, peers=tuple(host.address for host in hosts))
         processes = opened.enter_context(Processes())
-        pids = [
-            processes.start(f"{other} {number}", _live, {**spec, "what": other, "number": number, "host": there})
-            for number, other in enumerate(part.others, start=part.measures == "rank")
-        ]
-        whole = {**spec, "what": part.measures, "number": 0, "pids": pids, "host": here}
-        processes.start(f"{part.measures} that measures", _live, whole)
+        pids = tuple(
+            processes.start(f"{role} {number}", _live, member(role=role, number=number, host=there))
+            for number, role in enumerate(case.others, start=case.measures == "rank")
+        )
+        measures = member(role=case.measures, number=0, host=here, pids=pids)
+        processes.start(f"{case.measures} that measures", _live, measures)
         blocks: list[TimedBlock] = processes.results(_TIMEOUT_S)[-1]
     return blocks
 
@@ -283,7 +298,7 @@ def ratios(blocks: list[TimedBlock], level: str, what: str) -> list[float]:
 
 
 def alone_rows() -> Taken:
-    """What one thread takes to encrypt and to decrypt: the best of some tries, as the machine may be busy."""
+    """Seconds of one thread to encrypt and to decrypt: the best of some tries, as the machine may be busy."""
     key = new_job_key()
     ours, theirs = (Seal("bench", PskKeys("bench", key)) for _ in range(2))
     sealer, opener = ours.sealer("bench"), theirs.opener("bench", ignores_own=True)
@@ -307,18 +322,18 @@ def alone_rows() -> Taken:
     return rows, {}
 
 
-def part_rows(part: SealingCase, repeats: int) -> Taken:
+def part_rows(case: SealingCase, repeats: int) -> Taken:
     """Measure in so many starts of the processes."""
     with tempfile.TemporaryDirectory() as folder:
         _make_keys(Path(folder))
         try:
-            starts = [_blocks(part, Path(folder)) for _ in range(repeats)]
+            starts = [_blocks(case, Path(folder)) for _ in range(repeats)]
         except NoNamespaces as error:
-            return [Row(part.title, "", 0, "", True, f"not measured: {error}")], {}
-    return list(rows_of(part, starts)), {part.title: starts}
+            return [Row(case.title, "", 0, "", True, f"not measured: {error}")], {}
+    return list(rows_of(case, starts)), {case.title: starts}
 
 
-def rows_of(part: SealingCase, starts: list[list[TimedBlock]]) -> Iterator[Row]:
+def rows_of(case: SealingCase, starts: list[list[TimedBlock]]) -> Iterator[Row]:
     """Ratios of time and of processor time, over the blocks of all starts."""
     for what, label in (("seconds", ""), ("cpu_s", ", processor")):
         ms = {
@@ -328,9 +343,9 @@ def rows_of(part: SealingCase, starts: list[list[TimedBlock]]) -> Iterator[Row]:
         for level in LEVELS[1:]:
             low, ratio, high = statistics.quantiles((it for one in starts for it in ratios(one, level, what)), n=4)
             note = f"{low:.2f} to {high:.2f}; {ms[level]:.2f} ms, none {ms['none']:.2f} ms"
-            name, unit = f"{part.title}: {level}{label}", "x none"
-            asked = part.asked and level == "psk" and what == "seconds"
-            limit = MAX_THROUGH_MEMORY if part.memory else MAX_RATIO
+            name, unit = f"{case.title}: {level}{label}", "x none"
+            asked = case.asked and level == "psk" and what == "seconds"
+            limit = MAX_THROUGH_MEMORY if case.memory else MAX_RATIO
             yield at_most(name, ratio, limit, unit, note) if asked else shown(name, ratio, unit, note)
 
 

@@ -41,7 +41,7 @@ def expected_s(names: Sequence[str], effort: Effort) -> int:
 
 
 def measure(names: Sequence[str], effort: Effort) -> Iterator[PartRun]:
-    """Measure the parts in turn. The run of one that fails says why, and the others go on."""
+    """Measure the parts in turn. The run of one that fails has the reason, and the others go on."""
     for name in names:
         print(f"measuring: {name}, about {expected_s([name], effort)} s", file=sys.stderr, flush=True)
         facts, began_s, fault = machine(), time.perf_counter(), ""

@@ -21,7 +21,7 @@ class Training:
     """A run on MNIST or on the first of its samples.
 
     Attributes:
-        model: takes ``seed``. batch_size: of one rank. config: of ``gradbus.DataParallelConfig``, which also says the
+        model: takes ``seed``. batch_size: of one rank. config: of ``gradbus.DataParallelConfig``, which also has the
             seed. samples: of the training set, None for all. data: glyphs are drawn on the spot.
     """
 

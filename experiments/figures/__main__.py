@@ -62,7 +62,7 @@ def draw(tables: dict[str, list[Any]], plan: FigurePlan, out: Path) -> dict[str,
         except BadData as error:
             failures[name] = str(error)
             for file in files:
-                file.unlink(missing_ok=True)  # an old one beside new data would tell something else
+                file.unlink(missing_ok=True)  # an old one beside new data would show something else
     return failures
 
 

@@ -32,7 +32,7 @@ def caption(figure: Figure, *sentences: str) -> None:
 
 
 def quick_note(scale: Scale) -> str:
-    """What a caption says of a plan that was cut down."""
+    """A sentence for captions of a plan that was cut down, else nothing."""
     if scale.name != "quick":
         return ""
     return (
@@ -53,7 +53,7 @@ def seeds_note(rows: Iterable[Any], series: str) -> str:
 
 
 def load_note(rows: Sequence[Any]) -> str:
-    """What the caption of a figure of times says where the machine was busy with other work as well."""
+    """A sentence for captions of times where the machine was busy with other work as well, else nothing."""
     low, high = min(row.load_per_core for row in rows), max(row.load_per_core for row in rows)
     if high < _BUSY:
         return ""
@@ -135,7 +135,7 @@ class Published(BaseModel):
     note: str
 
     def marks(self) -> dict[str, float]:
-        """What may be drawn, by series, in the published unit but counted as ours; empty if nothing is comparable."""
+        """The values that may be drawn, by series, counted as ours; empty if nothing is comparable."""
         return {name: value / self.divide_by for name, value in self.values.items()} if self.comparable else {}
 
     def sentence(self) -> str:

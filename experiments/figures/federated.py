@@ -81,7 +81,7 @@ def _bytes_down(row: RoundRow) -> float:
 
 
 def draw_dds(updates: Sequence[UpdateRow], scale: Scale) -> Figure:
-    """What an update takes on the bus, client by client."""
+    """The time of an update on the bus, client by client."""
     rows = [row for row in updates if row.group == "timing"]
     need(rows, "updates with a timeline")
     unit = style.time_unit(statistics.mean(row.dds_s for row in rows))
@@ -115,7 +115,7 @@ def draw_time(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     rows = [row for row in rounds if row.group == "timing"]
     need(rows, "rounds that were timed")
     if any(row.decode_s is None for row in rows):
-        raise BadData("the timed runs tell nothing of decoding: they were made by an older version. Run them again")
+        raise BadData("the timed runs did not record decoding: they were made by an older version. Run them again")
     figure, (whole, rest) = style.new_figure(1, 2, height_in=4.4)
     for axes, parts, title in ((whole, _PARTS, "all"), (rest, _PARTS[1:], "without training")):
         tops = [0.0] * len(CODECS)

@@ -84,7 +84,7 @@ _MACHINE = ("cpu", "cores", "system", "python", "torch", "cyclonedds")
 
 
 def make_command(scale: Scale) -> str:
-    """What makes these figures."""
+    """The command that makes these figures."""
     return "make figures QUICK=1" if scale.name == "quick" else "make figures"
 
 
@@ -100,7 +100,7 @@ def write_index(
     lines = [
         "# Figures", "", *_about(scale, [done for _, done in finished], code), "",
         "Each figure is drawn from one table, a CSV file, which is made of the JSONL files that the runs left. "
-        "docs/figures.md tells what the figures show.", "",
+        "docs/figures.md explains them.", "",
     ]  # fmt: skip
     for name, entry in CATALOGUE.items():
         lines += [f"## {entry.title}", ""]

@@ -66,7 +66,7 @@ class Int8Exchange:
 
     @property
     def own_is_finite(self) -> bool:
-        """Messages say it, so nobody asks."""
+        """Always true here: the messages carry it."""
         return True
 
     def send(self, *, has_data: bool) -> Sequence[Handle[list[bytes]]]:
@@ -137,7 +137,7 @@ class Int8Exchange:
         return OwnState()
 
     def load_own_state(self, state: OwnState) -> None:
-        """Nothing is owed."""
+        """There is no residual."""
 
     def close(self) -> None:
         """No hooks: nothing to let go of."""

@@ -96,7 +96,7 @@ def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
 
 
 def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
-    """What a step waits for the others and for the network: mean and maximum."""
+    """The wait of a step for the others and for the network: mean and maximum."""
     kinds = [("dense", True), ("dense", False), ("int8", False), ("dgc", False)]
     names = ["dense,\noverlap", "dense", "int8\n(original)", "DGC\n0.1 %"]
     need(ranks, "ranks")

@@ -1,7 +1,7 @@
 """Folders of finished runs, found again by what decides a run: its settings, and the code that ran.
 
 A folder counts once ``done.json`` is in it, which is written last: a run that was interrupted is done again. Several
-programs may use one store at the same time: who needs a run that another is just doing waits for it, and takes it.
+programs may use one store at the same time: a program that needs a run which another one is just doing waits for it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Store:
 
     @contextmanager
     def _alone(self, run: AnyRun) -> Iterator[None]:
-        """Nobody else does this run meanwhile. The kernel takes the lock back from whoever dies."""
+        """Keep all other programs from doing this run meanwhile. The kernel releases the lock of one that dies."""
         locks = self.root / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / self.folder(run).name).open("w") as file:
