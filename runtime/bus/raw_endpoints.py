@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.bus.receiver import SPIN_S, Receiver
 from gradbus.runtime.bus.sender import Job, Pause, Sender
 from gradbus.runtime.dds.participant import Node, Writer
 from gradbus.runtime.dds.topics import Topic
@@ -126,9 +126,9 @@ class FramePort:
         """See :meth:`.receiver.Receiver.pump`."""
         self._receiver.pump(done, until_s)
 
-    def spin(self, done: Callable[[], bool], until_s: float) -> None:
-        """See :meth:`.receiver.Receiver.pump`."""
-        self._receiver.pump(done, until_s, may_sleep=False)
+    def spin(self, done: Callable[[], bool]) -> None:
+        """See :meth:`.receiver.Receiver.pump`: for a short time, on the thread of an event loop."""
+        self._receiver.pump(done, time.monotonic() + SPIN_S, may_sleep=False)
 
     def nudge(self) -> None:
         """See :meth:`.receiver.Receiver.nudge`."""

@@ -63,8 +63,8 @@ class Progress(Protocol):
         """On a thread that would only wait: deal with what comes, until ``done()`` or that time (``time.monotonic``).
         May return early."""
 
-    def spin(self, done: Callable[[], bool], until_s: float) -> None:
-        """The same on the thread of an event loop, which must not sleep: returns early where it would."""
+    def spin(self, done: Callable[[], bool]) -> None:
+        """The same on the thread of an event loop, which must not sleep: for half a millisecond at most."""
 
     def nudge(self) -> None:
         """Something has ended, on this thread; another one may be waiting for it in :meth:`pump`."""
@@ -77,7 +77,7 @@ class _NoProgress:
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         pass
 
-    def spin(self, done: Callable[[], bool], until_s: float) -> None:
+    def spin(self, done: Callable[[], bool]) -> None:
         pass
 
     def nudge(self) -> None:

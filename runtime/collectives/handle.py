@@ -16,7 +16,6 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusClosed, CollectiveTimeout
 
-LOOK_S = 200e-6  # how long the event loop's thread looks for the end of a small collective
 LOOK_BYTES = 64 * 1024
 TURN_S = 1e-3  # so long the loop goes without a turn where all that is awaited is there at once
 _MOST_SKIPPED = 63  # calls that are not looked for after some that were, in vain
@@ -142,7 +141,7 @@ class Looking:
             self._skipped += 1
             engine.progress.resume()
             return
-        engine.progress.spin(lambda: operation.settled, time.monotonic() + LOOK_S)
+        engine.progress.spin(lambda: operation.settled)
         self._skipped = 0
         if operation.settled:
             self._skip = 0

@@ -15,6 +15,7 @@ from gradbus.runtime.shm.slots import Slots
 from gradbus.runtime.wire.frames import Frame
 
 MAX_WORLD = 256  # each rank maps the segments of all others
+LOOK_S = 200e-6  # how long the thread of an event loop looks for the end of a small collective
 CLOSE_S = 1.0  # the thread may be adding up some chunks
 
 
@@ -102,9 +103,9 @@ class LetterProgress:
             if not self._work.idle:  # the writer thread has left it to this one
                 self._port.rouse()
 
-    def spin(self, done: Callable[[], bool], until_s: float) -> None:
+    def spin(self, done: Callable[[], bool]) -> None:
         """See :class:`.engine.Progress`."""
-        self._letters.visit(done, until_s, None, may_sleep=False)
+        self._letters.visit(done, time.monotonic() + LOOK_S, None, may_sleep=False)
 
     def nudge(self) -> None:
         """See :class:`.engine.Progress`."""
