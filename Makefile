@@ -105,13 +105,13 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 	@$(BIN)/gradbus doctor $(ARGS)
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
-# Most tests wait for processes rather than compute: several workers, each with whole files. Those marked `alone` have the machine.
-test: WORKERS ?= 2
+# Most tests wait for processes rather than compute: so two workers, each with whole files. Those marked `alone` have the machine.
+test check faults: WORKERS ?= 2
 test: $(STAMP)  ## run every test, with WORKERS=2
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 faults: $(STAMP)  ## the tests in which something fails on purpose
-	$(BIN)/pytest -m faults $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m faults $(ARGS)
 
 # Processes die, stand still, are cut off from each other, and lose what they send; then what they have left is checked.
 soak: MINUTES ?= 30
@@ -119,7 +119,7 @@ soak: $(STAMP)  ## controller, clients and ranks for MINUTES=30, something break
 	@$(TOOL) soak --minutes $(MINUTES) $(ARGS)
 
 check: lint typecheck  ## formatting, lint, strict types and the fast tests
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 lint: $(STAMP)  ## formatting and lint alone
 	$(BIN)/ruff format --check
