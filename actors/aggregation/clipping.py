@@ -102,7 +102,7 @@ _BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the
 CLIPPED = "clipped"
 
 
-class Limited(Strategy):
+class LimitedStrategy(Strategy):
     """Another strategy, which sees updates of at most ``clip_norm`` and ``cap_samples``."""
 
     def __init__(self, inner: Strategy, *, clip_norm: float | None = None, cap_samples: int | None = None) -> None:
@@ -191,7 +191,7 @@ def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
     fixed = None if config.cap_samples == "median" else config.cap_samples
     if config.clip_norm is None and fixed is None:
         return strategy
-    return Limited(strategy, clip_norm=config.clip_norm, cap_samples=fixed)
+    return LimitedStrategy(strategy, clip_norm=config.clip_norm, cap_samples=fixed)
 
 
 def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:

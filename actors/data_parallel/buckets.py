@@ -80,9 +80,9 @@ class GradientBuckets(Generic[H]):
 
         buckets.begin()                     # gradients are zero
         backward of all batches but the last
-        buckets.arm()                       # from here on a bucket that is full is launched at once
+        buckets.enable_overlap()                       # from here on a bucket that is full is launched at once
         backward of the last one
-        handles = buckets.launch_rest()     # what has no gradient counts as zeros
+        handles = buckets.flush()     # what has no gradient counts as zeros
 
     A step that ends in an exception needs no cleanup: the next :meth:`begin` starts afresh.
     """
@@ -135,17 +135,17 @@ class GradientBuckets(Generic[H]):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
 
-    def arm(self) -> None:
+    def enable_overlap(self) -> None:
         """The next backward pass is the last one of this step."""
         self._armed = True
 
-    def launch_rest(self) -> list[H]:
+    def flush(self) -> list[H]:
         """Launch what no gradient came for; returns the handles of all buckets, by index."""
         self._armed = False
         for bucket in self.buckets:
             if bucket.handle is None:
                 for at in range(len(bucket.parameters)):
-                    self._bring_home(bucket, at)
+                    self._copy_into_bucket(bucket, at)
                 bucket.handle = self._launch(bucket.index, bucket.flat)
         return [bucket.handle for bucket in self.buckets if bucket.handle is not None]
 
@@ -166,13 +166,13 @@ class GradientBuckets(Generic[H]):
             bucket.waits_for.discard(at)
             if not bucket.waits_for:
                 for one in range(len(bucket.parameters)):
-                    self._bring_home(bucket, one)
+                    self._copy_into_bucket(bucket, one)
                 bucket.handle = self._launch(bucket.index, bucket.flat)
 
         return gradient_is_there
 
     @staticmethod
-    def _bring_home(bucket: Bucket[H], at: int) -> None:
+    def _copy_into_bucket(bucket: Bucket[H], at: int) -> None:
         """Copy a gradient into its bucket if something has put it elsewhere: ``zero_grad()`` does, for one."""
         parameter, view = bucket.parameters[at], bucket.views[at]
         if parameter.grad is view:

@@ -78,7 +78,7 @@ class Replicas:
         self._model = model
         self._timeout_s = timeout_s
 
-    async def spread(self, name: str, tensors: Sequence[Tensor], *, round_id: int = 0) -> None:
+    async def broadcast(self, name: str, tensors: Sequence[Tensor], *, round_id: int = 0) -> None:
         """Overwrite the tensors, equal in number, shape and dtype on all ranks, by those of rank 0."""
         for number, piece in enumerate(_pieces(tensors)):
             packed = await self._compute.run(_pack, piece)
@@ -89,15 +89,15 @@ class Replicas:
             if self._group.rank != 0:
                 await self._compute.run(_unpack, packed, piece)
 
-    async def spread_model(self) -> None:
+    async def broadcast_model(self) -> None:
         """Parameters, frozen ones as well, and buffers."""
-        await self.spread("worker/model", [*self._model.parameters(), *self._model.buffers()])
+        await self.broadcast("worker/model", [*self._model.parameters(), *self._model.buffers()])
 
-    async def spread_buffers(self, step: int) -> None:
+    async def broadcast_buffers(self, step: int) -> None:
         """Buffers only. Each rank updates its own while it trains (running means of batch norm, for example)."""
-        await self.spread("worker/buffers", list(self._model.buffers()), round_id=step)
+        await self.broadcast("worker/buffers", list(self._model.buffers()), round_id=step)
 
-    async def spread_named(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    async def broadcast_named(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rank 0's tensors, whatever their names, shapes and dtypes are; what the others pass does not matter."""
         described = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in tensors.items()]
         described = await self._group.broadcast_object(
@@ -105,7 +105,7 @@ class Replicas:
         )
         if self._group.rank != 0:
             tensors = {key: _empty(dtype, shape) for key, dtype, shape in described}
-        await self.spread(name, list(tensors.values()))
+        await self.broadcast(name, list(tensors.values()))
         return dict(tensors)
 
     async def hash(self) -> int:

@@ -164,7 +164,7 @@ class WorkerState:
         for step in self.steps()[: -self._config.keep_checkpoints]:
             self._store.remove(step)
 
-    def forget_after(self, step: int) -> None:
+    def delete_later(self, step: int) -> None:
         """Remove what only this rank, or not every rank, has: the run goes on from ``step`` and saves those anew."""
         for later in self.steps():
             if later > step:
@@ -175,13 +175,13 @@ class WorkerState:
         checkpoint = self._store.load(step, SavedRank.of)
         saved = SavedRank.of(checkpoint)
         if (saved.rank, saved.world) != (self._rank, self._world):
-            raise Misfit(
+            raise CheckpointMismatch(
                 f"the checkpoint of step {step} is of rank {saved.rank} of {saved.world}, this is rank "
                 f"{self._rank} of {self._world}. Start as many workers as before, or choose another state_dir"
             )
         for key, value in self._settings().items():
             if saved.settings.get(key) != value:
-                raise Misfit(
+                raise CheckpointMismatch(
                     f"the checkpoint of step {step} was made with {key}={saved.settings.get(key)!r:.200}, now it is "
                     f"{value!r}. Go on with the same, or choose another state_dir"
                 )
@@ -196,7 +196,7 @@ class WorkerState:
         self._store.close()
 
 
-class Misfit(CheckpointError):
+class CheckpointMismatch(CheckpointError):
     """The checkpoint is whole, but not of this run: an older one would not fit either."""
 
 
@@ -298,21 +298,21 @@ async def find_checkpoint(
     faults: list[str] = []
     if any(steps) and not all(steps) and not has_completed:
         log.warning("starting afresh: the first checkpoint was never complete", steps=list(map(list, steps)))
-        await compute.run(state.forget_after, -1)
+        await compute.run(state.delete_later, -1)
         return None
     for step in newest_common(steps):
         checkpoint, fault, fits = None, "", True
         try:
             checkpoint = await compute.run(state.load, step)
         except CheckpointError as error:
-            fault, fits = str(error), not isinstance(error, Misfit)
+            fault, fits = str(error), not isinstance(error, CheckpointMismatch)
         run_id = None if checkpoint is None else SavedRank.of(checkpoint).run_id
         found = await group.all_gather_object(
             "worker/checkpoint", [run_id, fault, fits], round_id=step, timeout_s=timeout_s
         )
         here = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
         if not all(fits for _, _, fits in found):
-            raise Misfit("; ".join(here))
+            raise CheckpointMismatch("; ".join(here))
         if here:
             faults += here
             continue
@@ -320,7 +320,7 @@ async def find_checkpoint(
         if faults:
             log.warning("using an older checkpoint", step=step, damaged=faults)
         assert checkpoint is not None
-        await compute.run(state.forget_after, step)
+        await compute.run(state.delete_later, step)
         return checkpoint
     if faults:
         raise CheckpointError(

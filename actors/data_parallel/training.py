@@ -107,12 +107,12 @@ _EXCHANGES: dict[str, type[DenseExchange] | type[DgcExchange]] = {"dense": Dense
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
 
 
-class Stopped(Exception):
+class StepCancelled(Exception):
     """The worker was cancelled, and the step gave up. Nobody but the one who cancelled it is left to hear."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sending:
+class SentGradients:
     """What a step has sent, and what is to come of it.
 
     Attributes:
@@ -196,11 +196,11 @@ class ShardTraining:
         self.exchange.start_epoch(epoch)
         self.model.train()
 
-    def compute_and_send(self, plan: EpochPlan, position: Position, profile: StepProfile) -> Sending:
+    def compute_and_send(self, plan: EpochPlan, position: Position, profile: StepProfile) -> SentGradients:
         """Forward and backward over this step's batches; what comes of it is on its way when this returns.
 
         Raises:
-            Stopped: the worker was cancelled.
+            StepCancelled: the worker was cancelled.
             ValueError: the task gave fewer batches than it had announced.
         """
         count = plan.batches_in(self._group.rank, position.epoch_step)
@@ -210,7 +210,7 @@ class ShardTraining:
             self._buffers.keep()
             for number in range(count):
                 if self._should_stop():
-                    raise Stopped
+                    raise StepCancelled
                 batch = next(self._batches, _NO_MORE)
                 if batch is _NO_MORE:
                     raise ValueError(
@@ -220,11 +220,11 @@ class ShardTraining:
                 loss = self._task.loss(self.model, batch)
                 self._step_loss += loss.detach()
                 if number == count - 1:
-                    self.exchange.arm(self._step_loss.isfinite())
+                    self.exchange.enable_overlap(self._step_loss.isfinite())
                 torch.autograd.backward(loss if count == 1 else loss / count)
         with profile.span("encode"):
             handles = self.exchange.send(has_data=count > 0)
-        return Sending(handles, time.perf_counter())
+        return SentGradients(handles, time.perf_counter())
 
     def finish(self, results: Sequence[Any], profile: StepProfile) -> tuple[int, ...] | None:
         """Make the step, and return None. Or, as all ranks do, take it back: as :meth:`Exchange.decode` tells."""

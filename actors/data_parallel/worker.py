@@ -28,7 +28,7 @@ from gradbus.actors.data_parallel.state import (
     restore_run,
 )
 from gradbus.actors.data_parallel.task import DataParallelTask
-from gradbus.actors.data_parallel.training import EpochPlan, MakeExchange, Sending, ShardTraining
+from gradbus.actors.data_parallel.training import EpochPlan, MakeExchange, SentGradients, ShardTraining
 from gradbus.runtime.checkpoint import Checkpoint, copy_state
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.compute import ComputeThread
@@ -209,8 +209,8 @@ class Worker:
             )  # fmt: skip
         if checkpoint is not None:
             await self._compute.run(self._restore, checkpoint)
-        await self._replicas.spread_model()
-        shared = await self._replicas.spread_named("worker/shared", self._training.exchange.shared_state())
+        await self._replicas.broadcast_model()
+        shared = await self._replicas.broadcast_named("worker/shared", self._training.exchange.shared_state())
         await self._compute.run(self._training.exchange.load_shared_state, shared)
         self._probe.note("started", run=f"{self._run_id:016x}", rank=group.rank, world=group.world, step=self.step)
         self._log.info("started", world=group.world, step=self.step, exchange=str(label))
@@ -359,7 +359,7 @@ class Worker:
             step_s=round(clock.step_s / clock.steps, 4), wait_s=round(clock.wait_s / clock.steps, 4),
         )  # fmt: skip
 
-    def _measure(self, sending: Sending, measured: StepProfile) -> None:
+    def _measure(self, sending: SentGradients, measured: StepProfile) -> None:
         """What the network took: the wait as part of the step, and each exchange by itself."""
         measured.add_span("wait", sending.sent_s, sending.sent_s + sending.wait_s)
         measured.count("bytes_out", sending.bytes_out)
@@ -373,7 +373,7 @@ class Worker:
         config, position = self._config, self._position
         await self._check_model()
         position.loss_sum = await self._compute.run(self._training.loss_sum)
-        await self._replicas.spread_buffers(position.step)
+        await self._replicas.broadcast_buffers(position.step)
         every, is_last = config.eval_every_epochs, self._at_max or position.epoch + 1 >= config.epochs
         counts = None
         if every and (is_last or (position.epoch + 1) % every == 0):
@@ -417,7 +417,7 @@ class Worker:
         if position.epoch_step:
             await self._check_model()
             position.loss_sum = await self._compute.run(self._training.loss_sum)
-        await self._replicas.spread_buffers(position.step)
+        await self._replicas.broadcast_buffers(position.step)
         await self._barrier("worker/save")
         # Within an epoch its place means these batches; between two it means nothing, and there may be no next one.
         num_batches = await self._compute.run(self._training.num_batches, position.epoch) if position.epoch_step else 0

@@ -15,25 +15,36 @@ from typing import Any
 from torch import Tensor
 
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.global_model import ModelCopy, ModelMemory
-from gradbus.actors.federated.local_training import Diverged, LocalTraining, Residuals
+from gradbus.actors.federated.global_model import ModelReplica, SharedModelReader
+from gradbus.actors.federated.local_training import LocalTraining, NonFiniteResult, ResidualStore
 from gradbus.actors.federated.report import ClientSummary
 from gradbus.actors.federated.rounds import TRAINING_FAILED
-from gradbus.actors.federated.session import Greeting, Orders, Phase
+from gradbus.actors.federated.session import ClientHeartbeat, ClientStatus, ControllerSession
 from gradbus.actors.federated.task import FederatedTask
-from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, Delivery
+from gradbus.actors.federated.updates_out import ANSWERS, REPEAT_AFTER_S, UpdateSender
 from gradbus.runtime.bus.bus import Bus, Subscription
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import ClientConfig
 from gradbus.runtime.dds.missing_peers import EVERY_S, WaitLog
 from gradbus.runtime.errors import BusClosed, BusError, GradbusError, JoinRefused, TrainingFailed
-from gradbus.runtime.logs import get_logger
+from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.user_errors import traceback_with_place, user_error
-from gradbus.runtime.wire.control import FROZEN_ROUND, Bye, Failed, ModelHere, NeedModel, Refused, Status, Welcome
+from gradbus.runtime.wire.control import (
+    FROZEN_ROUND,
+    PROTOCOL,
+    Bye,
+    Failed,
+    Hello,
+    ModelHere,
+    NeedModel,
+    Refused,
+    Status,
+    Welcome,
+)
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey
 from gradbus.runtime.wire.messages import (
     ClientUpdate,
@@ -73,33 +84,45 @@ class Client:
         self._compute = ComputeThread(f"client-{client_id}")
         self._decode = ComputeThread(f"client-{client_id}-decode")  # a model may come while the old one still trains
         self._changed = asyncio.Event()
-        self._orders = Orders(self._config.controller_timeout_s)
-        self._phase = Phase()
+        self._session = ControllerSession(self._config.controller_timeout_s)
+        self._status = ClientStatus()
         self._transfers = 0
         self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
         self._probe = Probe(f"client-{client_id}", self._config.history_dir)
-        self._delivery = Delivery(bus, self._identity, self._probe)
+        self._sender = UpdateSender(bus, self._identity, self._probe)
         self._rounds = self._refused = 0
         self._waiting = WaitLog(log, bus.reach, client=client_id)
+        self._prepared = False  # the task has loaded its data: from then on the client may be ready
         self._failure = ""  # of the training here, the newest one
 
     @property
     def from_round(self) -> int | None:
         """The first round that it takes part in, as the controller said last; None before it is welcomed."""
-        return self._orders.from_round
+        return self._session.from_round
 
     def _open(self) -> None:
         """Off the loop: building a model and reading residuals take their time."""
         self._bus.standing.check_client()
         self._model = FlatModel(self._task.build_model())
-        owed = Residuals(self._config.state_dir, self.client_id)
-        self._training = LocalTraining(self._task, self._identity, self._model, owed, self._bus.memory, self._probe)
-        self._copy = ModelCopy(self._model.dim, probe=self._probe, standing=self._bus.standing)
-        self._frozen = ModelCopy(self._model.frozen_dim, standing=self._bus.standing, frozen=True)
-        self._memory = ModelMemory(self._bus.memory, self._copy, self._decode, self.client_id)
-        self._greeting = Greeting(
-            self._bus, self._identity, self._orders, self._phase, self._delivery, model=self._model, copy=self._copy,
-            memory=self._memory,
+        residuals = ResidualStore(self._config.state_dir, self.client_id)
+        self._training = LocalTraining(
+            self._task, self._identity, self._model, residuals, self._bus.memory, self._probe
+        )
+        self._replica = ModelReplica(self._model.dim, probe=self._probe, standing=self._bus.standing)
+        self._frozen = ModelReplica(self._model.frozen_dim, standing=self._bus.standing, frozen=True)
+        self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
+        self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
+
+    def _describe(self, matched: bool) -> Hello:
+        """The heartbeat: what this client does, and what it holds."""
+        current, (phase, phase_s) = self._session, self._status.said(self._sender.phase)
+        return Hello(
+            protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1],
+            ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
+            phase=phase, phase_s=phase_s, round_id=current.command.round_id if current.command is not None else -1,
+            model_round=self._replica.round_id, host=process_name(), memory=self._memory.here,
+            next_round=-1 if current.from_round is None else current.from_round,
+            trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
         )  # fmt: skip
 
     @awaited("client.run()")
@@ -113,19 +136,19 @@ class Client:
         """
         try:
             await self._compute.run(self._open)
-            self._orders.begin()
+            self._session.begin()
             with self._bus.subscribe(TrainCmd, ModelBlob, Control, only=self._concerns) as inbox:
                 self._bus.open_writer(ClientUpdate)
                 async with asyncio.TaskGroup() as group:
                     helpers = [
                         group.create_task(self._listen(inbox, group), name=f"client-{self.client_id}-listen"),
-                        group.create_task(self._greeting.beat(), name=f"client-{self.client_id}-heartbeat"),
+                        group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
                     ]
                     try:
                         await self._work()
                         await self._memory.settle()
                     finally:
-                        await self._greeting.leave("done" if self._orders.ended else "stopped")
+                        await self._heartbeat.leave("done" if self._session.ended else "stopped")
                         for helper in helpers:
                             helper.cancel()
         except BaseExceptionGroup as errors:
@@ -136,7 +159,7 @@ class Client:
             if hasattr(self, "_training"):
                 self._training.close()
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
-        return ClientSummary(self._rounds, self._refused, self._delivery.bytes_up, self._training.train_s)
+        return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, self._training.train_s)
 
     # What it hears
 
@@ -164,65 +187,67 @@ class Client:
     def _handle(self, message: Message, group: asyncio.TaskGroup) -> None:
         match message:
             case TrainCmd():
-                if self._orders.take(message):
+                if self._session.take(message):
                     self._compute.stop_current()  # what is being trained now is no longer wanted
-                self._delivery.interrupt()
+                self._sender.interrupt()
             case ModelBlob():
-                copy = self._frozen if message.round_id == FROZEN_ROUND else self._copy
+                copy = self._frozen if message.round_id == FROZEN_ROUND else self._replica
                 complete = copy.feed(message)
                 if complete is not None:
                     group.create_task(self._take_model(*complete, copy), name=f"client-{self.client_id}-model")
                 return
             case Control(sender=sender, incarnation=session, body=body) if sender == CONTROLLER:
-                if not self._orders.believes(session):
+                if not self._session.accepts_session(session):
                     return
-                self._hear_controller(session, body, group)
+                self._on_controller(session, body, group)
             case _:
                 return
         self._changed.set()
 
     def _start_session(self, session: int, welcome: Welcome) -> None:
         """Another controller, or another start of it: what was done for the one before is worth nothing."""
-        self._orders.start_session(session, welcome)
-        self._delivery.interrupt()
+        self._session.start_session(session, welcome)
+        self._sender.interrupt()
         everything, trained = self._model.everything[0], self._model.trained[0]
-        self._copy.start(welcome.run_id, trained if welcome.frozen and trained else everything)
+        self._replica.start(welcome.run_id, trained if welcome.frozen and trained else everything)
         self._frozen.start(0)  # followed only once it is needed
         self._memory.start()
         self._compute.stop_current()
         self._probe.note("welcomed", run=f"{welcome.run_id:016x}", session=session, from_round=welcome.next_round)
         log.info("welcomed", client=self.client_id, run=f"{welcome.run_id:016x}", from_round=welcome.next_round)
 
-    def _hear_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
-        orders, me = self._orders, (self.client_id, self._identity.incarnation)
+    def _on_controller(self, session: int, body: Any, group: asyncio.TaskGroup) -> None:
+        current, me = self._session, (self.client_id, self._identity.incarnation)
         match body:
             case Welcome() if (body.to, body.incarnation) == me:
-                if orders.welcome is None or session != orders.session:
+                if current.welcome is None or session != current.incarnation:
                     self._start_session(session, body)
-                orders.welcome = body
-                group.create_task(self._greeting.hello(), name=f"client-{self.client_id}-hello")
+                current.welcome = body
+                group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case Refused() if (body.to, body.incarnation) == me:
                 raise JoinRefused(body.why)
-            case Status() if session != orders.session and orders.welcome is not None:
-                orders.welcome = None  # another start of the controller: be welcomed anew
-                group.create_task(self._greeting.hello(), name=f"client-{self.client_id}-hello")
+            case Status() if session != current.incarnation and current.welcome is not None:
+                current.welcome = None  # another start of the controller: be welcomed anew
+                group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
-                self._delivery.on_answer(body, group)
-            case ModelHere() if session == orders.session and (key := self._memory.expect(session, body)) is not None:
+                self._sender.on_answer(body, group)
+            case ModelHere() if (
+                session == current.incarnation and (key := self._memory.expect(session, body)) is not None
+            ):
                 name = f"client-{self.client_id}-model"
                 self._memory.note(group.create_task(self._read_model(key, body), name=name))
-            case Bye() if body.run_id == orders.run_id and body.ok:
-                orders.ended = body
+            case Bye() if body.run_id == current.run_id and body.ok:
+                current.ended = body
                 self._memory.end()
                 self._compute.stop_current()
-                self._delivery.interrupt()
-            case Bye() if body.run_id == orders.run_id and body.final:
+                self._sender.interrupt()
+            case Bye() if body.run_id == current.run_id and body.final:
                 raise self._ended_by_failure(body)
             case _:
                 pass
 
-    async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelCopy | None = None) -> None:
-        copy = copy or self._copy
+    async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelReplica | None = None) -> None:
+        copy = copy or self._replica
         if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
             self._changed.set()
 
@@ -232,40 +257,40 @@ class Client:
             await self._take_model(key, payload)
             return
         if not self._memory.here:
-            await self._greeting.hello()  # so that it is not counted on
+            await self._heartbeat.send_hello()  # so that it is not counted on
         self._changed.set()
 
     # What it does
 
     async def _work(self) -> None:
-        orders = self._orders
+        current = self._session
         while True:
             self._changed.clear()
-            if orders.ended is not None:
+            if current.ended is not None:
                 return
-            welcome, command = orders.welcome, orders.command
-            if welcome is not None and not self._greeting.prepared:
-                self._phase.set("preparing")
-                await self._greeting.hello()
+            welcome, command = current.welcome, current.command
+            if welcome is not None and not self._prepared:
+                self._status.set("preparing")
+                await self._heartbeat.send_hello()
                 await self._compute.run(self._training.prepare, welcome.num_clients)
-                self._phase.set("idle")
-                self._greeting.prepared = True
-                await self._greeting.hello()  # ready only now: loading data is not part of the first round
+                self._status.set("idle")
+                self._prepared = True
+                await self._heartbeat.send_hello()  # ready only now: loading data is not part of the first round
                 continue
-            if welcome is None or command is None or not orders.wanted(welcome, command):
+            if welcome is None or command is None or not current.wanted(welcome, command):
                 await self._wait(self._config.controller_timeout_s)
             elif await self._lacks_frozen(welcome):
                 await self._fetch_frozen(welcome)
-            elif self._copy.round_id == command.round_id - 1 and self._copy.vector is not None:
-                await self._train_and_send(welcome, command, self._copy.vector)
-            elif self._copy.round_id >= command.round_id:
+            elif self._replica.round_id == command.round_id - 1 and self._replica.vector is not None:
+                await self._train_and_send(welcome, command, self._replica.vector)
+            elif self._replica.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
                 await self._fetch(welcome, command)
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
         """Whether this client needs the controller's frozen parameters: decided once for each welcome."""
-        key = (self._orders.session, welcome.frozen)
+        key = (self._session.incarnation, welcome.frozen)
         if welcome.frozen and key != self._frozen_known:
             if await self._compute.run(self._training.lacks_frozen, welcome):
                 return True
@@ -274,12 +299,12 @@ class Client:
 
     async def _fetch_frozen(self, welcome: Welcome) -> None:
         """Ask for the controller's frozen parameters until they are here, and put them into the model."""
-        self._phase.set("fetching")
-        session, asked_s = self._orders.session, float("-inf")
+        self._status.set("fetching")
+        session, asked_s = self._session.incarnation, float("-inf")
         self._frozen.start(welcome.run_id, self._model.everything[0] - self._model.trained[0])
-        while self._frozen.vector is None and self._orders.holds_for(session):
+        while self._frozen.vector is None and self._session.is_current(session):
             self._changed.clear()
-            ask_at_s = asked_s if asked_s == float("-inf") else max(asked_s, self._frozen.progressed_s) + ASK_AFTER_S
+            ask_at_s = asked_s if asked_s == float("-inf") else max(asked_s, self._frozen.progress_s) + ASK_AFTER_S
             if time.monotonic() >= ask_at_s:
                 asked_s = time.monotonic()
                 transfer, seqs = self._frozen.missing(FROZEN_ROUND)
@@ -292,24 +317,24 @@ class Client:
             await self._compute.run(self._training.take_frozen, welcome, vector)
             self._frozen.start(0)  # it is in the model: a second copy is of no use
             log.info("frozen parameters taken from the controller", client=self.client_id, values=vector.numel())
-        self._phase.set("idle")
+        self._status.set("idle")
 
     async def _fetch(self, welcome: Welcome, command: TrainCmd) -> None:
         """Wait for the model that the command builds on; ask for it while it does not come."""
-        self._phase.set("fetching")
+        self._status.set("fetching")
         asked_s = time.monotonic()
-        while self._copy.round_id < command.round_id - 1 and not self._orders.superseded(command):
+        while self._replica.round_id < command.round_id - 1 and not self._session.superseded(command):
             self._changed.clear()
-            ask_at_s = max(asked_s, self._copy.progressed_s) + ASK_AFTER_S
+            ask_at_s = max(asked_s, self._replica.progress_s) + ASK_AFTER_S
             if time.monotonic() >= ask_at_s:
                 asked_s = time.monotonic()
-                transfer, seqs = self._copy.missing(command.round_id - 1)
+                transfer, seqs = self._replica.missing(command.round_id - 1)
                 need = NeedModel(welcome.run_id, command.round_id - 1, transfer, seqs)
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, need)
             else:
                 await self._wait(ask_at_s - time.monotonic())
-        self._phase.set("idle")
+        self._status.set("idle")
 
     async def _wait(self, timeout_s: float) -> None:
         """Until something was heard, or the time is over. Raises BarrierTimeout: no controller for too long."""
@@ -317,59 +342,59 @@ class Client:
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
         doubt = self._bus.doubt
-        self._orders.check_controller(doubt, self._bus.reach.advice(one=True))
-        self._waiting.look(f"the controller of job {self._bus.job!r}", began_s=self._orders.heard_s, doubt=doubt)
+        self._session.check_controller(doubt, self._bus.reach.advice(one=True))
+        self._waiting.look(f"the controller of job {self._bus.job!r}", began_s=self._session.heard_s, doubt=doubt)
 
     async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
-        orders, round_id, session = self._orders, command.round_id, self._orders.session
+        current, round_id, session = self._session, command.round_id, self._session.incarnation
         failure: Exception | None = None
-        began_s, sent_before = time.monotonic(), self._delivery.bytes_up
-        self._phase.set("training")
+        began_s, sent_before = time.monotonic(), self._sender.bytes_up
+        self._status.set("training")
         self._transfers += 1
-        await self._greeting.hello()  # from here on it may say nothing for long: training may hold the interpreter
+        await self._heartbeat.send_hello()  # the next may come late: training may hold the interpreter
         try:
             update = await self._compute.run(
                 self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,
-                orders.commanded_s,
+                current.commanded_s,
             )  # fmt: skip
         except Exception as error:
             failure = error
         finally:
-            self._phase.set("idle")
+            self._status.set("idle")
         # Called off is called off, also if the same command has been given again meanwhile: by a controller that has
         # been restarted, say. Whatever training gave then, whole, half or an exception, is not the answer to it.
-        if session != orders.session or orders.superseded(command) or self._compute.should_stop():
-            log.info("training given up", round=round_id, newer=orders.command.round_id if orders.command else None)
+        if session != current.incarnation or current.superseded(command) or self._compute.should_stop():
+            log.info("training given up", round=round_id, newer=current.command.round_id if current.command else None)
             return
         if failure is not None:
             await self._report_failure(welcome, command, failure)
             return
-        receipt = await self._delivery.deliver(update, check=lambda: self._same_session(session))
+        receipt = await self._sender.deliver(update, check=lambda: self._same_session(session))
         if receipt is None:
             return
         if receipt.accepted:
             self._rounds += 1
-            orders.counted(round_id, session)
+            current.counted(round_id, session)
             offer = update.offer
             log.info(
                 "round done", client=self.client_id, round=round_id, samples=offer.num_samples,
                 loss=round(offer.loss, 6) if math.isfinite(offer.loss) else None,
-                seconds=round(time.monotonic() - began_s, 3), bytes=self._delivery.bytes_up - sent_before,
+                seconds=round(time.monotonic() - began_s, 3), bytes=self._sender.bytes_up - sent_before,
             )  # fmt: skip
         else:
             self._refused += 1
-            orders.mark_handled(command)
+            current.mark_handled(command)
             log.warning("update refused", client=self.client_id, round=round_id, reason=receipt.reason)
-        await self._compute.run(self._training.answered, update, receipt)
+        await self._compute.run(self._training.on_receipt, update, receipt)
 
     def _same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there is none any more."""
-        self._orders.check_controller(self._bus.doubt, self._bus.reach.advice(one=True))
-        return self._orders.holds_for(session)
+        self._session.check_controller(self._bus.doubt, self._bus.reach.advice(one=True))
+        return self._session.is_current(session)
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
-        orders = self._orders
-        orders.mark_handled(command)
+        current = self._session
+        current.mark_handled(command)
         text, told = traceback_with_place(error, full=self._config.full_traceback), str(user_error(error))
         facts = {"client": self.client_id, "round": command.round_id, "error": told}
         if told == self._failure:  # in the next attempt, or in the next round
@@ -378,10 +403,10 @@ class Client:
             log.error("training failed", **facts, traceback=text)
         self._failure = told
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
-        if orders.command is command:
-            reason = error.reason if isinstance(error, Diverged) else TRAINING_FAILED
-            orders.failure = Failed(welcome.run_id, command.round_id, sent, reason)
-            await self._greeting.hello()
+        if current.command is command:
+            reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
+            current.failure = Failed(welcome.run_id, command.round_id, sent, reason)
+            await self._heartbeat.send_hello()
 
     def _ended_by_failure(self, said: Bye) -> TrainingFailed:
         if not self._failure:

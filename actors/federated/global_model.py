@@ -26,13 +26,13 @@ log = get_logger("client")
 DOUBT_S = 10.0  # between two words about models that the controller has not published
 
 
-class ModelCopy:
+class ModelReplica:
     """The newest global model of one run, as far as it has come.
 
     Attributes:
         round_id: the round after which this was the model; -1: there is none yet.
         vector: float32, shape (D,). A new object for each model: whoever trains from the old one keeps it.
-        progressed_s: when the last new frame came.
+        progress_s: when the last new frame came.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ModelCopy:
         self._run_id = 0
         self.round_id = -1
         self.vector: Tensor | None = None
-        self.progressed_s = time.monotonic()
+        self.progress_s = time.monotonic()
         self.dropped = 0
         self._doubted_s = float("-inf")
 
@@ -86,7 +86,7 @@ class ModelCopy:
             return None
         if verdict is Verdict.REPEATED:
             return None
-        self.progressed_s = time.monotonic()
+        self.progress_s = time.monotonic()
         return (key, self._assembler.take(key)) if verdict is Verdict.COMPLETE else None
 
     def expect(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
@@ -98,7 +98,7 @@ class ModelCopy:
             return False
         self._assembler.forget(key)
         self._in_memory.add(key)
-        self.progressed_s = time.monotonic()
+        self.progress_s = time.monotonic()
         return True
 
     def give_up(self, key: FrameKey) -> bool:
@@ -106,7 +106,7 @@ class ModelCopy:
         wanted = key in self._keys
         self._forget(lambda known: known == key)
         if wanted:
-            self.progressed_s = float("-inf")
+            self.progress_s = float("-inf")
         return wanted
 
     def _follow(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
@@ -215,14 +215,14 @@ LAST_READ_S = 1.0  # so long the controller is kept waiting, and its memory open
 READ_TRIES = 3  # so often a model is asked for that is not where it is said to be
 
 
-class ModelMemory:
+class SharedModelReader:
     """Reads models where the controller has them, for as long as that works.
 
     Attributes:
         here: the machine whose memory this client reads, for its Hello; empty: none, so models have to be sent.
     """
 
-    def __init__(self, memory: PayloadMemory, copy: ModelCopy, thread: ComputeThread, client_id: int) -> None:
+    def __init__(self, memory: PayloadMemory, copy: ModelReplica, thread: ComputeThread, client_id: int) -> None:
         """``copy``: what the models are for. ``thread``: where memory is looked for."""
         self._memory = memory
         self._copy = copy

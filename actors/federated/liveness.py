@@ -13,10 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from gradbus.actors.federated.clients import Members
+from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.report import Progress
 from gradbus.actors.federated.rounds import Round
-from gradbus.actors.federated.updates_in import Intake
+from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
@@ -27,10 +28,10 @@ from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, 
 MAX_NAMED = 64  # clients of each list, and half as many reasons: it is said twice a second
 
 
-def status_of(
+def make_status(
     progress: Progress,
     round_: Round | None,
-    members: Members,
+    members: ClientRegistry,
     dropped: Mapping[str, int],
     *,
     run_id: int,
@@ -61,8 +62,8 @@ def status_of(
     )  # fmt: skip
 
 
-def _silent_s(members: Members, client_id: int, now_s: float) -> float:
-    heard_s = members.heard_at_s(client_id)
+def _silent_s(members: ClientRegistry, client_id: int, now_s: float) -> float:
+    heard_s = members.last_seen_at_s(client_id)
     return 0.0 if heard_s is None else max(0.0, now_s - heard_s)
 
 
@@ -72,7 +73,7 @@ _TICK_S = 0.05  # of listening at a time: however long one takes where this proc
 _TIMES = 2  # heard once may be the last word of one that is gone
 
 
-class Rivals:
+class DuplicateControllers:
     """Which other controllers are heard, as a pure object."""
 
     def __init__(self, job: str, identity: Identity) -> None:
@@ -80,7 +81,7 @@ class Rivals:
         self._identity = identity
         self._heard: dict[int, int] = {}
 
-    def hear(self, message: Message) -> JobTaken | None:
+    def observe(self, message: Message) -> JobTaken | None:
         """What another controller's word means: the error that says who holds the job, if that is sure."""
         if not isinstance(message, Control) or message.sender != CONTROLLER:
             return None
@@ -100,10 +101,10 @@ class Rivals:
             f"{status.round_id} of run {status.run_id:016x}. Stop that one first, or choose another job (bus.job)"
         )
 
-    def hear_early(self, message: Message) -> JobTaken | None:
+    def observe_early(self, message: Message) -> JobTaken | None:
         """The same while two that began together both wait for clients: the one that began first goes on."""
         earlier = isinstance(message, Control) and message.incarnation < self._identity.incarnation
-        return self.hear(message) if earlier else None
+        return self.observe(message) if earlier else None
 
 
 async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_after_s: float = 0.0) -> None:
@@ -118,7 +119,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
         JobTaken: somebody does.
         ConfigError: this process is not the controller, as its key says.
     """
-    rivals = Rivals(bus.job, identity)
+    rivals = DuplicateControllers(bus.job, identity)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
     looked_s = time.monotonic()
     heard_s = 0.0  # for how long this process has listened
@@ -134,7 +135,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
                 until_s = min(longest_s, heard_s + LISTEN_S)  # for one that has died it is over when DDS knows
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(until_s - heard_s, _TICK_S)):
-                    if (taken := rivals.hear(await inbox.get())) is not None:
+                    if (taken := rivals.observe(await inbox.get())) is not None:
                         raise taken
 
 
@@ -144,7 +145,7 @@ log = get_logger("controller")
 
 
 @contextlib.contextmanager
-def unless_taken(what: str, round_id: int) -> Iterator[None]:
+def tolerate_write_timeout(what: str, round_id: int) -> Iterator[None]:
     """Send something that some client may not take. The others have it, or ask for what they miss: the run goes on."""
     try:
         yield
@@ -152,7 +153,7 @@ def unless_taken(what: str, round_id: int) -> Iterator[None]:
         log.warning("not taken by all", what=what, round=round_id, reason=str(error))
 
 
-async def say_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
+async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
     """Say for a while that all rounds of this run are done, to clients that have not heard it. Raises JobTaken: the job
     is another controller's by now."""
     identity = Identity(CONTROLLER, new_incarnation())
@@ -164,82 +165,79 @@ async def say_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
         await asyncio.sleep(min(heartbeat_s, BYE_S / 4))
 
 
-class Presence:
-    """Heartbeats out, and those of the clients watched."""
+class LivenessMonitor:
+    """Publishes the controller's heartbeat, and watches those of the clients."""
 
     def __init__(
-        self, bus: Bus, identity: Identity, members: Members, intake: Intake, progress: Progress, *, run_id: int,
-        heartbeat_s: float, changed: Callable[[], None], open_round: Callable[[], Round | None],
+        self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, progress: Progress, *,
+        changed: Callable[[], None], open_round: Callable[[], Round | None],
     ) -> None:  # fmt: skip
-        """``changed``: called when clients have fallen silent. ``open_round``: the round that is open."""
-        self._bus = bus
-        self._identity = identity
-        self._members = members
-        self._intake = intake
+        """``changed`` is called when clients have fallen silent. ``open_round`` gives the round that is open."""
+        self._context = context
+        self._registry = registry
+        self._receiver = receiver
         self._progress = progress
-        self._run_id = run_id
-        self._heartbeat_s = heartbeat_s
         self._changed = changed
         self._open_round = open_round
         self._left = asyncio.Event()
         self._beaten_s = time.monotonic()
-        self._doubt_until_s = float("-inf")
+        self._stalled_until_s = float("-inf")
 
-    def in_doubt(self) -> bool:
-        """Whether this process stood still just now, or until a moment ago: what DDS says of others then, that it has
-        not heard them for longer than their lease, is true and tells nothing."""
+    def is_stalled(self) -> bool:
+        """Whether this process stood still just now, or until a moment ago: a lease that DDS reports as expired then
+        says nothing about its client."""
         now_s = time.monotonic()
-        return now_s < self._doubt_until_s or now_s - self._beaten_s > 2 * self._heartbeat_s
+        return now_s < self._stalled_until_s or now_s - self._beaten_s > 2 * self._context.config.heartbeat_s
 
-    async def beat(self) -> None:
-        """Say that the controller lives, and notice clients that do not. Runs until cancelled.
+    async def run(self) -> None:
+        """Send heartbeats, and find silent clients, until cancelled.
 
-        A beat that comes far too late tells of this process: it was stopped, or had no turn. What its clients said
+        A beat that comes far too late tells of this process: it was stopped, or had no turn. What its clients sent
         meanwhile is still to be handled, and may be so after this timer, so that time counts as one heartbeat. And not
-        as none: on a machine on which every beat is late, who hangs is still noticed, after so many more.
+        as none: on a machine on which every beat is late, a client that hangs is still found, after so many more.
         """
-        host = process_name()
+        host, heartbeat_s, registry = process_name(), self._context.config.heartbeat_s, self._registry
         self._beaten_s = time.monotonic()
         while True:
-            status = status_of(
-                self._progress, self._open_round(), self._members, self._intake.dropped, run_id=self._run_id,
+            status = make_status(
+                self._progress, self._open_round(), registry, self._receiver.dropped, run_id=self._context.run_id,
                 host=host, now_s=time.monotonic(),
             )  # fmt: skip
             with contextlib.suppress(BusError):  # the next one will do
-                await self._bus.publish(self._identity, status)
+                await self._context.publish(status)
             now_s = time.monotonic()
-            if now_s - self._beaten_s > 2 * self._heartbeat_s:
-                self._members.could_not_hear(now_s - self._beaten_s - self._heartbeat_s, now_s)
-                self._doubt_until_s = now_s + 2 * self._heartbeat_s
+            if now_s - self._beaten_s > 2 * heartbeat_s:
+                registry.excuse_silence(now_s - self._beaten_s - heartbeat_s, now_s)
+                self._stalled_until_s = now_s + 2 * heartbeat_s
             self._beaten_s = now_s
-            silent = self._members.find_silent(now_s)
-            for member in silent:
+            silent = registry.find_silent(now_s)
+            for client in silent:
                 log.warning(
-                    "client silent", client=member.client_id, host=member.hello.host, phase=member.hello.phase,
-                    seconds=round(member.quiet_s(now_s), 1), effect="it is not waited for until it is heard again",
+                    "client silent", client=client.client_id, host=client.hello.host, phase=client.hello.phase,
+                    seconds=round(client.silent_for_s(now_s), 1), effect="not waited for until it sends again",
                 )  # fmt: skip
             if silent:
                 self._changed()
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(heartbeat_s)
 
-    async def bye(self, *, ok: bool, reason: str, final: bool = False, linger: bool = False) -> None:
-        """Tell the clients that this is the end.
+    async def announce_end(self, *, ok: bool, reason: str, final: bool = False, linger: bool = False) -> None:
+        """Announce the end of the run to the clients.
 
-        If all is done, or ``final``, it is said until they have left, for a client that does not hear it would go on
-        waiting. If not, once: they are to wait. With ``linger`` it is said for a while to whoever may be there: a
-        controller that has only just started does not know its clients yet.
+        If all is done, or ``final``, it is repeated until they have left, for a client that misses it would go on
+        waiting. If not, it is sent once: they are to wait. With ``linger`` it is repeated for a while without regard to
+        the registry: a controller that has only just started does not know its clients yet.
         """
         until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:
             with contextlib.suppress(BusError, JobTaken):  # of a job that is another's it is not the end
-                await self._bus.publish(self._identity, Bye(self._run_id, ok, reason[:4096], final))
-            if (not self._members.heard_from() and not linger) or time.monotonic() >= until_s:
+                await self._context.publish(Bye(self._context.run_id, ok, reason[:4096], final))
+            if (not self._registry.count_live() and not linger) or time.monotonic() >= until_s:
                 return
             self._left.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(self._heartbeat_s, max(0.0, until_s - time.monotonic()))):
+                async with asyncio.timeout(min(self._context.config.heartbeat_s, max(0.0, until_s - time.monotonic()))):
                     await self._left.wait()
 
-    def on_left(self) -> None:
-        """Some client has gone."""
+    def client_left(self) -> None:
+        """Wake :meth:`announce_end`: some client has gone."""
         self._left.set()

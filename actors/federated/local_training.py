@@ -37,7 +37,7 @@ class SavedResidual(Meta):
     run_id: Hex64
 
 
-class Residuals:
+class ResidualStore:
     """The residuals of one client in one run. Methods may block: for the compute thread."""
 
     def __init__(self, directory: Path | None, client_id: int) -> None:
@@ -117,7 +117,7 @@ def codec_options(name: str, settings: _Settings) -> dict[str, Any]:
     return options
 
 
-class Diverged(ValueError):
+class NonFiniteResult(ValueError):
     """Training has returned, with a loss or a model that is not finite.
 
     Attributes:
@@ -130,7 +130,7 @@ class Diverged(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Update:
+class EncodedUpdate:
     """What was trained in a round, encoded.
 
     Attributes:
@@ -150,8 +150,8 @@ class LocalTraining:
     """One client's model, task and residuals. All methods are for the compute thread."""
 
     def __init__(
-        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: Residuals, memory: PayloadMemory,
-        probe: Probe | None = None,
+        self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: ResidualStore,
+        memory: PayloadMemory, probe: Probe | None = None,
     ) -> None:  # fmt: skip
         self._probe = probe or no_probe()
         self._probe.note("started", incarnation=identity.incarnation)
@@ -183,13 +183,12 @@ class LocalTraining:
     def train(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
         heard_s: float,
-    ) -> Update:  # fmt: skip
+    ) -> EncodedUpdate:  # fmt: skip
         """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command was heard, by
         ``time.perf_counter``. Where many clients share a process, they take turns (runtime/compute_limiter.py).
 
         Raises:
-            Diverged: its loss, or the model, is not finite: an update of that would spoil the mean, and where the loss
-                alone is, nobody knows what the model is worth.
+            NonFiniteResult: its loss, or the model, is not finite.
             ValueError: training made the model too large, or used no samples: no controller would take the update, and
                 each refusal is a strike. And whatever the task raises.
         """
@@ -199,7 +198,7 @@ class LocalTraining:
     def _train(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
         heard_s: float,
-    ) -> Update:  # fmt: skip
+    ) -> EncodedUpdate:  # fmt: skip
         identity = self._identity
         self._probe.reached("before_training", command.round_id)
         self.arrange(welcome)
@@ -238,7 +237,7 @@ class LocalTraining:
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", command.round_id)
         # From here on it lies in one place only, also for frames.
-        return Update(key, offer, payload if sealed is None else sealed.payload, residual, sealed)
+        return EncodedUpdate(key, offer, payload if sealed is None else sealed.payload, residual, sealed)
 
     @torch.no_grad()
     def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:
@@ -251,17 +250,17 @@ class LocalTraining:
                 return codec.encode(vector), None
             return codecs.residual_step(vector, self._residuals.before(round_id), codec)
         except NonFiniteError as error:
-            raise Diverged(
+            raise NonFiniteResult(
                 NON_FINITE_MODEL, f"training made the model non-finite: {error}. Lower the learning rate"
             ) from None
 
     def _check_loss(self, loss: float | None) -> None:
-        """Raises Diverged: it is not finite."""
+        """Raises NonFiniteResult: it is not finite."""
         if loss is None or math.isfinite(loss):
             return
         is_finite = bool(torch.isfinite(self._model.read()).all())
         also = "the model is finite" if is_finite else "and the model is not finite either"
-        raise Diverged(
+        raise NonFiniteResult(
             NON_FINITE_LOSS,
             f"training ended with a loss of {float(loss)}; {also}. Its update is not sent. Look at the data, and lower "
             f"the learning rate; a task without a loss returns None",
@@ -283,7 +282,7 @@ class LocalTraining:
             f"of all clients has room for. Lower the learning rate"
         )
 
-    def answered(self, update: Update, receipt: Receipt) -> None:
+    def on_receipt(self, update: EncodedUpdate, receipt: Receipt) -> None:
         """The controller has said what became of the update. If it counts, what it did not say is owed from here on."""
         self._probe.note(
             "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,

@@ -18,7 +18,7 @@ from pydantic import Field
 
 FOR_GOOD = 0x7FFF_FFFF  # a round that never comes
 MAX_TEXT = 200  # characters of a reason that are kept: part of it comes from the wire
-MAX_TOLD = 64  # strikes of a round that its report names
+MAX_REPORTED_STRIKES = 64  # strikes of a round that its report names
 MAX_KNOWN = 65_536  # clients with strikes: whoever can make up ids cannot make the table grow without end
 
 
@@ -53,7 +53,7 @@ class Strike:
         return asdict(self)
 
 
-class Conduct:
+class Quarantine:
     """Strikes by client id.
 
     Back from quarantine a client has one strike less than it takes: the next one puts it back. One round brings a
@@ -86,7 +86,7 @@ class Conduct:
         self._last[client_id] = strike
         if len(self._last) > MAX_KNOWN:
             self._forget_one(round_id)
-        if len(self._new) < MAX_TOLD:
+        if len(self._new) < MAX_REPORTED_STRIKES:
             self._new.append(strike)
         return strike
 
@@ -99,19 +99,19 @@ class Conduct:
         last = self._last.get(client_id)
         return 0 if last is None else last.out_until
 
-    def why_out(self, client_id: int, round_id: int) -> str | None:
+    def exclusion_reason(self, client_id: int, round_id: int) -> str | None:
         """Why this client may not take part in a round; None: it may."""
         last = self._last.get(client_id)
         if last is None or last.out_until <= round_id:
             return None
         return f"client {client_id} is in quarantine, {last.sentence}"
 
-    def out(self, round_id: int) -> dict[int, int]:
+    def excluded(self, round_id: int) -> dict[int, int]:
         """Clients that may not take part in a round, and until which."""
         return {i: strike.out_until for i, strike in sorted(self._last.items()) if strike.out_until > round_id}
 
     def take_new(self) -> tuple[Strike, ...]:
-        """Strikes since this was asked last, oldest first: the first MAX_TOLD of them."""
+        """Strikes since this was asked last, oldest first: the first MAX_REPORTED_STRIKES of them."""
         new, self._new = tuple(self._new), []
         return new
 
@@ -127,7 +127,7 @@ class Conduct:
 
 
 MAX_KNOWN = 65_536  # clients: whoever can make up ids cannot make the table grow without end
-MAX_TURNED_AWAY = 1024  # as long as so many are known
+MAX_REFUSED = 1024  # as long as so many are known
 MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire
 NO_UPDATE = "no update came before the round ended"
 
@@ -137,7 +137,7 @@ Entry = tuple[_Number, _Number, _Number, _Number, Annotated[str, Field(max_lengt
 
 
 @dataclass(slots=True)
-class Participant:
+class ParticipationRecord:
     """One client.
 
     Attributes:
@@ -157,7 +157,7 @@ class Participation:
     """Clients by id."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Participant] = {}
+        self._known: dict[int, ParticipationRecord] = {}
 
     def commit(self, round_id: int, counted: Mapping[int, int], missed: Mapping[int, str]) -> None:
         """A round is done.
@@ -178,16 +178,16 @@ class Participation:
                 participant.missed += 1
                 participant.reason, participant.round_id = reason[:MAX_TEXT], round_id
 
-    def turned_away(self, client_id: int, reason: str) -> None:
+    def note_refused(self, client_id: int, reason: str) -> None:
         """A client was not let in."""
-        participant = self._participant(client_id, MAX_TURNED_AWAY)
+        participant = self._participant(client_id, MAX_REFUSED)
         if participant is not None and not participant.counted:
             participant.reason, participant.round_id = reason[:MAX_TEXT], 0
 
-    def _participant(self, client_id: int, at_most: int = MAX_KNOWN) -> Participant | None:
+    def _participant(self, client_id: int, at_most: int = MAX_KNOWN) -> ParticipationRecord | None:
         if client_id not in self._known and len(self._known) >= at_most:
             return None
-        return self._known.setdefault(client_id, Participant())
+        return self._known.setdefault(client_id, ParticipationRecord())
 
     def samples(self) -> dict[int, int]:
         """Of each client that has counted, how many samples it has announced last."""
@@ -217,4 +217,4 @@ class Participation:
 
     def load_state(self, state: Iterable[Entry]) -> None:
         """Put back what :meth:`state` gave."""
-        self._known = {e[0]: Participant(e[1], e[2], e[3], e[4], e[5]) for e in state}
+        self._known = {e[0]: ParticipationRecord(e[1], e[2], e[3], e[4], e[5]) for e in state}

@@ -10,28 +10,26 @@ import asyncio
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import l2_norm
-from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.flat_model import FlatModel
+from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.report import RoundReport
+from gradbus.actors.federated.state import RunContext
 from gradbus.codecs import Codec, add_into, residual_step
-from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.shared_payload import SHARED_BYTES, Sealed
-from gradbus.runtime.testing.journal import History, model_name
+from gradbus.runtime.testing.journal import model_name
 from gradbus.runtime.wire.control import FROZEN_ROUND, ModelHere, NeedModel
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
-from gradbus.runtime.wire.messages import Identity, ModelBlob
+from gradbus.runtime.wire.messages import ModelBlob
 
 RETAIN_BYTES = 64 << 20  # a model of up to this size is also kept by DDS for clients that come later
 RESEND_PAUSE_S = 0.25  # requests for the whole model that come within this time are answered together
@@ -43,14 +41,17 @@ log = get_logger("controller")
 
 
 @dataclass(slots=True, eq=False)
-class _Message:
-    """A model as it is sent. ``sealed``: a copy in memory for the clients of this machine, once there is one.
-    ``sharing``: held while it is made and told of, for somebody may ask meanwhile. ``signing``: while it is signed."""
+class _OutgoingModel:
+    """A model as it is sent.
+
+    ``shared``: a copy in shared memory for the clients of this machine, once there is one. ``sharing``: held while it
+    is made and announced, for a request may come meanwhile. ``signing``: held while it is signed.
+    """
 
     key: FrameKey
     payload: Any
     flags: int = int(Flags.NONE)
-    sealed: Sealed | None = None
+    shared: Sealed | None = None
     sharing: asyncio.Lock = field(default_factory=asyncio.Lock)
     signing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -63,55 +64,119 @@ class _Message:
         return chunk_count(self.size)
 
 
-class Downlink:
+class Resend(NamedTuple):
+    """What is to be sent again: these frames of a transfer, or all of it where none are named."""
+
+    transfer: int
+    seqs: frozenset[int]
+
+
+class ResendQueue:
+    """Requests of clients that miss frames, merged, each client within a quota. Pure: no bus, no clock."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, set[int]] = {}  # transfer -> frames that a client misses; empty: all of them
+        self._sending: tuple[int, set[int]] | None = None  # what is being sent again now
+        self._asked: Counter[int] = Counter()  # client -> frames that it has had sent again, of this round's model
+
+    def __bool__(self) -> bool:
+        return bool(self._wanted)
+
+    def clear(self) -> None:
+        """A new model comes: forget all requests, and what each client has had."""
+        self._wanted.clear()
+        self._asked.clear()
+
+    def request_all(self, client_id: int, transfer: int, frames: int, quota: int) -> bool:
+        """A client misses all of a transfer. False: its quota is used up."""
+        if self._wanted.get(transfer) != set():
+            if not self._take_quota(client_id, frames, quota):
+                return False
+            self._wanted[transfer] = set()
+        return True
+
+    def request(self, client_id: int, transfer: int, seqs: Collection[int], quota: int) -> bool:
+        """A client misses these frames; those on their way already are not sent twice. False: its quota is used up."""
+        known = self._wanted.get(transfer)
+        if known is not None and not known:
+            return True  # all of it is wanted already
+        again = self._sending[1] if self._sending is not None and self._sending[0] == transfer else set()
+        missing = set(seqs) - again - (known or set())
+        if missing:
+            if not self._take_quota(client_id, len(missing), quota):
+                return False
+            self._wanted.setdefault(transfer, set()).update(missing)
+        return True
+
+    def _take_quota(self, client_id: int, frames: int, quota: int) -> bool:
+        """No client by itself keeps the way to the others full: beyond its quota it waits for the next model."""
+        if self._asked[client_id] + frames > quota:
+            return False
+        self._asked[client_id] += frames
+        return True
+
+    def exhaust(self, client_id: int, quota: int) -> int | None:
+        """Mark a client's quota as used up. Returns the frames that it has had, or None where it was marked before."""
+        had = self._asked[client_id]
+        self._asked[client_id] = max(had, quota)
+        return had if had < quota else None
+
+    def want_all(self, transfer: int) -> None:
+        """Send all of a transfer, on no client's account."""
+        self._wanted[transfer] = set()
+
+    def begin(self) -> Resend:
+        """Take the next one, until :meth:`done`."""
+        transfer, seqs = self._wanted.popitem()
+        return Resend(transfer, frozenset(seqs))
+
+    def sending(self, transfer: int, seqs: Collection[int]) -> None:
+        """These frames are being sent now: requests for them change nothing."""
+        self._sending = transfer, set(seqs)
+
+    def done(self) -> None:
+        """They have been sent."""
+        self._sending = None
+
+
+class ModelPublisher:
     """Publishes models. With a lossy codec it sends ``codec(weights - held)``, where ``held`` is what the clients have
-    after what they were sent so far; what a message did not say stays in ``weights - held`` and is said later.
+    after all messages so far; what a message leaves out stays in ``weights - held`` and is sent later.
 
     Attributes:
         held: float32, shape (D,): the model that the clients hold; the base of their updates. With a lossless codec
             this *is* the weights.
-        told: how many clients were last told where the model lies in memory.
-        residual_norm: L2 norm of what the newest message did not say; 0 with a lossless codec.
+        notified: how many clients were last told where the model lies in memory.
+        residual_norm: L2 norm of what the newest message left out; 0 with a lossless codec.
     """
 
-    def __init__(
-        self, bus: Bus, identity: Identity, compute: ComputeThread, codec: Codec, members: Members, *, run_id: int,
-        weights: Tensor, held: Tensor | None = None, history: History | None = None, frozen: FlatModel | None = None,
-    ) -> None:  # fmt: skip
-        """``frozen``: the model, of which some parameters do not travel but to clients whose own are others."""
-        self._frozen_model = frozen if frozen is not None and frozen.frozen_dim else None
-        self._frozen: _Message | None = None
-        self._bus = bus
-        self._members = members
-        self._identity = identity
-        self._compute = compute
+    def __init__(self, context: RunContext, codec: Codec, registry: ClientRegistry) -> None:
+        state, bus = context.state, context.bus
+        self._context = context
         self._codec = codec
-        self._run_id = run_id
-        self._history = history or History(None, "controller")
+        self._registry = registry
+        self._weights = state.weights
+        self.held = self._weights if state.held is None else state.held
+        self._frozen: _OutgoingModel | None = None
         self._held_crc32 = 0
-        self._weights = weights
-        self.held = weights if held is None else held
         self.residual_norm = 0.0
         self._transfer = 0
         self._round_id = -1
-        self._current: _Message | None = None  # what was sent last, for repairs
-        self._full: _Message | None = None
+        self._current: _OutgoingModel | None = None  # what was sent last, for repairs
+        self._full: _OutgoingModel | None = None
         self._earlier: list[tuple[int, Sealed]] = []  # by round: models that some client may be about to read
-        self.told = 0
+        self.notified = 0
         self._full_sent_s = float("-inf")
-        self._wanted: dict[int, set[int]] = {}  # transfer -> frames that somebody misses; empty: all of them
+        self._queue = ResendQueue()
         self._wanted_in_memory = False
-        self._sending: tuple[int, set[int]] | None = None  # transfer and frames that are being sent again
-        self._asked: Counter[int] = Counter()  # client -> frames that it has had sent again, of this round's model
         self._resending: asyncio.Task[None] | None = None
-        frames = chunk_count(weights.numel() * 4)
-        retained = frames if weights.numel() * 4 <= RETAIN_BYTES else 1
-        bus.open_writer(ModelBlob, retained_samples=retained)
+        frames = chunk_count(self._weights.numel() * 4)
+        bus.open_writer(ModelBlob, retained_samples=frames if self._weights.numel() * 4 <= RETAIN_BYTES else 1)
 
     @property
     def frozen_hash(self) -> int:
-        """Of the values that do not travel; 0: there are none."""
-        return 0 if self._frozen_model is None else self._frozen_model.frozen
+        """Hash of the values that do not travel; 0: there are none."""
+        return self._context.state.model.frozen
 
     @property
     def held_apart(self) -> Tensor | None:
@@ -131,20 +196,20 @@ class Downlink:
         if self.held_apart is None:
             self._current = self._full = self._full_message()
         else:
-            payload = await self._compute.run(self._next_difference)
-            self._current = _Message(self._next_key(), payload, int(Flags.DELTA))
-        if self._history.keeps_payloads or (self._history.on and self.held_apart is not None):
-            await self._compute.run(self._keep, self._current.payload)
+            payload = await self._context.compute.run(self._next_difference)
+            self._current = _OutgoingModel(self._next_key(), payload, int(Flags.DELTA))
+        if self._context.history.keeps_payloads or (self._context.history.on and self.held_apart is not None):
+            await self._context.compute.run(self._keep, self._current.payload)
         return self._current.size
 
     def _keep(self, payload: Any) -> None:
         if self.held_apart is not None:
             self._held_crc32 = zlib.crc32(self.held.numpy().data)
-        self._history.keep(model_name(self._run_id, self._round_id), payload)
+        self._context.history.keep(model_name(self._context.run_id, self._round_id), payload)
 
     def note_commit(self, report: RoundReport) -> None:
         """The round is durable: note what it has come to, and what clients will hold after it."""
-        self._history.note(
+        self._context.history.note(
             "committed", round=report.round_id, clients=list(report.clients), num_samples=report.num_samples,
             crc32=report.weights_crc32, outcome=report.outcome, attempt=report.attempt, dropped=dict(report.dropped),
             held_crc32=report.weights_crc32 if self.held_apart is None else self._held_crc32,
@@ -154,153 +219,144 @@ class Downlink:
         """Send the prepared message to all clients. Returns its bytes."""
         message = self._current
         assert message is not None, "prepare() comes first"
-        self.told = self._members.sharing if await self._share(message) else 0
+        self.notified = self._registry.sharing if await self._share(message) else 0
         self._hide_earlier()
-        if not 0 < self.told == len(self._members):
+        if not 0 < self.notified == len(self._registry):
             if message is self._full:
                 self._full_sent_s = time.monotonic()
             await self._send(message)
         return message.size
 
-    async def _share(self, message: _Message) -> bool:
-        """Whether the clients that can read it in memory have been told where it lies: there are some."""
+    async def _share(self, message: _OutgoingModel) -> bool:
+        """Announce where the message lies in shared memory. False: there are no clients that read it there."""
         await self._sign(message)
         async with message.sharing:
-            if message.sealed is None and message.size >= SHARED_BYTES and self._members.sharing:
-                message.sealed = await self._compute.run(self._bus.memory.put, message.payload)
-            if message.sealed is not None:
-                await self._tell(message, message.sealed)
-            return message.sealed is not None
+            if message.shared is None and message.size >= SHARED_BYTES and self._registry.sharing:
+                message.shared = await self._context.compute.run(self._context.bus.memory.put, message.payload)
+            if message.shared is not None:
+                await self._announce(message, message.shared)
+            return message.shared is not None
 
-    async def _tell(self, message: _Message, sealed: Sealed) -> None:
+    async def _announce(self, message: _OutgoingModel, sealed: Sealed) -> None:
         key = message.key
-        await self._bus.publish(
-            self._identity,
+        await self._context.publish(
             ModelHere(key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place, key.name),
         )
 
-    async def welcome(self, client_id: int) -> None:
+    async def announce_to(self, client_id: int) -> None:
         """A client has come: if it reads memory, tell it of the model that lies there."""
         full = self._full
-        if full is not None and full.sealed is not None and self._members.shares_memory(client_id):
-            await self._tell(full, full.sealed)
+        if full is not None and full.shared is not None and self._registry.shares_memory(client_id):
+            await self._announce(full, full.shared)
 
-    def _full_message(self) -> _Message:
+    def _full_message(self) -> _OutgoingModel:
         # Headerless float32, as the original format has it: a view on the weights, without a copy.
-        return _Message(self._next_key(), np.asarray(self.held.numpy(), dtype="<f4"))
+        return _OutgoingModel(self._next_key(), np.asarray(self.held.numpy(), dtype="<f4"))
 
     def _next_key(self) -> FrameKey:
         self._transfer += 1
         return FrameKey(
-            Kind.MODEL, self._run_id, self._round_id, CONTROLLER, self._identity.incarnation, self._transfer
+            Kind.MODEL,
+            self._context.run_id,
+            self._round_id,
+            CONTROLLER,
+            self._context.identity.incarnation,
+            self._transfer,
         )
 
     @torch.no_grad()
     def _next_difference(self) -> bytes:
-        payload, owed = residual_step(self._weights - self.held, None, self._codec)
-        self.residual_norm = l2_norm(owed)
+        payload, residual = residual_step(self._weights - self.held, None, self._codec)
+        self.residual_norm = l2_norm(residual)
         add_into(self.held, payload)
         return payload
 
-    async def _sign(self, message: _Message) -> None:
+    async def _sign(self, message: _OutgoingModel) -> None:
         """Where models are signed, nobody gets one that is not. Its signature is the name of its frames."""
-        standing = self._bus.standing
+        standing = self._context.bus.standing
         async with message.signing:
             if standing.signs_models and not message.key.name:
-                name = await self._compute.run(standing.sign_model, message.key, message.flags, message.payload)
+                name = await self._context.compute.run(standing.sign_model, message.key, message.flags, message.payload)
                 message.key = message.key._replace(name=name)
 
-    async def _send(self, message: _Message, only: Sequence[int] | None = None) -> None:
+    async def _send(self, message: _OutgoingModel, only: Sequence[int] | None = None) -> None:
         await self._sign(message)
-        await self._bus.send_model(message.key, message.payload, flags=message.flags, only=only)
+        await self._context.bus.send_model(message.key, message.payload, flags=message.flags, only=only)
 
-    def on_need(self, client_id: int, need: NeedModel, group: asyncio.TaskGroup) -> None:
+    def on_request(self, client_id: int, need: NeedModel, group: asyncio.TaskGroup) -> None:
         """A client misses the model or parts of it. Answers go to all: others may miss the same."""
-        if need.run_id != self._run_id:
+        if need.run_id != self._context.run_id:
             return
         if need.round_id == FROZEN_ROUND:
-            self._on_frozen_need(client_id, need)
+            self._on_frozen_request(client_id, need)
         elif need.round_id == self._round_id and self._current is not None:  # else it will ask for the newer one
-            self._on_model_need(client_id, need)
-        if (self._wanted or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
+            self._on_model_request(client_id, need)
+        if (self._queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
 
-    def _on_frozen_need(self, client_id: int, need: NeedModel) -> None:
+    def _on_frozen_request(self, client_id: int, need: NeedModel) -> None:
         """A client lacks what does not travel with the rounds: as a rule once, in full."""
-        if self._frozen_model is None:
+        model = self._context.state.model
+        if not model.frozen_dim:
             return
         if self._frozen is None:
             key = self._next_key()._replace(round_id=FROZEN_ROUND)
-            self._frozen = _Message(key, np.asarray(self._frozen_model.read_frozen().numpy(), dtype="<f4"))
+            self._frozen = _OutgoingModel(key, np.asarray(model.read_frozen().numpy(), dtype="<f4"))
         transfer, frames = self._frozen.key.transfer, self._frozen.frames
-        missing = set(need.seqs) if need.transfer == transfer else set()
-        wanted = {seq for seq in missing if 0 <= seq < frames} or set(range(frames))
-        wanted -= self._on_their_way(transfer)
-        if wanted and self._may_ask(client_id, len(wanted)):
-            self._wanted.setdefault(transfer, set()).update(wanted)
+        missing = {seq for seq in need.seqs if 0 <= seq < frames} if need.transfer == transfer else set()
+        self._within_quota(client_id, self._queue.request(client_id, transfer, missing or range(frames), self._quota))
 
-    def _on_model_need(self, client_id: int, need: NeedModel) -> None:
+    def _on_model_request(self, client_id: int, need: NeedModel) -> None:
         known = self._message(need.transfer)
         if need.seqs and known is not None:
-            wanted = self._wanted.get(need.transfer)
-            if wanted is None or wanted:  # else all of it is wanted already
-                seqs = {seq for seq in need.seqs if 0 <= seq < known.frames} - self._on_their_way(need.transfer)
-                if seqs and self._may_ask(client_id, len(seqs)):
-                    self._wanted.setdefault(need.transfer, set()).update(seqs)
+            seqs = [seq for seq in need.seqs if 0 <= seq < known.frames]
+            self._within_quota(client_id, self._queue.request(client_id, need.transfer, seqs, self._quota))
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
                 self._full = self._full_message()
-            if self._members.shares_memory(client_id):
+            if self._registry.shares_memory(client_id):
                 self._wanted_in_memory = True
-            elif self._wanted.get(self._full.key.transfer) != set() and self._may_ask(client_id, self._full.frames):
-                self._wanted[self._full.key.transfer] = set()
+            else:
+                full = self._full
+                granted = self._queue.request_all(client_id, full.key.transfer, full.frames, self._quota)
+                self._within_quota(client_id, granted)
 
-    def _on_their_way(self, transfer: int) -> set[int]:
-        """Frames that are wanted already, or being sent again just now: to ask for them changes nothing, and a client
-        does so again and again while they come slowly."""
-        again = self._sending[1] if self._sending is not None and self._sending[0] == transfer else set()
-        return again | self._wanted.get(transfer, set())
-
-    def _may_ask(self, client_id: int, frames: int) -> bool:
-        """Whether this client may have so many more frames sent again, of this round's model: no client by itself keeps
-        the way to the others full. Who has had all that it may waits for the next model."""
+    @property
+    def _quota(self) -> int:
+        """Frames that one client may have sent again of one round's model."""
         full = chunk_count(self.held.numel() * 4) + (0 if self._frozen is None else self._frozen.frames)
-        most = max(RESEND_TIMES * full, RESEND_FRAMES)
-        before = self._asked[client_id]
-        if before + frames > most:
-            if before < most:
-                self._asked[client_id] = most  # told once
-                log.warning("model asked for too often", client=client_id, round=self._round_id, frames=before)
-            return False
-        self._asked[client_id] += frames
-        return True
+        return max(RESEND_TIMES * full, RESEND_FRAMES)
 
-    def _message(self, transfer: int) -> _Message | None:
+    def _within_quota(self, client_id: int, granted: bool) -> None:
+        if not granted and (frames := self._queue.exhaust(client_id, self._quota)) is not None:  # logged once
+            log.warning("model requested too often", client=client_id, round=self._round_id, frames=frames)
+
+    def _message(self, transfer: int) -> _OutgoingModel | None:
         messages = (self._current, self._full, self._frozen)
         return next((message for message in messages if message is not None and message.key.transfer == transfer), None)
 
     async def _resend(self) -> None:
         """Send what is missed, one message at a time: requests that come meanwhile are answered together."""
-        while self._wanted or self._wanted_in_memory:
+        while self._queue or self._wanted_in_memory:
             if self._wanted_in_memory:
                 self._wanted_in_memory = False
                 await self._share_full()
                 continue
-            transfer, seqs = self._wanted.popitem()
+            transfer, seqs = self._queue.begin()
             message = self._message(transfer)
             if message is None:
                 continue
             try:
-                self._sending = transfer, seqs or set(range(message.frames))
+                self._queue.sending(transfer, seqs or range(message.frames))
                 if seqs:
                     await self._send(message, sorted(seqs))
                 else:
-                    self._full_sent_s = float("inf")  # whoever asks for all of it meanwhile is getting it
+                    self._full_sent_s = float("inf")  # a client that asks for all of it meanwhile is getting it
                     await self._send(message)
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
             finally:
-                self._sending = None
+                self._queue.done()
                 if not seqs:
                     self._full_sent_s = time.monotonic()
 
@@ -308,9 +364,9 @@ class Downlink:
         full = self._full
         try:
             if full is not None and not await self._share(full):
-                self._wanted[full.key.transfer] = set()
+                self._queue.want_all(full.key.transfer)
         except BusError as error:
-            log.warning("model not told of", reason=str(error))
+            log.warning("model not announced", reason=str(error))
 
     async def quiesce(self) -> None:
         """Stop resending: the weights are about to change. Returns when nothing reads them any more.
@@ -318,25 +374,24 @@ class Downlink:
         Until the next message is prepared, requests go unanswered: what was sent last is changing under it.
         """
         self._hide_earlier()
-        self._earlier += [(self._round_id, sealed) for sealed in self._shared()]
+        self._earlier += [(self._round_id, shared) for shared in self._shared()]
         self._current = self._full = None
-        self._asked.clear()
         self._wanted_in_memory = False
-        self._wanted.clear()
+        self._queue.clear()
         if self._resending is not None:
             self._resending.cancel()
             await asyncio.wait([self._resending], timeout=5.0)
 
     def _shared(self) -> set[Sealed]:
         """What lies in memory of the newest model."""
-        return {m.sealed for m in (self._current, self._full) if m is not None and m.sealed is not None}
+        return {m.shared for m in (self._current, self._full) if m is not None and m.shared is not None}
 
     def _hide_earlier(self) -> None:
         """Give back the models before the newest one that all who read memory hold, and those before the last two: a
         client that is told of one while others make up the quorum still has a round's time to read it."""
         earlier, self._earlier = self._earlier, []
         for round_id, sealed in earlier:
-            if round_id <= self._round_id - 2 or (round_id < self._round_id and self._members.have_read(round_id)):
+            if round_id <= self._round_id - 2 or (round_id < self._round_id and self._registry.all_hold(round_id)):
                 sealed.hide()
             else:
                 self._earlier.append((round_id, sealed))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gradbus.runtime.errors import BarrierTimeout
+from gradbus.runtime.wire.control import Offer
 
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
@@ -26,6 +26,22 @@ class Outcome(Enum):
     TOO_FEW = "too few updates"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRules:
+    """When a round is over.
+
+    Attributes:
+        minimum: updates that suffice at the deadline.
+        quorum: share of the clients expected at the start that suffices after the grace.
+        deadline_s: how long it may take. grace_s: what follows the quorum.
+    """
+
+    minimum: int
+    quorum: float
+    deadline_s: float
+    grace_s: float
+
+
 class Round:
     """Who is expected, who has answered, and whether that is enough.
 
@@ -35,33 +51,29 @@ class Round:
     """
 
     def __init__(
-        self, round_id: int, expected: Iterable[int], *, minimum: int, quorum: float, now_s: float, deadline_s: float,
-        grace_s: float, accepted: Iterable[int] = (), silent: Iterable[int] = (),
+        self, round_id: int, expected: Iterable[int], rules: RoundRules, *, now_s: float,
+        accepted: Iterable[int] = (), silent: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """Open the round.
+        """Open the round at ``now_s``.
 
         Args:
-            round_id: its number.
             expected: ids of the clients that take part.
-            minimum: updates that suffice at the deadline.
-            quorum: share of the clients expected at the start that suffices after the grace.
-            now_s: the time now. deadline_s: how long it may take. grace_s: what follows the quorum.
             accepted: clients whose updates count already, from an earlier attempt at the same round.
-            silent: clients that live and say nothing: expected as soon as they are heard, and not before.
+            silent: clients that live and send nothing: expected as soon as they do, and not before.
         """
         self.round_id = round_id
         self.accepted = set(accepted)
         self.expected = set(expected) | self.accepted
-        self.minimum = minimum
+        self.minimum = rules.minimum
         self.failed: dict[int, str] = {}
         self.silent = set(silent) - self.expected
         # Less a hair: 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
-        self._quorum = max(minimum, math.ceil(quorum * len(self.expected) - 1e-9))
-        self._grace_s = grace_s
+        self._quorum = max(rules.minimum, math.ceil(rules.quorum * len(self.expected) - 1e-9))
+        self._grace_s = rules.grace_s
         self._quorum_at_s: float | None = None
         self._offered_at_s: float | None = None
         self.opened_at_s = now_s
-        self.deadline_at_s = now_s + deadline_s
+        self.deadline_at_s = now_s + rules.deadline_s
 
     @property
     def open(self) -> set[int]:
@@ -144,66 +156,8 @@ class Round:
         return min(self.deadline_at_s, self._quorum_at_s + self._grace_s)
 
 
-class Gathering:
-    """Waits for all expected clients, or after a grace for enough of them.
-
-    It starts at once when all are there. With at least ``minimum`` it waits ``grace_s`` more for the others. With fewer
-    it gives up at the deadline.
-    """
-
-    def __init__(
-        self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float, what: str,
-        excused: Collection[int] = (), doubt: Callable[[], str] = str, hint: Callable[[], str] = str,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            what: begins the error. excused: ids that are not waited for, as far as they are among those expected.
-            doubt: what the bus has noticed of those who are missing, see ``Bus.doubt``. hint: what to do about them.
-        """
-        self._minimum = minimum
-        self._expected = expected
-        self._excused = excused
-        self._wanted = max((expected or 0) - sum(i < (expected or 0) for i in excused), minimum)
-        self._timeout_s = timeout_s
-        self._deadline_at_s = now_s + timeout_s
-        self._grace_s = grace_s
-        self._grace_until_s: float | None = None
-        self._what = what
-        self._doubt = doubt
-        self._hint = hint
-
-    def may_start(self, ready: Sequence[int], now_s: float) -> bool:
-        """Whether to start with these clients now.
-
-        Raises:
-            BarrierTimeout: the deadline has passed with fewer than ``minimum``; it names who is missing.
-        """
-        if len(ready) >= self._wanted:
-            return True
-        if len(ready) >= self._minimum:
-            if self._grace_until_s is None:
-                self._grace_until_s = now_s + self._grace_s
-            return now_s >= self._grace_until_s
-        self._grace_until_s = None
-        if now_s >= self._deadline_at_s:
-            raise BarrierTimeout(
-                self._what, missing=self.missing(ready), ready=len(ready), needed=self._minimum,
-                timeout_s=self._timeout_s, doubt=self._doubt(), hint=self._hint(),
-            )  # fmt: skip
-        return False
-
-    def missing(self, ready: Sequence[int]) -> list[int]:
-        """Ids of expected clients that are not among these, as far as ids are expected."""
-        here = {*ready, *self._excused}
-        return [number for number in range(self._expected or 0) if number not in here]
-
-    def next_check_s(self) -> float:
-        """When the answer may change although nobody came or went."""
-        return self._deadline_at_s if self._grace_until_s is None else self._grace_until_s
-
-
 @dataclass(slots=True)
-class Tally:
+class RoundTotals:
     """Sums over the updates that count. Bytes of what came over the bus, and of what was read in shared memory."""
 
     bytes_up: int = 0
@@ -214,6 +168,16 @@ class Tally:
     train_s: float = 0.0
     encode_s: float = 0.0
     aggregate_s: float = 0.0
+
+    def count(self, client_id: int, offer: Offer, weight: int, *, from_memory: bool) -> None:
+        """Add an update that counts with this weight."""
+        self.bytes_up += offer.total_bytes
+        self.bytes_up_shared += offer.total_bytes * from_memory
+        self.num_samples += offer.num_samples
+        self.samples[client_id] = offer.num_samples
+        self.losses.append((weight, offer.loss))
+        self.train_s = max(self.train_s, offer.train_s)
+        self.encode_s = max(self.encode_s, offer.encode_s)
 
     def loss(self) -> float | None:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""

@@ -6,13 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.global_model import ModelCopy, ModelMemory
-from gradbus.actors.federated.updates_out import REPEAT_AFTER_S, Delivery
+from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, BusError
-from gradbus.runtime.logs import process_name
-from gradbus.runtime.wire.control import PROTOCOL, Bye, Failed, Hello, Leave, Welcome
+from gradbus.runtime.wire.control import Bye, Failed, Hello, Leave, Welcome
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
@@ -20,7 +17,7 @@ LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat i
 OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one was not overtaken by it
 
 
-class Orders:
+class ControllerSession:
     """The newest welcome and the newest command, and what has become of it.
 
     Attributes:
@@ -28,7 +25,7 @@ class Orders:
         command: the newest one. commanded_s: when it was heard, by ``time.perf_counter``.
         failure: why nothing came of it; said again with each heartbeat, until the next command.
         ended: the controller's last word, when all rounds are done.
-        session: incarnation of the controller that has welcomed this client last. run_id: of its run.
+        incarnation: of the controller that has welcomed this client last. run_id: of its run.
         counted_round: the last round in which an update of ours counted, in this session.
     """
 
@@ -44,7 +41,7 @@ class Orders:
         self.commanded_s = 0.0
         self.failure: Failed | None = None
         self.ended: Bye | None = None
-        self.session = 0
+        self.incarnation = 0
         self.run_id = 0
         self.counted_round = 0
 
@@ -70,14 +67,14 @@ class Orders:
         self._heard_s += deaf_s
         self._session_heard_s += deaf_s
 
-    def believes(self, session: int) -> bool:
+    def accepts_session(self, session: int) -> bool:
         """A controller says something. Whether it is to be listened to: not the last words of one that has been
         replaced."""
         now_s = time.monotonic()
-        if session < self.session and now_s - self._session_heard_s < OLD_SESSION_S:
+        if session < self.incarnation and now_s - self._session_heard_s < OLD_SESSION_S:
             return False
         self._heard_s = now_s
-        if session == self.session:
+        if session == self.incarnation:
             self._session_heard_s = now_s
         return True
 
@@ -86,9 +83,9 @@ class Orders:
 
         A controller that died before it had committed a round does that round again, from the same model.
         """
-        if session != self.session:  # else what it has said since goes on holding: it does not say it twice
+        if session != self.incarnation:  # else what it has said since goes on holding: it does not say it twice
             self.command, self.counted_round, self.failure = None, 0, None
-        self.session, self._session_heard_s, self.run_id = session, time.monotonic(), welcome.run_id
+        self.incarnation, self._session_heard_s, self.run_id = session, time.monotonic(), welcome.run_id
 
     def take(self, command: TrainCmd) -> bool:
         """A command. Whether it is another one than before: then what is being trained now is no longer wanted. One of
@@ -118,7 +115,7 @@ class Orders:
 
     def counted(self, round_id: int, session: int) -> None:
         """An update of ours counts, says this start of the controller. Another one may do that round again."""
-        if session == self.session:
+        if session == self.incarnation:
             self.counted_round = round_id
 
     def mark_handled(self, command: TrainCmd) -> None:
@@ -126,9 +123,9 @@ class Orders:
         if self.command is command:  # and not an equal one that came later
             self._handled = True
 
-    def holds_for(self, session: int) -> bool:
+    def is_current(self, session: int) -> bool:
         """Whether the controller is still this one, and not at its end."""
-        return self.session == session and self.welcome is not None and self.ended is None
+        return self.incarnation == session and self.welcome is not None and self.ended is None
 
     @property
     def heard_s(self) -> float:
@@ -144,7 +141,7 @@ class Orders:
             raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s, doubt=doubt, hint=hint)
 
 
-class Phase:
+class ClientStatus:
     """Idle, preparing, fetching or training. The phases of a delivery come first, while there is one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -168,57 +165,38 @@ class Phase:
             self._said, self._since_s = name, self._clock()
 
 
-class Greeting:
-    """Says that a client lives, what it does, and what it holds; and that it leaves.
-
-    Attributes:
-        prepared: the task has loaded its data: from then on the client may be ready.
-    """
+class ClientHeartbeat:
+    """Publishes a client's Hello, as its heartbeat and on every change; at the end its Leave."""
 
     def __init__(
-        self, bus: Bus, identity: Identity, orders: Orders, phase: Phase, delivery: Delivery, *, model: FlatModel,
-        copy: ModelCopy, memory: ModelMemory,
-    ) -> None:  # fmt: skip
-        """All that it tells of."""
+        self, bus: Bus, identity: Identity, session: ControllerSession, describe: Callable[[bool], Hello]
+    ) -> None:
+        """``describe`` gives the Hello; its argument: whether the bus is matched with the controller both ways."""
         self._bus = bus
         self._identity = identity
-        self._orders = orders
-        self._phase = phase
-        self._delivery = delivery
-        self._model = model
-        self._copy = copy
-        self._memory = memory
-        self._left = False  # it has said Leave, or is about to
-        self.prepared = False
+        self._session = session
+        self._describe = describe
+        self._left = False  # Leave was sent, or is about to be
 
-    async def hello(self) -> None:
-        """Say it now."""
+    async def send_hello(self) -> None:
+        """Send it now."""
         if self._left:
-            return  # the controller would take it for one that has come back
-        orders = self._orders
-        ready = self.prepared and self._bus.matched_readers(ClientUpdate) > 0
-        ready = ready and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
-        phase, phase_s = self._phase.said(self._delivery.phase)
-        hello = Hello(
-            protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1], ready=ready,
-            session=orders.session if orders.welcome is not None else 0, phase=phase, phase_s=phase_s,
-            round_id=orders.command.round_id if orders.command is not None else -1, model_round=self._copy.round_id,
-            host=process_name(), memory=self._memory.here,
-            next_round=-1 if orders.from_round is None else orders.from_round,
-            trained_dim=self._model.trained[0], trained_layout=self._model.trained[1],
-        )  # fmt: skip
-        with contextlib.suppress(BusError):  # said again with the next heartbeat
+            return  # the controller would take it for a client that has come back
+        matched = self._bus.matched_readers(ClientUpdate) > 0
+        matched = matched and min(self._bus.matched_writers(kind) for kind in (TrainCmd, ModelBlob)) > 0
+        hello = self._describe(matched)
+        with contextlib.suppress(BusError):  # sent again with the next heartbeat
             await self._bus.publish(self._identity, hello)
-            if orders.failure is not None:
-                await self._bus.publish(self._identity, orders.failure)
+            if self._session.failure is not None:
+                await self._bus.publish(self._identity, self._session.failure)
 
-    async def beat(self) -> None:
-        """Say it again and again, at once when something about the matching changes. Runs until cancelled."""
+    async def run(self) -> None:
+        """Send it again and again, at once when something about the matching changes. Runs until cancelled."""
         while True:
-            await self.hello()
-            welcome = self._orders.welcome
+            await self.send_hello()
+            welcome = self._session.welcome
             heartbeat_s = welcome.heartbeat_s if welcome is not None else REPEAT_AFTER_S
-            self._orders.listen(max(LISTENED_S, 2 * heartbeat_s))
+            self._session.listen(max(LISTENED_S, 2 * heartbeat_s))
             seen = self._matching()
             with contextlib.suppress(BarrierTimeout):
                 await self._bus.matched(lambda: self._matching() != seen, timeout_s=heartbeat_s)  # noqa: B023 - awaited here
@@ -228,7 +206,7 @@ class Greeting:
         return bus.matched_readers(ClientUpdate), *map(bus.matched_writers, (TrainCmd, ModelBlob, Control))
 
     async def leave(self, reason: str) -> None:
-        """The client goes: its last word."""
+        """Send the client's last message."""
         self._left = True
         with contextlib.suppress(BusError):
             await self._bus.publish(self._identity, Leave(reason))

@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.participation import MAX_KNOWN, Conduct, Entry, Participation, Strike
+from gradbus.actors.federated.participation import MAX_KNOWN, Entry, Participation, Quarantine, Strike
 from gradbus.actors.federated.report import KEPT_IN_CHECKPOINT, NAMED_IN_CHECKPOINT, RoundReport
+from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -30,10 +31,13 @@ from gradbus.runtime.checkpoint import (
     restore_random_numbers,
     tensor_of,
 )
+from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.journal import History, weights_name
+from gradbus.runtime.wire.control import Body
+from gradbus.runtime.wire.messages import Identity
 
 MAX_TENSORS = 1_000_000  # of a model
 NOTHING = "0" * 16  # does not travel, or is known not to
@@ -120,6 +124,31 @@ def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[
         raise CheckpointError(f"{where}: frozen-{stated}.safetensors holds other values than its name says")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunContext:
+    """What all parts of a running controller share.
+
+    Attributes:
+        bus, identity: where it publishes, and as which sender. compute: its thread for tensors and files.
+        config: the rules. state: the run. history: the journal of a test.
+    """
+
+    bus: Bus
+    identity: Identity
+    compute: ComputeThread
+    config: FederatedConfig
+    state: RunState
+    history: History
+
+    @property
+    def run_id(self) -> int:
+        return self.state.run_id
+
+    async def publish(self, body: Body) -> None:
+        """Send a control message as the controller. Raises BusError: it could not be sent."""
+        await self.bus.publish(self.identity, body)
+
+
 class RunState:
     """The state of a run, fresh or continued from the newest checkpoint. Its methods may block.
 
@@ -131,14 +160,15 @@ class RunState:
         history: reports of the committed rounds, without timelines, as a checkpoint holds them. It is written in every
             round, so it must not grow without end: of all but the newest rounds it has the figures, and of those long
             past nothing.
-        conduct, participation: of the clients, see there.
+        quarantine, participation: of the clients, see there.
+        model: its module lives in the weights.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
         """Raises CheckpointError: the state directory cannot be used, or holds something that does not fit."""
         self._layout, self._table = model.layout, model.table
-        self._model = model
+        self.model = model
         self._strategy = strategy
         self._downlink_codec = config.downlink_codec
         self._store: CheckpointStore | None = None
@@ -149,7 +179,7 @@ class RunState:
         self.round_id = 0
         self.incarnation = 0
         self.history: list[RoundReport] = []
-        self.conduct = Conduct(config.max_strikes, config.quarantine_rounds)
+        self.quarantine = Quarantine(config.max_strikes, config.quarantine_rounds)
         self.participation = Participation()
         if config.init_path is not None:
             self._set_initial(config.init_path)
@@ -183,20 +213,20 @@ class RunState:
         def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
             nonlocal named
             named = True
-            return self._model.vector_of(tensors)
+            return self.model.vector_of(tensors)
 
         given, where = load_weights(path, assemble=assemble), f"initial weights {path}"
-        self._set_weights(given[: self._model.dim] if named else given, where)
+        self._set_weights(given[: self.model.dim] if named else given, where)
         if not named:
             self._fit_to(path, where)
-        elif self._model.frozen_dim:
-            self._model.write_frozen(given[self._model.dim :])
+        elif self.model.frozen_dim:
+            self.model.write_frozen(given[self.model.dim :])
 
     def _fit_to(self, path: Path, where: str) -> None:
         """A vector of the right length may be of another model: its checkpoint tells, and has its frozen parameters."""
         place = re.fullmatch(r"round-(\d+)\.safetensors", path.name)
         if place is None or not path.with_suffix(".json").exists():
-            if self._model.frozen_dim:
+            if self.model.frozen_dim:
                 log.warning("frozen parameters are those of build_model", file=str(path), reason="no checkpoint beside")
             return
         store = CheckpointStore.to_read(path.parent)
@@ -206,7 +236,7 @@ class RunState:
                 f"{where} are of a model with other names, shapes or frozen parts. Use the model of that run, or named "
                 f"tensors (gradbus export)"
             )
-        restore_frozen(self._model, saved.frozen, store.load_constant, where)
+        restore_frozen(self.model, saved.frozen, store.load_constant, where)
 
     def _set_weights(self, vector: Tensor, where: str) -> None:
         if vector.shape != self.weights.shape:
@@ -229,13 +259,13 @@ class RunState:
         self._strategy.load_state(checkpoint.tensors)
         restore_random_numbers(checkpoint)
         assert self._store is not None
-        restore_frozen(self._model, saved.frozen, self._store.load_constant, where)
+        restore_frozen(self.model, saved.frozen, self._store.load_constant, where)
         self._set_weights(weights, where)
         self.held = held
         self.run_id = int(saved.run_id, 16)
         self.incarnation = saved.incarnation
         self.round_id = checkpoint.round_id
-        self.conduct.load_state(saved.conduct)
+        self.quarantine.load_state(saved.conduct)
         self.participation.load_state(saved.participation)
         self.history = [report.without_timeline() for report in saved.history]
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
@@ -293,13 +323,13 @@ class RunState:
             "run_id": f"{self.run_id:016x}",
             "incarnation": self.incarnation, "layout": self._layout, "tensors": self._table,
             "downlink_codec": self._downlink_codec,
-            "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.conduct.state(),
+            "downlink": self._kind(), "strategy": self._strategy.name, "conduct": self.quarantine.state(),
             "participation": self.participation.state(),
-            "frozen": f"{self._model.frozen:016x}",
+            "frozen": f"{self.model.frozen:016x}",
             "history": [{k: v for k, v in report.to_json().items() if k != "timeline"} for report in self.history],
         }  # fmt: skip
-        if self._model.frozen_dim:
-            self._store.save_constant(f"frozen-{self._model.frozen:016x}", {"frozen": self._model.read_frozen()})
+        if self.model.frozen_dim:
+            self._store.save_constant(f"frozen-{self.model.frozen:016x}", {"frozen": self.model.read_frozen()})
         self._store.save(Checkpoint(self.round_id, tensors, meta))
 
     def close(self) -> None:

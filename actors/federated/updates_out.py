@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from gradbus.actors.federated.local_training import Update
+from gradbus.actors.federated.local_training import EncodedUpdate
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
@@ -23,7 +23,7 @@ ANSWERS = (Grant, NeedUpdate, Receipt)
 log = get_logger("client")
 
 
-class Delivery:
+class UpdateSender:
     """One update at a time.
 
     Attributes:
@@ -35,7 +35,7 @@ class Delivery:
         self._bus = bus
         self._probe = probe or no_probe()
         self._identity = identity
-        self._update: Update | None = None
+        self._update: EncodedUpdate | None = None
         self._receipt: Receipt | None = None
         self._sending: asyncio.Task[None] | None = None
         self._has_sent = False
@@ -43,7 +43,7 @@ class Delivery:
         self.phase = "idle"
         self.bytes_up = 0
 
-    async def deliver(self, update: Update, *, check: Callable[[], bool]) -> Receipt | None:
+    async def deliver(self, update: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
         """Offer the update until the controller has said what became of it.
 
         Args:
@@ -77,7 +77,7 @@ class Delivery:
             if update.sealed is not None:
                 update.sealed.hide()
 
-    def _begin(self, update: Update) -> None:
+    def _begin(self, update: EncodedUpdate) -> None:
         self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
 
     def on_answer(self, body: Grant | NeedUpdate | Receipt, group: asyncio.TaskGroup) -> None:
@@ -98,7 +98,7 @@ class Delivery:
         """Look again whether the update is still wanted."""
         self._heard.set()
 
-    def _start(self, update: Update, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
+    def _start(self, update: EncodedUpdate, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
         """Send, unless the last answer is still being obeyed: what is missing then will be asked for again."""
         if self._sending is None or self._sending.done():
             self._has_sent = True
@@ -106,7 +106,7 @@ class Delivery:
             name = f"client-{self._identity.sender}-send"
             self._sending = group.create_task(self._send(update, only), name=name)
 
-    async def _send(self, update: Update, only: Sequence[int] | None) -> None:
+    async def _send(self, update: EncodedUpdate, only: Sequence[int] | None) -> None:
         self.phase = "uploading"
         try:
             size = await self._bus.send_update(update.key, update.offer.num_samples, update.payload, only=only)

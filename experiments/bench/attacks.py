@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import Limited, l2_norm
+from gradbus.actors.aggregation.clipping import LimitedStrategy, l2_norm
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.federated.flat_model import FlatModel
@@ -43,7 +43,7 @@ TIMED_DIM = 1_199_882  # the CNN's
 
 MAKE: dict[str, Callable[[int, float], Strategy]] = {
     "mean": lambda dim, _: FedAvg(dim),
-    "clip": lambda dim, norm: Limited(FedAvg(dim), clip_norm=norm),
+    "clip": lambda dim, norm: LimitedStrategy(FedAvg(dim), clip_norm=norm),
     "median": lambda dim, _: CoordinateMedian(dim, byzantine=HOSTILE),
     "trimmed_mean": lambda dim, _: TrimmedMean(dim, byzantine=HOSTILE),
     "krum": lambda dim, _: Krum(dim, byzantine=HOSTILE),

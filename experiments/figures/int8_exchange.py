@@ -60,7 +60,7 @@ class Int8Exchange:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def arm(self, finite: Tensor | None = None) -> None:
+    def enable_overlap(self, finite: Tensor | None = None) -> None:
         """Nothing is sent before all gradients are there."""
         self._finite = finite
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport
-from gradbus.actors.federated.liveness import MAX_NAMED, say_ended
+from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
 from gradbus.experiments.report.scalars import Scalars
@@ -95,7 +95,7 @@ async def end_again(file: ControllerFile, run_id: int) -> None:
         JobTaken: another controller commands this job by now. BusError: there is no bus.
     """
     async with open_bus(file.bus) as bus:
-        await say_ended(bus, run_id, heartbeat_s=file.federated.heartbeat_s)
+        await announce_run_ended(bus, run_id, heartbeat_s=file.federated.heartbeat_s)
 
 
 async def run_client(file: ClientFile, client_id: int) -> ClientSummary:

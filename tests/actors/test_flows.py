@@ -209,7 +209,7 @@ def test_a_second_process_with_the_same_id_is_refused_and_the_first_goes_on(
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=2, num_clients=1, rival_after_s=6.0)
+    controller = federation.controller(rounds=2, num_clients=1, duplicate_after_s=6.0)
     client = federation.client(0, hold={"1": str(gate)})
     client.wait_for("training", round=1)
     twin = federation.client(0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from joining_hall import ONE, Hall
 
-from gradbus.actors.federated.global_model import ModelCopy
+from gradbus.actors.federated.global_model import ModelReplica
 from gradbus.runtime.security.identity.model_signature import sign_model
 from gradbus.runtime.security.identity.node import ControllerStanding, MemberStanding
 from gradbus.runtime.wire import frames
@@ -26,16 +26,16 @@ def blobs(key: FrameKey, payload: bytes, chunk_bytes: int = CHUNK_BYTES) -> list
     return [ModelBlob(key.round_id, frames.parse(head + bytes(data))) for head, data in parts]
 
 
-def scene() -> tuple[Hall, ModelCopy, FrameKey]:
+def scene() -> tuple[Hall, ModelReplica, FrameKey]:
     """A copy that follows the run, and the key of the model of round 1 as the controller signs it."""
     hall = Hall(ONE)
-    copy = ModelCopy(DIM, standing=MemberStanding(hall.nodes[0]))
+    copy = ModelReplica(DIM, standing=MemberStanding(hall.nodes[0]))
     copy.start(RUN)
     key = of(1, 2)
     return hall, copy, key._replace(name=ControllerStanding(hall.door).sign_model(key, 0, MODEL))
 
 
-def give(copy: ModelCopy, some: list[ModelBlob]) -> bool:
+def give(copy: ModelReplica, some: list[ModelBlob]) -> bool:
     """Whether they make a model that is taken."""
     for blob in some:
         complete = copy.feed(blob)

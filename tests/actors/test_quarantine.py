@@ -14,10 +14,10 @@ import torch
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import controller as selection
+from gradbus.actors.federated import selection
 from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.actors.federated.participation import FOR_GOOD
-from gradbus.actors.federated.rounds import Gathering
+from gradbus.actors.federated.selection import StartCondition
 from gradbus.models import NullTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused
@@ -99,10 +99,10 @@ def test_a_run_that_lacks_clients_says_who_is_kept_out(
 ) -> None:
     timeouts_s = iter([30.0])  # until all are there for the first time
 
-    def gathering(**options: Any) -> Gathering:
-        return Gathering(**{**options, "timeout_s": next(timeouts_s, 0.1)})
+    def gathering(**options: Any) -> StartCondition:
+        return StartCondition(**{**options, "timeout_s": next(timeouts_s, 0.1)})
 
-    monkeypatch.setattr(selection, "Gathering", gathering)
+    monkeypatch.setattr(selection, "StartCondition", gathering)
     liars[2] = set(range(10))
     config = config_of(rounds=3, min_clients=3, max_strikes=1, max_attempts=2)
     with pytest.raises(ExceptionGroup) as caught:

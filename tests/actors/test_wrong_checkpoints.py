@@ -28,7 +28,7 @@ from gradbus.actors.data_parallel.state import (
     restore_run,
 )
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import Residuals
+from gradbus.actors.federated.local_training import ResidualStore
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import RoundReport
 from gradbus.actors.federated.state import RunState, SavedRun
@@ -63,20 +63,20 @@ def federated(directory: Path) -> RunState:
         delta = codecs.get("fp32").encode(torch.ones(model.dim))
         strategy.add(0, codecs.parse(delta, expected_dim=model.dim), 10)
         strategy.finish(state.weights)
-        state.conduct.strike(4, round_id, "non-finite", "a value is NaN")
+        state.quarantine.strike(4, round_id, "non-finite", "a value is NaN")
         strikes = (Strike(4, round_id, "stale", "late", 1),)
         report = RoundReport(round_id=round_id, clients=(0, 3), loss=0.5, strikes=strikes, marks={"clipped": (3,)})
         state.commit(report, state.held)
     assert json_text(totals(state.history))
     assert [json_text(report.to_json()) for report in state.history]
-    assert all(isinstance(client_id, int) for client_id in state.conduct.out(state.round_id))
+    assert all(isinstance(client_id, int) for client_id in state.quarantine.excluded(state.round_id))
     state.close()
     return state
 
 
 def client(directory: Path) -> None:
     """What a client still owes. A checkpoint that cannot be used is named in the log, and does not count."""
-    residuals = Residuals(directory, 5)
+    residuals = ResidualStore(directory, 5)
     try:
         residuals.start_run(7, dim=8)
         owed = residuals.before(99)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gradbus.actors.federated.participation import Conduct
+from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.experiments.amounts import duration
 from gradbus.experiments.report.build import page_of
@@ -225,7 +225,7 @@ def test_drops_and_faults_are_shown_by_reason_with_their_meaning(tmp_path: Path)
 
 
 def test_bad_updates_are_told_by_client_with_what_followed(tmp_path: Path) -> None:
-    conduct, reports = Conduct(2, 3), []
+    conduct, reports = Quarantine(2, 3), []
     for round_id, client_id, reason in ((1, 7, "malformed"), (2, 7, "non-finite"), (3, 1, "samples")):
         conduct.strike(client_id, round_id, reason, f"<b>{reason}</b> of {client_id}")
         reports.append(

@@ -53,9 +53,9 @@ def test_he_cannot_read_join_poison_or_end_a_run_and_its_rounds_keep_their_pace(
     assert {reason for report in reports for reason in report["dropped"]} <= {"other key", "not sealed"}
     assert done["rejected"]["other key"] > 0  # what he said did come
     assert done["rejected"]["not sealed"] > 0
-    quiet_s = statistics.median(report["seconds"] for report in reports[1:QUIET])
+    silent_for_s = statistics.median(report["seconds"] for report in reports[1:QUIET])
     attacked_s = statistics.median(report["seconds"] for report in reports[QUIET + 1 :])
-    assert attacked_s < 2 * quiet_s
+    assert attacked_s < 2 * silent_for_s
 
 
 def test_without_protection_he_can(his_home: str) -> None:

@@ -20,7 +20,7 @@ from patience import until
 
 import gradbus
 from gradbus.actors.federated import liveness as duplicate_controller
-from gradbus.actors.federated.liveness import Rivals, claim_job
+from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
 from gradbus.experiments.history.reader import read_history
 from gradbus.runtime.errors import JobTaken
 from gradbus.runtime.wire.control import Bye, Leave, Status
@@ -36,26 +36,29 @@ STATUS = Status(5, 3, "training", 1, 2, "there:17")
 
 
 def test_a_controller_that_is_heard_twice_holds_the_job_and_the_error_says_where() -> None:
-    rivals = Rivals("mnist", Identity(CONTROLLER, 9))
-    assert rivals.hear(said(7, STATUS)) is None
-    error = rivals.hear(said(7, STATUS))
+    rivals = DuplicateControllers("mnist", Identity(CONTROLLER, 9))
+    assert rivals.observe(said(7, STATUS)) is None
+    error = rivals.observe(said(7, STATUS))
     assert isinstance(error, JobTaken)
     assert "job 'mnist' has a controller already: there:17, training, round 3" in str(error)
 
 
 def test_last_words_own_words_and_those_of_clients_mean_nothing() -> None:
-    rivals = Rivals("mnist", Identity(CONTROLLER, 9))
+    rivals = DuplicateControllers("mnist", Identity(CONTROLLER, 9))
     words = [
         said(7, STATUS), said(7, Bye(5, True, "done")), said(7, STATUS), said(6, STATUS), said(9, STATUS),
         said(9, STATUS), said(4, STATUS, 3), said(4, STATUS, 3), PeerGone(CONTROLLER, 6),
     ]  # fmt: skip
-    assert [rivals.hear(word) for word in words] == [None] * len(words)
+    assert [rivals.observe(word) for word in words] == [None] * len(words)
 
 
 def test_of_two_that_begin_together_the_later_one_gives_way() -> None:
-    earlier, later = Rivals("mnist", Identity(CONTROLLER, 8)), Rivals("mnist", Identity(CONTROLLER, 9))
+    earlier, later = (
+        DuplicateControllers("mnist", Identity(CONTROLLER, 8)),
+        DuplicateControllers("mnist", Identity(CONTROLLER, 9)),
+    )
     for _ in range(2):
-        for_the_earlier, for_the_later = earlier.hear_early(said(9, STATUS)), later.hear_early(said(8, STATUS))
+        for_the_earlier, for_the_later = earlier.observe_early(said(9, STATUS)), later.observe_early(said(8, STATUS))
     assert for_the_earlier is None
     assert isinstance(for_the_later, JobTaken)
 

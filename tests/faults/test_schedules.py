@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
-from gradbus.actors.federated.clients import Answer, Members
-from gradbus.actors.federated.rounds import Gathering, Outcome, Round
+from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
+from gradbus.actors.federated.selection import StartCondition
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 
@@ -73,8 +74,8 @@ class Schedules(RuleBasedStateMachine):
 
     def start_controller(self) -> None:
         self.session += 1
-        self.members = Members(
-            dim=DIM, layout=LAYOUT, session=self.session, dead_after_s=DEAD_AFTER_S, rival_after_s=2.4 * HEARTBEAT_S
+        self.members = ClientRegistry(
+            dim=DIM, layout=LAYOUT, session=self.session, dead_after_s=DEAD_AFTER_S, duplicate_after_s=2.4 * HEARTBEAT_S
         )
         self.weights = self.disk.weights.copy()
         self.round_id = self.disk.round_id
@@ -82,7 +83,7 @@ class Schedules(RuleBasedStateMachine):
         self.mean = ExactMean(DIM)
         self.counted: dict[int, tuple[int, int]] = {}  # client -> incarnation and samples, of the open round
         self.carried: set[int] = set()
-        self.gathering: Gathering | None = None
+        self.gathering: StartCondition | None = None
 
     def controller_dies_and_comes_back(self) -> None:
         before = self.disk.round_id
@@ -99,8 +100,13 @@ class Schedules(RuleBasedStateMachine):
     def try_to_begin_a_round(self) -> None:
         ready = self.members.ready(self.round_id + 1)
         if self.gathering is None:
-            self.gathering = Gathering(
-                minimum=self.minimum, expected=CLIENTS, now_s=self.now_s, timeout_s=30.0, grace_s=GRACE_S, what="x"
+            self.gathering = StartCondition(
+                minimum=self.minimum,
+                expected=CLIENTS,
+                now_s=self.now_s,
+                timeout_s=30.0,
+                grace_s=GRACE_S,
+                describe=lambda: ("x", "", ""),
             )
         try:
             may_start = self.gathering.may_start(sorted({*self.carried, *ready}), self.now_s)
@@ -114,10 +120,10 @@ class Schedules(RuleBasedStateMachine):
         if not self.carried:
             self.mean.reset()
             self.counted.clear()
+        rules = RoundRules(minimum=self.minimum, quorum=self.quorum, deadline_s=DEADLINE_S, grace_s=GRACE_S)
         self.round = Round(
-            self.round_id + 1, ready, minimum=self.minimum, quorum=self.quorum, now_s=self.now_s,
-            deadline_s=DEADLINE_S, grace_s=GRACE_S, accepted=self.carried,
-            silent=self.members.unheard(self.round_id + 1),
+            self.round_id + 1, ready, rules, now_s=self.now_s, accepted=self.carried,
+            silent=self.members.silent_ids(self.round_id + 1),
         )  # fmt: skip
 
     def look_whether_the_round_is_over(self, dies_before_commit: bool) -> None:
@@ -160,7 +166,7 @@ class Schedules(RuleBasedStateMachine):
         """As the controller does when its table has changed."""
         if self.round is not None:
             round_id = self.round.round_id
-            lost, found = self.round.follow(self.members.taking_part(round_id), self.members.unheard(round_id))
+            lost, found = self.round.follow(self.members.taking_part(round_id), self.members.silent_ids(round_id))
             assert not set(lost) & set(found)
 
     # Clients, and what the network brings of them
@@ -213,7 +219,7 @@ class Schedules(RuleBasedStateMachine):
         )
         self.gone(client_id)  # of an older start of it
         member = self.members.get(client_id, sim.incarnation)
-        if answer is Answer.WELCOME:
+        if answer is HelloAnswer.WELCOME:
             assert member is not None
             sim.session, sim.next_round = self.session, member.from_round
 
@@ -231,7 +237,7 @@ class Schedules(RuleBasedStateMachine):
                 next_round=self.round_id + 2,
                 number=nth,
             )
-            assert answer == (Answer.NOTHING, "")
+            assert answer == (HelloAnswer.NOTHING, "")
             assert self.members.ready(self.round_id + 1) == ready
 
     @precondition(lambda self: self.round is not None)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,14 +17,17 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.global_model import ModelCopy
-from gradbus.actors.federated.publish import Downlink
+from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.global_model import ModelReplica
+from gradbus.actors.federated.publish import ModelPublisher
+from gradbus.actors.federated.state import RunContext
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.dds.access_policy import Standing
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
+from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import PROTOCOL, Hello, ModelHere, NeedModel
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
@@ -94,8 +98,8 @@ _numbers = itertools.count(1)
 @dataclass
 class Scene:
     bus: FakeBus
-    downlink: Downlink
-    members: Members
+    downlink: ModelPublisher
+    members: ClientRegistry
     weights: Tensor
     group: asyncio.TaskGroup
 
@@ -105,7 +109,7 @@ class Scene:
     def need(
         self, round_id: int, transfer: int = 0, seqs: Sequence[int] = (), run_id: int = RUN, client_id: int = 0
     ) -> None:
-        self.downlink.on_need(client_id, NeedModel(run_id, round_id, transfer, list(seqs)), self.group)
+        self.downlink.on_request(client_id, NeedModel(run_id, round_id, transfer, list(seqs)), self.group)
 
     def join(self, client_id: int, memory: str, holds: int = -1) -> None:
         """A client is there, and says that it reads this memory, and which round's model it holds."""
@@ -117,8 +121,8 @@ def random_vector(seed: int) -> Tensor:
     return torch.randn(DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def new_members(memory: str = "") -> Members:
-    return Members(dim=DIM, layout=0, session=SESSION, dead_after_s=1e9, rival_after_s=1.0, memory=memory)
+def new_members(memory: str = "") -> ClientRegistry:
+    return ClientRegistry(dim=DIM, layout=0, session=SESSION, dead_after_s=1e9, duplicate_after_s=1.0, memory=memory)
 
 
 def codec_of(name: str) -> Codec:
@@ -132,10 +136,13 @@ async def scene_of(name: str = "fp32") -> AsyncIterator[Scene]:
     with ComputeThread("downlink-test") as compute, mock.patch.object(downlink_module, "chunk_count", chunks):
         async with asyncio.TaskGroup() as group:
             members = new_members(bus.memory.here)
-            downlink = Downlink(
-                bus, Identity(CONTROLLER, SESSION), compute, codec, members, run_id=RUN,  # type: ignore[arg-type]
-                weights=weights, held=None if codec.lossless else weights.clone(),
+            state = SimpleNamespace(
+                run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
+                model=SimpleNamespace(frozen=0, frozen_dim=0),
             )  # fmt: skip
+            identity, journal = Identity(CONTROLLER, SESSION), History(None, "controller")
+            context = RunContext(bus, identity, compute, FederatedConfig(), state, journal)  # type: ignore[arg-type]
+            downlink = ModelPublisher(context, codec, members)
             yield Scene(bus, downlink, members, weights, group)
 
 
@@ -147,13 +154,13 @@ def run_with(test: Callable[[Scene], Coroutine[Any, Any, None]], name: str = "fp
     asyncio.run(main())
 
 
-def new_copy() -> ModelCopy:
-    copy = ModelCopy(DIM, max_bytes=8 * DIM + 4096)
+def new_copy() -> ModelReplica:
+    copy = ModelReplica(DIM, max_bytes=8 * DIM + 4096)
     copy.start(RUN)
     return copy
 
 
-def hear(copy: ModelCopy, *messages: Sent) -> None:
+def observe(copy: ModelReplica, *messages: Sent) -> None:
     for message in messages:
         for blob in message.blobs:
             complete = copy.feed(blob)
@@ -161,13 +168,13 @@ def hear(copy: ModelCopy, *messages: Sent) -> None:
                 copy.adopt(complete[0], copy.decode(*complete))
 
 
-def assert_holds(copy: ModelCopy, round_id: int, model: Tensor) -> None:
+def assert_holds(copy: ModelReplica, round_id: int, model: Tensor) -> None:
     assert copy.round_id == round_id
     assert copy.vector is not None
     assert torch.equal(copy.vector, model)
 
 
-def look(copy: ModelCopy, said: ModelHere) -> bool:
+def look(copy: ModelReplica, said: ModelHere) -> bool:
     """A client that is told of a model, and takes it."""
     flags = int(Flags.DELTA if said.delta else Flags.NONE)
     key = FrameKey(Kind.MODEL, said.run_id, said.round_id, CONTROLLER, SESSION, said.transfer)

@@ -51,7 +51,7 @@ class Scene:
     def send(self, *, active: int | None = None, factor: float = 1.0, has_data: bool = True) -> None:
         self.exchange.begin(self.done, self.group.world if active is None else active)
         if has_data:
-            self.exchange.arm()
+            self.exchange.enable_overlap()
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.done))
             torch.autograd.backward(self.net(x).square().mean() * factor)
         self.exchange.send(has_data=has_data)

@@ -141,12 +141,12 @@ class Federation(AbstractContextManager["Federation"]):
     def controller(self, *, prefix: tuple[str, ...] = (), **federated: Any) -> Node:
         """A controller; the settings are those of FederatedConfig, and ``fail_at``, ``faults``, ``network``,
         ``security``, ``refuse_memory``: it cannot open that of others; ``max_file_bytes``: no file grows beyond
-        ``bytes`` after ``round``; ``jump``: the clock jumps by ``seconds`` after ``round``; ``rival_after_s``: so long
-        is waited whether a client's id is in use already."""
+        ``bytes`` after ``round``; ``jump``: the clock jumps by ``seconds`` after ``round``; ``duplicate_after_s``: so
+        long is waited whether a client's id is in use already."""
         fail_at = federated.pop("fail_at", None)
         own = (
             "network", "faults", "clock_offset_s", "refuse_memory", "max_file_bytes", "jump", "security",
-            "rival_after_s",
+            "duplicate_after_s",
         )  # fmt: skip
         elsewhere = {name: federated.pop(name) for name in own if name in federated}
         rules = {

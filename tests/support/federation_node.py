@@ -36,7 +36,7 @@ from gradbus.actors.federated import controller as controller_module
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import liveness
 from gradbus.actors.federated import updates_in as update_receiver
-from gradbus.actors.federated.clients import Answer, Members
+from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.rounds import Round
 from gradbus.models import NullTask
 from gradbus.runtime import logs
@@ -55,8 +55,8 @@ Say = Callable[[dict[str, Any]], None]
 
 async def _controller(spec: dict[str, Any], say: Say) -> None:
     config = gradbus.FederatedConfig(**spec["federated"])
-    if "rival_after_s" in spec:
-        _wait_for_rivals(spec["rival_after_s"])
+    if "duplicate_after_s" in spec:
+        _wait_for_rivals(spec["duplicate_after_s"])
     if "clock_offset_s" in spec:
         _jump(spec["clock_offset_s"])
     network = gradbus.NetworkConfig(**spec["network"])
@@ -177,11 +177,11 @@ def _tell_warnings(say: Say) -> None:
         module.log = Log(module.log)  # type: ignore[attr-defined]
 
 
-def _wait_for_rivals(rival_after_s: float) -> None:
-    def members(**options: Any) -> Members:
-        return Members(**{**options, "rival_after_s": rival_after_s})
+def _wait_for_rivals(duplicate_after_s: float) -> None:
+    def members(**options: Any) -> ClientRegistry:
+        return ClientRegistry(**{**options, "duplicate_after_s": duplicate_after_s})
 
-    controller_module.Members = members  # type: ignore[assignment, misc]
+    controller_module.ClientRegistry = members  # type: ignore[assignment, misc]
 
 
 def _be_patient() -> None:
@@ -235,9 +235,11 @@ def _tell_who_takes_part(say: Say) -> None:
     """Tell of a client that is silent, and of one that the controller counts as ready, and from which round on, if that
     has not begun yet, or that is heard again after it was silent: only then is its word not on its way any more, and
     whatever else the controller is waiting for may end."""
-    hello, told = Members.hello, set[tuple[int, int, int]]()
+    hello, told = ClientRegistry.hello, set[tuple[int, int, int]]()
 
-    def watched(self: Members, client_id: int, incarnation: int, said: Hello, **facts: Any) -> tuple[Answer, str]:
+    def watched(
+        self: ClientRegistry, client_id: int, incarnation: int, said: Hello, **facts: Any
+    ) -> tuple[HelloAnswer, str]:
         answer = hello(self, client_id, incarnation, said, **facts)
         member = self.get(client_id, incarnation)
         if member is not None and client_id in self.ready(member.from_round):
@@ -255,16 +257,16 @@ def _tell_who_takes_part(say: Say) -> None:
             say({"event": "takes part", "client": client_id, "from_round": self.round_id})
         return lost, found
 
-    def find_silent(self: Members, now_s: float) -> list[Any]:
+    def find_silent(self: ClientRegistry, now_s: float) -> list[Any]:
         found = finds(self, now_s)
         for member in found:
             say({"event": "silent", "client": member.client_id})
         return found
 
-    follows, finds = Round.follow, Members.find_silent
-    Members.find_silent = find_silent  # type: ignore[method-assign]
+    follows, finds = Round.follow, ClientRegistry.find_silent
+    ClientRegistry.find_silent = find_silent  # type: ignore[method-assign]
     Round.follow = follow  # type: ignore[method-assign]
-    Members.hello = watched  # type: ignore[method-assign]
+    ClientRegistry.hello = watched  # type: ignore[method-assign]
 
 
 class _Deadly(Counter[str]):

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import FedAvg
 from gradbus.actors.federated import updates_in as intake_module
-from gradbus.actors.federated.participation import Conduct, Strike
-from gradbus.actors.federated.rounds import Round
-from gradbus.actors.federated.updates_in import Intake
+from gradbus.actors.federated.participation import Quarantine, Strike
+from gradbus.actors.federated.rounds import Round, RoundRules
+from gradbus.actors.federated.state import RunContext
+from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
 from gradbus.codecs import Parsed
 from gradbus.runtime.compute import ComputeThread
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
@@ -89,9 +93,10 @@ class Hall:
 
     bus: FakeBus
     strategy: HeldFedAvg
-    intake: Intake
+    intake: UpdateReceiver
     round: Round
     base: Tensor
+    admission: UpdateAdmission
     changes: list[None] = field(default_factory=list)
     strikes: list[Strike] = field(default_factory=list)
 
@@ -107,9 +112,8 @@ class Hall:
         return weights - self.base
 
     def open_round(self, round_id: int, clients: int = 3) -> None:
-        self.round = Round(
-            round_id, range(clients), minimum=1, quorum=1.0, now_s=0.0, deadline_s=1e9, grace_s=0.0
-        )  # fmt: skip
+        rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
+        self.round = Round(round_id, range(clients), rules, now_s=0.0)
         self.strategy.begin(round_id, self.base)
         self.intake.open(self.round)
 
@@ -132,13 +136,19 @@ async def hall_of(
 
     delays = {"REPAIR_AFTER_S": repair_after_s, "STALL_AFTER_S": stall_after_s}
     with ComputeThread("intake-test") as compute, mock.patch.multiple(intake_module, **delays):
-        intake = Intake(
-            bus, Identity(CONTROLLER, 1), strategy, compute, dim=DIM, run_id=RUN,  # type: ignore[arg-type]
-            max_bytes=codecs.get("fp32").max_bytes(DIM), budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
-            conduct=Conduct(max_strikes=2, quarantine_rounds=3), on_strike=note,
-            on_change=lambda: (changes.append(None), bus.news.set())[0], history=history,
+        state, journal = SimpleNamespace(run_id=RUN), history or History(None, "controller")
+        context = RunContext(
+            bus, Identity(CONTROLLER, 1), compute, FederatedConfig(), state, journal  # type: ignore[arg-type]
         )  # fmt: skip
-        hall = Hall(bus, strategy, intake, None, base, changes, strikes)  # type: ignore[arg-type]
+        admission = UpdateAdmission(
+            Quarantine(max_strikes=2, quarantine_rounds=3), SampleCap(None), run_id=RUN,
+            max_bytes=codecs.get("fp32").max_bytes(DIM), budget_bytes=budget_bytes, max_samples=MAX_SAMPLES,
+        )  # fmt: skip
+        intake = UpdateReceiver(
+            context, strategy, admission, dim=DIM, on_strike=note,
+            on_change=lambda: (changes.append(None), bus.news.set())[0],
+        )  # fmt: skip
+        hall = Hall(bus, strategy, intake, None, base, admission, changes, strikes)  # type: ignore[arg-type]
         hall.open_round(1, clients)
         running = asyncio.create_task(intake.run())
         try:

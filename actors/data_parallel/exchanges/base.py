@@ -30,7 +30,7 @@ class Exchange(Protocol):
 
     exchange.begin(step, active)
     backward of all batches but the last
-    exchange.arm(finite)
+    exchange.enable_overlap(finite)
     backward of the last one
     handles = exchange.send(has_data=True)
     skipped_by = exchange.decode([await handle for handle in handles])
@@ -60,7 +60,7 @@ class Exchange(Protocol):
     def begin(self, step: int, active: int) -> None:
         """Gradients are zero or None. ``active``: ranks that have data in this step: the mean is over these."""
 
-    def arm(self, finite: Tensor | None = None) -> None:
+    def enable_overlap(self, finite: Tensor | None = None) -> None:
         """The next backward pass is the last one of this step.
 
         Args:

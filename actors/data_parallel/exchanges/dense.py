@@ -70,13 +70,13 @@ class DenseExchange:
         self._not_finite, self.own_is_finite = None, True
         self._buckets.begin()
 
-    def arm(self, finite: Tensor | None = None) -> None:
+    def enable_overlap(self, finite: Tensor | None = None) -> None:
         self._not_finite = None if finite is None else ~finite
         if self._config.overlap:
-            self._buckets.arm()
+            self._buckets.enable_overlap()
 
     def send(self, *, has_data: bool) -> Sequence[Handle[Tensor]]:
-        return self._buckets.launch_rest()
+        return self._buckets.flush()
 
     def decode(self, results: Sequence[Tensor]) -> tuple[int, ...] | None:
         """The means came in place; what is left is to look at them, and to clip them. A sum does not tell by whom it

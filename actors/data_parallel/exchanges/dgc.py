@@ -85,7 +85,7 @@ class DgcExchange:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def arm(self, finite: Tensor | None = None) -> None:
+    def enable_overlap(self, finite: Tensor | None = None) -> None:
         """Which entries are the largest is known only when all are there."""
         self._finite = finite
 

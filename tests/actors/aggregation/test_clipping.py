@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.clipping import Limited, clipped, within_limits
+from gradbus.actors.aggregation.clipping import LimitedStrategy, clipped, within_limits
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.robust import CoordinateMedian
 from gradbus.actors.aggregation.strategies import FedAdam, FedAvg
@@ -32,7 +32,7 @@ def message(name: str, version: int, delta: Tensor, base: Tensor) -> Parsed:
     return codecs.parse(codec.encode(base + delta if carries_weights else delta), expected_dim=len(delta))
 
 
-def mean_of(strategy: FedAvg | Limited, base: Tensor, *updates: tuple[Parsed, int]) -> Tensor:
+def mean_of(strategy: FedAvg | LimitedStrategy, base: Tensor, *updates: tuple[Parsed, int]) -> Tensor:
     weights = base.clone()
     strategy.begin(1, base)
     for client_id, (update, num_samples) in enumerate(updates):
@@ -49,7 +49,7 @@ def test_an_update_that_is_too_long_keeps_its_direction_and_gets_the_limit_as_it
     base = random_vector(1)
     update = message(name, version, random_vector(2, 0.1), base)
     plain = mean_of(FedAvg(DIM), base, (update, 5))
-    short = mean_of(Limited(FedAvg(DIM), clip_norm=0.5), base, (update, 5))
+    short = mean_of(LimitedStrategy(FedAvg(DIM), clip_norm=0.5), base, (update, 5))
     assert plain.norm() > 5
     assert short.norm().item() == pytest.approx(0.5, rel=1e-3)  # the weights are float32
     assert torch.allclose(short, plain * (0.5 / plain.norm()), rtol=0, atol=2e-6)
@@ -60,7 +60,7 @@ def test_an_update_within_the_limit_is_left_as_it_is_to_the_bit(name: str) -> No
     base = random_vector(1)
     update = message(name, 2, random_vector(2, 0.1), base)
     assert clipped(update, base, 1e6) is update
-    limited = Limited(FedAvg(DIM), clip_norm=1e6, cap_samples=10)
+    limited = LimitedStrategy(FedAvg(DIM), clip_norm=1e6, cap_samples=10)
     assert torch.equal(mean_of(limited, base, (update, 5)), mean_of(FedAvg(DIM), base, (update, 5)))
     assert limited.marks() == {}
 
@@ -83,13 +83,15 @@ def test_an_update_that_would_overflow_the_sum_counts_once_it_is_clipped() -> No
     huge = codecs.parse(codecs.get("fp32").encode(torch.full((DIM,), 1e30)), expected_dim=DIM)
     with pytest.raises(ValueError, match="does not fit"):
         mean_of(FedAvg(DIM), base, (huge, 1))
-    assert mean_of(Limited(FedAvg(DIM), clip_norm=1.0), base, (huge, 1)).norm().item() == pytest.approx(1.0, rel=1e-4)
+    assert mean_of(LimitedStrategy(FedAvg(DIM), clip_norm=1.0), base, (huge, 1)).norm().item() == pytest.approx(
+        1.0, rel=1e-4
+    )
 
 
 def test_samples_beyond_the_cap_give_no_more_weight() -> None:
     base = torch.zeros(DIM)
     honest, liar = (message("fp32", 2, random_vector(seed), base) for seed in (1, 2))
-    limited = Limited(FedAvg(DIM), cap_samples=100)
+    limited = LimitedStrategy(FedAvg(DIM), cap_samples=100)
     found = mean_of(limited, base, (honest, 100), (liar, 1 << 30))
     assert torch.equal(found, mean_of(FedAvg(DIM), base, (honest, 100), (liar, 100)))
     assert limited.marks() == {"samples capped": (1,)}
@@ -98,7 +100,7 @@ def test_samples_beyond_the_cap_give_no_more_weight() -> None:
 def test_the_report_learns_who_was_clipped_in_this_round_only() -> None:
     base = torch.zeros(DIM)
     long, short = message("fp32", 2, random_vector(1), base), message("fp32", 2, random_vector(2, 1e-6), base)
-    limited = Limited(FedAvg(DIM), clip_norm=1.0)
+    limited = LimitedStrategy(FedAvg(DIM), clip_norm=1.0)
     mean_of(limited, base, (long, 1), (short, 1), (long, 1))
     assert limited.marks() == {"clipped": (0, 2)}
     mean_of(limited, base, (short, 1))
@@ -107,7 +109,7 @@ def test_the_report_learns_who_was_clipped_in_this_round_only() -> None:
 
 def test_an_update_that_is_refused_leaves_no_mark() -> None:
     base = torch.zeros(DIM)
-    limited = Limited(FedAvg(DIM), clip_norm=1e35, cap_samples=1)
+    limited = LimitedStrategy(FedAvg(DIM), clip_norm=1e35, cap_samples=1)
     limited.begin(1, base)
     huge = codecs.parse(codecs.get("fp32").encode(torch.full((DIM,), 1e34)), expected_dim=DIM)
     with pytest.raises(ValueError, match="does not fit"):
@@ -140,7 +142,7 @@ def test_the_strategy_behind_the_limits_keeps_its_name_and_state() -> None:
     inner = FedAdam(4)
     assert within_limits(inner, FederatedConfig()) is inner
     limited = within_limits(inner, FederatedConfig(clip_norm=1.0))
-    assert isinstance(limited, Limited)
+    assert isinstance(limited, LimitedStrategy)
     assert limited.name == "FedAdam"
     assert limited.state().keys() == {"server_m", "server_v"}
     limited.load_state({"server_m": torch.ones(4), "server_v": torch.zeros(4)})

@@ -16,7 +16,7 @@ from torch import nn
 import gradbus
 from gradbus.actors import Client, Controller
 from gradbus.actors.aggregation.clipping import SampleCap
-from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round
+from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round, RoundRules
 from gradbus.models import NullTask, TrainResult
 
 pytestmark = pytest.mark.slow
@@ -66,8 +66,8 @@ def test_in_a_first_round_updates_wait_for_all_offers_and_weigh_alike_in_whateve
     senders = [Sender(client_id, seed=client_id, num_samples=n) for client_id, n in enumerate((10, 20, 1 << 29))]
 
     async def main(hall: Hall) -> None:
-        hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, {})
+        hall.admission.cap = SampleCap(4.0)
+        hall.admission.cap.begin(1, {})
         for client_id in order[:2]:
             await senders[client_id].offer_to(hall)
         assert hall.bus.granted == []
@@ -86,8 +86,8 @@ def test_in_a_first_round_updates_wait_for_all_offers_and_weigh_alike_in_whateve
 
 def test_who_is_lost_in_a_first_round_is_not_waited_for() -> None:
     async def main(hall: Hall) -> None:
-        hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, {})
+        hall.admission.cap = SampleCap(4.0)
+        hall.admission.cap.begin(1, {})
         await Sender(0).offer_to(hall)
         assert hall.bus.granted == []
         for client_id in (1, 2):
@@ -99,8 +99,8 @@ def test_who_is_lost_in_a_first_round_is_not_waited_for() -> None:
 
 def test_where_earlier_rounds_tell_what_is_typical_nothing_waits() -> None:
     async def main(hall: Hall) -> None:
-        hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, {7: 10, 8: 12, 9: 14})
+        hall.admission.cap = SampleCap(4.0)
+        hall.admission.cap.begin(1, {7: 10, 8: 12, 9: 14})
         await deliver(hall, Sender(0, num_samples=48))
         assert hall.intake.capped == {}
 
@@ -109,7 +109,7 @@ def test_where_earlier_rounds_tell_what_is_typical_nothing_waits() -> None:
 
 def test_offers_wait_for_the_quorum_and_its_grace_or_for_half_of_the_time() -> None:
     def opened(quorum: float) -> Round:
-        return Round(1, range(4), minimum=1, quorum=quorum, now_s=0.0, deadline_s=100.0, grace_s=5.0)
+        return Round(1, range(4), RoundRules(minimum=1, quorum=quorum, deadline_s=100.0, grace_s=5.0), now_s=0.0)
 
     half = opened(0.5)
     assert not half.has_enough_offers({0}, 1.0)
@@ -125,29 +125,31 @@ def test_where_one_update_does_not_suffice_the_first_one_waits_for_a_second_numb
     liar = Sender(0, num_samples=1 << 29)
 
     async def main(hall: Hall) -> None:
-        hall.round = Round(1, range(3), minimum=2, quorum=1.0, now_s=-1e9, deadline_s=1e9 + 1e6, grace_s=0.0)
-        hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, {})
+        hall.round = Round(
+            1, range(3), RoundRules(minimum=2, quorum=1.0, deadline_s=1e9 + 1e6, grace_s=0.0), now_s=-1e9
+        )
+        hall.admission.cap = SampleCap(4.0)
+        hall.admission.cap.begin(1, {})
         hall.intake.open(hall.round)
         await liar.offer_to(hall)  # half of the time is over, and nobody else has answered
         assert hall.bus.granted == []
         await Sender(1, num_samples=100).offer_to(hall)
         assert sorted(hall.bus.granted) == [0, 1]
-        assert hall.intake._cap.cap == 400
+        assert hall.admission.cap.cap == 400
 
     run_with(main)
 
 
 def test_a_round_in_which_only_one_is_left_of_two_ends_and_what_that_one_announced_decides_nothing() -> None:
     async def main(hall: Hall) -> None:
-        hall.round = Round(1, range(2), minimum=2, quorum=1.0, now_s=0.0, deadline_s=1e9, grace_s=0.0)
-        hall.intake._cap = SampleCap(4.0)
-        hall.intake._cap.begin(1, {})
+        hall.round = Round(1, range(2), RoundRules(minimum=2, quorum=1.0, deadline_s=1e9, grace_s=0.0), now_s=0.0)
+        hall.admission.cap = SampleCap(4.0)
+        hall.admission.cap.begin(1, {})
         hall.intake.open(hall.round)
         await Sender(0, num_samples=1 << 29).offer_to(hall)
         hall.round.fail(1, TRAINING_FAILED)
         await hall.until(lambda: hall.round.verdict(1.0) is Outcome.TOO_FEW)
-        assert (hall.round.accepted, hall.bus.granted, hall.intake._cap.cap) == (set(), [], None)
+        assert (hall.round.accepted, hall.bus.granted, hall.admission.cap.cap) == (set(), [], None)
 
     run_with(main, repair_after_s=0.02)
 

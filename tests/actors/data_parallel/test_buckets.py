@@ -82,11 +82,11 @@ def test_gradients_are_views_into_the_bucket_and_launched_in_the_order_they_come
     for _ in range(2):
         scene.buckets.begin()
         scene.launched.clear()
-        scene.buckets.arm()
+        scene.buckets.enable_overlap()
         scene.backward()
         assert sorted(scene.launched) == list(range(6))
         assert {0, 1} == set(scene.launched[:2])  # the last layer first
-        assert scene.buckets.launch_rest() == [f"handle {index}" for index in range(6)]
+        assert scene.buckets.flush() == [f"handle {index}" for index in range(6)]
         for parameter, expected in zip(scene.parameters, scene.gradients(0), strict=True):
             assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
         for bucket in scene.buckets.buckets:
@@ -99,7 +99,7 @@ def test_what_is_written_into_a_bucket_is_the_gradient() -> None:
     scene = Scene(bucket_bytes=1 << 20)
     scene.buckets.begin()
     scene.backward()
-    scene.buckets.launch_rest()
+    scene.buckets.flush()
     scene.buckets.buckets[0].flat.fill_(3.0)
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in scene.parameters)  # type: ignore[arg-type]
 
@@ -109,7 +109,7 @@ def test_only_the_last_batch_of_a_step_launches() -> None:
     scene.buckets.begin()
     scene.backward(1)
     assert scene.launched == []
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     scene.backward(2)
     assert scene.launched == [0]
     for parameter, expected in zip(scene.parameters, scene.gradients(1, 2), strict=True):
@@ -121,7 +121,7 @@ def test_without_arming_nothing_is_launched_before_the_end() -> None:
     scene.buckets.begin()
     scene.backward()
     assert scene.launched == []
-    scene.buckets.launch_rest()
+    scene.buckets.flush()
     assert scene.launched == list(range(6))
 
 
@@ -129,13 +129,13 @@ def test_parameters_that_get_no_gradient_are_sent_as_zeros_at_the_end() -> None:
     scene = Scene()
     scene.buckets.begin()
     scene.backward()  # leaves gradients behind that must not be sent again
-    scene.buckets.launch_rest()
+    scene.buckets.flush()
     scene.launched.clear()
     scene.buckets.begin()
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     scene.backward(layers=1)
     assert sorted(scene.launched) == [4, 5]
-    scene.buckets.launch_rest()
+    scene.buckets.flush()
     assert sorted(scene.launched) == list(range(6))
     for parameter, expected in zip(scene.parameters, scene.gradients(0, layers=1), strict=True):
         assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_parameters_that_get_no_gradient_are_sent_as_zeros_at_the_end() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     scene = Scene(frozen="0.")
     scene.buckets.begin()
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     scene.backward()
     assert sorted(scene.launched) == list(range(4))
     assert scene.net[0].weight.grad is None
@@ -157,7 +157,7 @@ def test_a_gradient_that_was_put_elsewhere_comes_home() -> None:
         parameter.grad = None  # as zero_grad(set_to_none=True) in a task's own loss
     scene.backward()
     scene.parameters[0].grad = None
-    scene.buckets.launch_rest()
+    scene.buckets.flush()
     expected = scene.gradients(0)
     expected[0].zero_()
     assert torch.equal(scene.seen[0], torch.cat([g.reshape(-1) for g in reversed(expected)]))
@@ -178,7 +178,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
 
     scene = Scene()
     scene.buckets.begin()
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     middle = Fails.apply(scene.net[:2](torch.ones(1, 4)))
     with pytest.raises(RuntimeError, match="own mistake"):
         torch.autograd.backward(scene.net[2](middle).sum())
@@ -186,16 +186,16 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
     scene.launched.clear()
     scene.buckets.begin()
     assert scene.buckets.launched == []
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     scene.backward()
-    assert len(scene.buckets.launch_rest()) == len(scene.launched) == 6
+    assert len(scene.buckets.flush()) == len(scene.launched) == 6
     assert torch.equal(scene.parameters[0].grad, scene.gradients(0)[0])  # type: ignore[arg-type]
 
 
 def test_a_second_gradient_after_the_launch_is_an_error_and_not_lost() -> None:
     scene = Scene()
     scene.buckets.begin()
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     scene.backward()
     with pytest.raises(RuntimeError, match="after its bucket was sent"):
         scene.backward()
@@ -204,7 +204,7 @@ def test_a_second_gradient_after_the_launch_is_an_error_and_not_lost() -> None:
 def test_after_closing_gradients_go_their_own_way() -> None:
     scene = Scene()
     scene.buckets.begin()
-    scene.buckets.arm()
+    scene.buckets.enable_overlap()
     scene.buckets.close()
     scene.backward()
     assert scene.launched == []

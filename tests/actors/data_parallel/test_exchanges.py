@@ -172,7 +172,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 def test_after_closing_nothing_is_sent_any_more() -> None:
     scene = Scene(bucket_bytes=1)
     scene.exchange.begin(0, 1)
-    scene.exchange.arm()
+    scene.exchange.enable_overlap()
     scene.exchange.close()
     torch.autograd.backward(scene.net(torch.ones(2, 6)).sum())
     assert scene.group.sent == []

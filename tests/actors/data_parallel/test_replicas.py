@@ -74,7 +74,7 @@ def test_the_model_of_rank_0_with_all_its_dtypes_and_buffers_comes_to_all() -> N
         net = mine._model
         weight = net.weight
         before = await mine.hash()
-        await mine.spread_model()
+        await mine.broadcast_model()
         assert net.weight is weight  # in place: optimizers and hooks hold on to it
         assert (before == await mine.check(0)) == (rank == 0)
         return {**dict(net.named_parameters()), **dict(net.named_buffers())}
@@ -90,7 +90,7 @@ def test_the_model_of_rank_0_with_all_its_dtypes_and_buffers_comes_to_all() -> N
 def test_named_tensors_come_from_rank_0_whatever_the_others_have() -> None:
     async def script(mine: Replicas, rank: int) -> dict[str, torch.Tensor]:
         own = {"optimizer/momentum_buffer/a.b": torch.arange(6.0).view(2, 3), "step": torch.tensor(7)}
-        return await mine.spread_named("state", own if rank == 0 else {"other": torch.ones(9)})
+        return await mine.broadcast_named("state", own if rank == 0 else {"other": torch.ones(9)})
 
     for result in run(2, script):
         assert list(result) == ["optimizer/momentum_buffer/a.b", "step"]
@@ -100,7 +100,7 @@ def test_named_tensors_come_from_rank_0_whatever_the_others_have() -> None:
 
 def test_parameters_that_differ_are_found_on_all_ranks() -> None:
     async def script(mine: Replicas, rank: int) -> int:
-        await mine.spread_model()
+        await mine.broadcast_model()
         if rank == 2:
             with torch.no_grad():
                 mine._model.frozen[0] += 1e-9

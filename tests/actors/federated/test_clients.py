@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from gradbus.actors.federated.clients import Answer, Members
+from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.runtime.wire.control import PROTOCOL, Hello
 
 DIM, LAYOUT, SESSION = 1_199_882, 77, 9
@@ -17,34 +17,36 @@ GREETING = Hello(PROTOCOL, DIM, LAYOUT, True, 0, "idle", -1, -1, "host-a:1", -1)
 _numbers = itertools.count(1)
 
 
-def new_members() -> Members:
-    return Members(dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=DEAD_AFTER_S, rival_after_s=RIVAL_AFTER_S)
-
-
-def greet(
-    members: Members, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
-    number: int | None = None, in_doubt: bool = False, **changes: object,
-) -> tuple[Answer, str]:  # fmt: skip
-    hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
-    number = next(_numbers) if number is None else number
-    return members.hello(
-        client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, in_doubt=in_doubt
+def new_members() -> ClientRegistry:
+    return ClientRegistry(
+        dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=DEAD_AFTER_S, duplicate_after_s=RIVAL_AFTER_S
     )
 
 
-def join(members: Members, client_id: int = 0, incarnation: int = 100, **options: object) -> None:
+def greet(
+    members: ClientRegistry, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
+    number: int | None = None, in_doubt: bool = False, **changes: object,
+) -> tuple[HelloAnswer, str]:  # fmt: skip
+    hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
+    number = next(_numbers) if number is None else number
+    return members.hello(
+        client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, is_stalled=in_doubt
+    )
+
+
+def join(members: ClientRegistry, client_id: int = 0, incarnation: int = 100, **options: object) -> None:
     """Hello, welcome, and the hello that confirms it."""
-    assert greet(members, client_id, incarnation, **options)[0] is Answer.WELCOME  # type: ignore[arg-type]
+    assert greet(members, client_id, incarnation, **options)[0] is HelloAnswer.WELCOME  # type: ignore[arg-type]
     options["session"] = SESSION
-    assert greet(members, client_id, incarnation, **options)[0] is Answer.NOTHING  # type: ignore[arg-type]
+    assert greet(members, client_id, incarnation, **options)[0] is HelloAnswer.NOTHING  # type: ignore[arg-type]
 
 
 def test_a_new_client_is_welcomed_until_it_has_heard_it_and_is_ready_from_then_on() -> None:
     members = new_members()
-    assert greet(members) == (Answer.WELCOME, "")
+    assert greet(members) == (HelloAnswer.WELCOME, "")
     assert members.ready(1) == []
-    assert greet(members) == (Answer.WELCOME, "")  # the welcome was lost
-    assert greet(members, session=SESSION) == (Answer.NOTHING, "")
+    assert greet(members) == (HelloAnswer.WELCOME, "")  # the welcome was lost
+    assert greet(members, session=SESSION) == (HelloAnswer.NOTHING, "")
     assert members.ready(1) == [0]
 
 
@@ -63,17 +65,17 @@ def test_a_hello_that_a_later_one_has_overtaken_shows_that_its_client_lives_and_
     greet(members, number=(newest - 2) & 0xFFFF_FFFF)
     greet(members, session=SESSION, ready=True, now_s=1.0, number=newest)
     overtaken = {"session": SESSION, "ready": False, "number": (newest - 1) & 0xFFFF_FFFF}
-    assert greet(members, now_s=2.0, **overtaken) == (Answer.NOTHING, "")  # type: ignore[arg-type]
+    assert greet(members, now_s=2.0, **overtaken) == (HelloAnswer.NOTHING, "")  # type: ignore[arg-type]
     assert members.ready(1) == [0]
-    assert members.heard_at_s(0) == 2.0
+    assert members.last_seen_at_s(0) == 2.0
     greet(members, session=SESSION, ready=False, number=newest + 1)
     assert members.ready(1) == []
 
 
 def test_a_client_that_an_earlier_start_of_the_controller_welcomed_is_welcomed_again() -> None:
     members = new_members()
-    assert greet(members, session=SESSION - 1) == (Answer.WELCOME, "")
-    assert greet(members, session=SESSION - 1) == (Answer.WELCOME, "")
+    assert greet(members, session=SESSION - 1) == (HelloAnswer.WELCOME, "")
+    assert greet(members, session=SESSION - 1) == (HelloAnswer.WELCOME, "")
     assert members.ready(1) == []
 
 
@@ -96,7 +98,7 @@ def test_ready_clients_are_named_in_ascending_order() -> None:
 def test_a_client_that_does_not_fit_is_refused_with_the_reason(changes: dict[str, int], words: str) -> None:
     members = new_members()
     answer, why = greet(members, **changes)
-    assert answer is Answer.REFUSE
+    assert answer is HelloAnswer.REFUSE
     assert words in why
     assert len(members) == 0
 
@@ -124,10 +126,10 @@ def test_a_silent_client_is_not_waited_for_until_it_is_heard_again() -> None:
     assert members.find_silent(DEAD_AFTER_S) == []
     assert [member.client_id for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [0]
     assert members.ready(1) == [1]
-    assert (members.taking_part(1), members.unheard(1), members.heard_from()) == ({1}, {0}, 1)
+    assert (members.taking_part(1), members.silent_ids(1), members.count_live()) == ({1}, {0}, 1)
     assert members.find_silent(DEAD_AFTER_S + 0.2) == []  # once is enough
     assert members.heard(0, 100, 3.0) is not None
-    assert (members.ready(1), members.unheard(1)) == ([0, 1], set())
+    assert (members.ready(1), members.silent_ids(1)) == ([0, 1], set())
 
 
 @pytest.mark.parametrize("phase", ["training", "preparing"])
@@ -137,14 +139,16 @@ def test_a_client_that_says_that_it_trains_may_say_nothing_for_as_long_as_it_lik
     greet(members, session=SESSION, phase=phase, round_id=1)
     assert members.find_silent(3600.0) == []
     assert (members.ready(1), members.taking_part(1)) == ([0], {0})
-    assert (members.ready(2), members.unheard(2)) == ([], {0})  # the next round does not begin by waiting for it
+    assert (members.ready(2), members.silent_ids(2)) == ([], {0})  # the next round does not begin by waiting for it
     greet(members, session=SESSION, now_s=3601.0)
     assert members.ready(2) == [0]
     assert members.find_silent(3602.0 + DEAD_AFTER_S) != []  # and from now on it has nothing to do that takes so long
 
 
 def test_who_may_be_gone_has_a_few_seconds_to_say_something_also_where_it_trained() -> None:
-    members = Members(dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=60.0, rival_after_s=RIVAL_AFTER_S)
+    members = ClientRegistry(
+        dim=DIM, layout=LAYOUT, session=SESSION, dead_after_s=60.0, duplicate_after_s=RIVAL_AFTER_S
+    )
     join(members)
     greet(members, session=SESSION, phase="training", round_id=1)
     members.wait_for(0, 100, 10.0)
@@ -155,19 +159,21 @@ def test_who_may_be_gone_has_a_few_seconds_to_say_something_also_where_it_traine
 def test_with_a_silent_client_that_is_heard_again_its_rival_is_refused() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=2.4)[0] is Answer.NOTHING
+    assert greet(members, incarnation=200, now_s=2.4)[0] is HelloAnswer.NOTHING
     assert [member.incarnation for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [100]
-    assert greet(members, incarnation=100, now_s=3.3, session=SESSION)[0] is Answer.NOTHING  # it had only stood still
-    assert greet(members, incarnation=200, now_s=3.7)[0] is Answer.REFUSE
+    assert (
+        greet(members, incarnation=100, now_s=3.3, session=SESSION)[0] is HelloAnswer.NOTHING
+    )  # it had only stood still
+    assert greet(members, incarnation=200, now_s=3.7)[0] is HelloAnswer.REFUSE
     assert members.get(0, 100) is not None
 
 
 def test_while_the_controller_could_not_hear_nobody_is_silent() -> None:
     members = new_members()
     join(members)
-    members.could_not_hear(10.0, 10.0)
+    members.excuse_silence(10.0, 10.0)
     assert members.find_silent(10.0 + DEAD_AFTER_S) == []
-    assert members.heard_at_s(0) == 0.0
+    assert members.last_seen_at_s(0) == 0.0
     members.heard(0, 100, 11.0)  # from here on it can
     assert [member.client_id for member in members.find_silent(11.1 + DEAD_AFTER_S)] == [0]
 
@@ -176,7 +182,7 @@ def test_a_standstill_is_forgiven_once_who_is_waited_for_included() -> None:
     members = new_members()
     join(members)
     members.wait_for(0, 100, 10.0)  # said to be gone, before the late heartbeat tells of the standstill
-    members.could_not_hear(9.5, 10.0)
+    members.excuse_silence(9.5, 10.0)
     assert members.find_silent(10.0 + DEAD_AFTER_S) == []
     assert [member.client_id for member in members.find_silent(10.1 + DEAD_AFTER_S)] == [0]
 
@@ -211,10 +217,10 @@ def test_a_client_that_leaves_is_removed_once_and_only_this_start_of_it() -> Non
 def test_a_second_start_waits_while_the_first_one_lives_and_says_nothing_and_then_takes_its_place(phase: str) -> None:
     members = new_members()
     join(members, incarnation=100, phase=phase)
-    assert greet(members, incarnation=200, now_s=1.0, host="host-a:2") == (Answer.NOTHING, "")
-    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S) == (Answer.NOTHING, "")
-    assert greet(members, incarnation=200, now_s=DEAD_AFTER_S) == (Answer.NOTHING, "")
-    assert greet(members, incarnation=200, now_s=DEAD_AFTER_S + 0.1, next_round=5) == (Answer.WELCOME, "")
+    assert greet(members, incarnation=200, now_s=1.0, host="host-a:2") == (HelloAnswer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=1.0 + RIVAL_AFTER_S) == (HelloAnswer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=DEAD_AFTER_S) == (HelloAnswer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=DEAD_AFTER_S + 0.1, next_round=5) == (HelloAnswer.WELCOME, "")
     assert members.get(0, 100) is None
     assert members.get(0, 200) is not None
     greet(members, incarnation=200, now_s=3.0, session=SESSION)
@@ -225,9 +231,9 @@ def test_a_second_start_waits_while_the_first_one_lives_and_says_nothing_and_the
 def test_a_restarted_client_is_welcome_at_once_when_its_older_start_was_seen_to_go() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
+    assert greet(members, incarnation=200, now_s=1.0)[0] is HelloAnswer.NOTHING
     assert members.remove(0, 100)
-    assert greet(members, incarnation=200, now_s=1.1)[0] is Answer.WELCOME
+    assert greet(members, incarnation=200, now_s=1.1)[0] is HelloAnswer.WELCOME
 
 
 def test_of_two_live_processes_with_one_id_the_newcomer_is_refused_and_the_older_one_stays() -> None:
@@ -238,7 +244,7 @@ def test_of_two_live_processes_with_one_id_the_newcomer_is_refused_and_the_older
         now_s = 1.0 + 0.25 * tick
         greet(members, incarnation=100, now_s=now_s, session=SESSION)
         answers.append(greet(members, incarnation=200, now_s=now_s, host="host-b:7"))
-    refused = [why for answer, why in answers if answer is Answer.REFUSE]
+    refused = [why for answer, why in answers if answer is HelloAnswer.REFUSE]
     assert refused == ["client id 0 is in use by host-a:1: give each its own id"]
     assert members.get(0, 100) is not None
     assert members.ready(1) == [0]
@@ -247,12 +253,12 @@ def test_of_two_live_processes_with_one_id_the_newcomer_is_refused_and_the_older
 def test_while_the_controller_could_not_hear_no_newcomer_takes_the_place_of_the_older_one() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
+    assert greet(members, incarnation=200, now_s=1.0)[0] is HelloAnswer.NOTHING
     # It stood still for 3 s. What the newcomer has said meanwhile is handled first, then what the older one has.
-    assert greet(members, incarnation=200, now_s=4.0, in_doubt=True) == (Answer.NOTHING, "")
+    assert greet(members, incarnation=200, now_s=4.0, is_stalled=True) == (HelloAnswer.NOTHING, "")
     assert members.heard(0, 100, 4.0) is not None
     members.heard(0, 100, 4.5 + RIVAL_AFTER_S / 2)
-    assert greet(members, incarnation=200, now_s=4.0 + RIVAL_AFTER_S)[0] is Answer.REFUSE
+    assert greet(members, incarnation=200, now_s=4.0 + RIVAL_AFTER_S)[0] is HelloAnswer.REFUSE
     assert members.ready(1) == [0]
 
 
@@ -260,31 +266,31 @@ def test_a_newcomer_with_a_taken_id_is_refused_also_where_the_controller_stands_
     members = new_members()
     join(members, incarnation=100)
     answers, now_s = [], 1.0
-    while now_s < 4 * RIVAL_AFTER_S and Answer.REFUSE not in answers:
+    while now_s < 4 * RIVAL_AFTER_S and HelloAnswer.REFUSE not in answers:
         members.heard(0, 100, now_s)
-        answers.append(greet(members, incarnation=200, now_s=now_s, in_doubt=True)[0])
+        answers.append(greet(members, incarnation=200, now_s=now_s, is_stalled=True)[0])
         now_s += RIVAL_AFTER_S / 4
-    assert answers[-1] is Answer.REFUSE
-    assert set(answers[:-1]) == {Answer.NOTHING}
+    assert answers[-1] is HelloAnswer.REFUSE
+    assert set(answers[:-1]) == {HelloAnswer.NOTHING}
     assert members.ready(1) == [0]
 
 
 def test_every_further_newcomer_gets_a_wait_of_its_own() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=1.0)[0] is Answer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.0)[0] is Answer.NOTHING
-    assert greet(members, incarnation=200, now_s=2.6)[0] is Answer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.7)[0] is Answer.NOTHING
-    assert greet(members, incarnation=300, now_s=2.7 + RIVAL_AFTER_S)[0] is Answer.WELCOME
+    assert greet(members, incarnation=200, now_s=1.0)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.0)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=200, now_s=2.6)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.7)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=300, now_s=2.7 + RIVAL_AFTER_S)[0] is HelloAnswer.WELCOME
     assert members.get(0, 300) is not None
 
 
 def test_a_start_that_seems_older_is_a_rival_too_for_clocks_may_be_set_back() -> None:
     members = new_members()
     join(members, incarnation=200)
-    assert greet(members, incarnation=100, now_s=1.0)[0] is Answer.NOTHING
-    assert greet(members, incarnation=100, now_s=DEAD_AFTER_S + 0.1)[0] is Answer.WELCOME  # the other was silent
+    assert greet(members, incarnation=100, now_s=1.0)[0] is HelloAnswer.NOTHING
+    assert greet(members, incarnation=100, now_s=DEAD_AFTER_S + 0.1)[0] is HelloAnswer.WELCOME  # the other was silent
     assert members.get(0, 100) is not None
 
 
@@ -294,7 +300,7 @@ def test_a_start_that_seems_older_is_refused_while_the_other_talks() -> None:
     greet(members, incarnation=100, now_s=1.0, host="host-b:7")
     members.heard(0, 200, 1.0 + RIVAL_AFTER_S)
     answer, why = greet(members, incarnation=100, now_s=1.0 + RIVAL_AFTER_S, host="host-b:7")
-    assert (answer, "in use by host-a:1" in why) == (Answer.REFUSE, True)
+    assert (answer, "in use by host-a:1" in why) == (HelloAnswer.REFUSE, True)
     assert members.get(0, 200) is not None
 
 
@@ -302,7 +308,7 @@ def test_a_member_that_does_not_know_its_first_round_is_told_again() -> None:
     members = new_members()
     join(members, incarnation=100)
     members.get(0, 100).from_round = 2  # type: ignore[union-attr]
-    for known, answer in ((3, Answer.WELCOME), (2, Answer.NOTHING)):
+    for known, answer in ((3, HelloAnswer.WELCOME), (2, HelloAnswer.NOTHING)):
         hello = dataclasses.replace(GREETING, session=SESSION, next_round=known)
         assert members.hello(0, 100, hello, now_s=1.0, next_round=9, number=next(_numbers))[0] is answer
 
@@ -319,7 +325,7 @@ def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:
 def test_a_newcomer_with_another_model_does_not_push_out_a_member() -> None:
     members = new_members()
     join(members, incarnation=100)
-    assert greet(members, incarnation=200, now_s=1.0, dim=7)[0] is Answer.REFUSE
+    assert greet(members, incarnation=200, now_s=1.0, dim=7)[0] is HelloAnswer.REFUSE
     assert members.get(0, 100) is not None
 
 
@@ -329,8 +335,8 @@ def test_the_table_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) ->
     join(members, 0)
     join(members, 1)
     answer, why = greet(members, 2)
-    assert answer is Answer.REFUSE
+    assert answer is HelloAnswer.REFUSE
     assert "has 2 clients already" in why
-    assert greet(members, 0, session=SESSION)[0] is Answer.NOTHING  # a member stays one
+    assert greet(members, 0, session=SESSION)[0] is HelloAnswer.NOTHING  # a member stays one
     members.remove(1, 100)
-    assert greet(members, 2)[0] is Answer.WELCOME
+    assert greet(members, 2)[0] is HelloAnswer.WELCOME

@@ -14,8 +14,8 @@ from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors.federated import dispatch as failures
-from gradbus.actors.federated.dispatch import MAX_DISTINCT, MAX_TEXT, Failures
-from gradbus.actors.federated.rounds import TRAINING_FAILED, Round
+from gradbus.actors.federated.dispatch import MAX_DISTINCT, MAX_TEXT, TrainingFailureLog
+from gradbus.actors.federated.rounds import TRAINING_FAILED, Round, RoundRules
 from gradbus.experiments.run.console import LogFile
 from gradbus.models import NullTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
@@ -46,7 +46,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 
 def test_each_distinct_error_is_shown_once_and_then_counted(log: Log) -> None:
-    seen = Failures()
+    seen = TrainingFailureLog()
     for round_id, address in ((1, "0x7f00aa"), (2, "0x7f00bb"), (3, "0x7f00cc")):
         for client_id in (0, 1):
             seen.note(client_id, round_id, f"Traceback ...\nValueError: <Net object at {address}> is odd\n")
@@ -61,7 +61,7 @@ def test_each_distinct_error_is_shown_once_and_then_counted(log: Log) -> None:
 
 
 def test_a_client_that_makes_up_errors_fills_neither_memory_nor_screen(log: Log) -> None:
-    seen = Failures()
+    seen = TrainingFailureLog()
     for number in range(500):
         seen.note(0, number, f"{'x' * 100_000}\nError: {number}")
     shown = [line for line in log.lines if "traceback" in line]
@@ -150,7 +150,7 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
 def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_for_one_failure() -> None:
     def error_of(minimum: int) -> GradbusError:
         controller = gradbus.Controller(None, NullTask(1), gradbus.FederatedConfig(min_clients=minimum))  # type: ignore[arg-type]
-        round_ = Round(1, range(3), minimum=minimum, quorum=1.0, now_s=0.0, deadline_s=9.0, grace_s=0.0)
+        round_ = Round(1, range(3), RoundRules(minimum=minimum, quorum=1.0, deadline_s=9.0, grace_s=0.0), now_s=0.0)
         round_.fail(0, TRAINING_FAILED)
         round_.lose(1)
         round_.lose(2)

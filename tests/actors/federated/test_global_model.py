@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.federated import global_model as model_replica
-from gradbus.actors.federated.global_model import ModelCopy
+from gradbus.actors.federated.global_model import ModelReplica
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
@@ -45,17 +45,17 @@ def difference(round_id: int, transfer: int, delta: Tensor) -> list[ModelBlob]:
     return messages(key_of(round_id, transfer), codecs.get("fp32").encode(delta), Flags.DELTA)
 
 
-def new_copy(run_id: int = RUN) -> ModelCopy:
-    copy = ModelCopy(DIM, max_bytes=8 * DIM + 4096)
+def new_copy(run_id: int = RUN) -> ModelReplica:
+    copy = ModelReplica(DIM, max_bytes=8 * DIM + 4096)
     copy.start(run_id)
     return copy
 
 
-def take(copy: ModelCopy, complete: tuple[FrameKey, memoryview]) -> bool:
+def take(copy: ModelReplica, complete: tuple[FrameKey, memoryview]) -> bool:
     return copy.adopt(complete[0], copy.decode(*complete))
 
 
-def give(copy: ModelCopy, blobs: Iterable[ModelBlob]) -> int:
+def give(copy: ModelReplica, blobs: Iterable[ModelBlob]) -> int:
     """Feed all; returns how many models were taken."""
     taken = 0
     for blob in blobs:
@@ -64,7 +64,7 @@ def give(copy: ModelCopy, blobs: Iterable[ModelBlob]) -> int:
     return taken
 
 
-def assert_holds(copy: ModelCopy, round_id: int, model: Tensor | None) -> None:
+def assert_holds(copy: ModelReplica, round_id: int, model: Tensor | None) -> None:
     assert copy.round_id == round_id
     if model is None:
         assert copy.vector is None
@@ -232,7 +232,7 @@ def test_a_difference_may_be_coded_in_any_way(name: str) -> None:
 
 
 def test_a_payload_longer_than_a_model_can_be_is_dropped() -> None:
-    copy = ModelCopy(DIM, max_bytes=4 * DIM)
+    copy = ModelReplica(DIM, max_bytes=4 * DIM)
     copy.start(RUN)
     assert give(copy, messages(key_of(0, 1), bytes(4 * DIM + 4))) == 0
     assert copy.dropped > 0
@@ -325,14 +325,14 @@ def test_what_is_missing_is_named_by_transfer_and_number() -> None:
 def test_only_new_frames_are_progress() -> None:
     copy = new_copy()
     blobs = full(0, 1, vector(0))
-    copy.progressed_s = 0.0
+    copy.progress_s = 0.0
     give(copy, full(0, 1, vector(0), run_id=RUN + 1))
-    assert copy.progressed_s == 0.0
+    assert copy.progress_s == 0.0
     give(copy, blobs[:1])
-    assert copy.progressed_s > 0.0
-    copy.progressed_s = 0.0
+    assert copy.progress_s > 0.0
+    copy.progress_s = 0.0
     give(copy, blobs[:1])
-    assert copy.progressed_s == 0.0
+    assert copy.progress_s == 0.0
 
 
 def test_a_full_model_in_float32_is_taken_without_a_copy() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.global_model import READ_TRIES, ModelMemory
+from gradbus.actors.federated.global_model import READ_TRIES, SharedModelReader
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
@@ -39,12 +39,12 @@ def said_of(scene: Scene, **changes: Any) -> ModelHere:
 
 
 @asynccontextmanager
-async def reader_of(scene: Scene) -> AsyncIterator[ModelMemory]:
+async def reader_of(scene: Scene) -> AsyncIterator[SharedModelReader]:
     with ComputeThread("reader-test") as thread:
-        yield ModelMemory(scene.bus.memory, new_copy(), thread, client_id=0)
+        yield SharedModelReader(scene.bus.memory, new_copy(), thread, client_id=0)
 
 
-async def miss(memory: ModelMemory, said: ModelHere) -> None:
+async def miss(memory: SharedModelReader, said: ModelHere) -> None:
     key = memory.expect(SESSION, said)
     assert key is not None
     assert await memory.read(key, said) is None

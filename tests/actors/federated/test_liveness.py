@@ -13,10 +13,11 @@ import pytest
 
 from gradbus.actors.federated import dispatch as reception_module
 from gradbus.actors.federated import liveness
-from gradbus.actors.federated.clients import Members
-from gradbus.actors.federated.dispatch import Reception
-from gradbus.actors.federated.liveness import Presence, status_of
+from gradbus.actors.federated.clients import ClientRegistry
+from gradbus.actors.federated.dispatch import Dispatcher
+from gradbus.actors.federated.liveness import LivenessMonitor, make_status
 from gradbus.actors.federated.report import Progress, RoundReport
+from gradbus.actors.federated.state import RunContext
 from gradbus.runtime.wire.control import PROTOCOL, Hello, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Identity, PeerGone
@@ -36,8 +37,8 @@ class Scene:
         self.now_s = 100.0
         self.beats = 0
         self.found_dead = 0
-        self.members = Members(dim=1, layout=0, session=1, dead_after_s=DEAD_AFTER_S, rival_after_s=1.2)
-        self.presence: Presence
+        self.members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=DEAD_AFTER_S, duplicate_after_s=1.2)
+        self.presence: LivenessMonitor
         self.heard_next: Callable[[], None] = nothing
         self.script: Iterator[tuple[float | None, Callable[[], None]]] = iter(())
         monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: self.now_s))
@@ -56,6 +57,12 @@ class Scene:
         hello = Hello(PROTOCOL, 1, 0, True, 1, "idle", -1, -1, "", 1, "")
         self.members.hello(client_id, 1, hello, now_s=self.now_s, next_round=1, number=next(_numbers))
 
+    @property
+    def context(self) -> Any:
+        config, state = SimpleNamespace(heartbeat_s=HEARTBEAT_S), SimpleNamespace(run_id=1)
+        bus = SimpleNamespace(publish=self.publish, job="job")
+        return RunContext(bus, Identity(CONTROLLER, 1), None, config, state, None)  # type: ignore[arg-type]
+
     async def publish(self, sender: Identity, body: Any) -> None:
         assert isinstance(body, Status)
 
@@ -66,12 +73,11 @@ class Scene:
         """Beats that take so long, with what is heard after each. Returns the clients that are still there."""
         self.script = iter(script)
         intake = SimpleNamespace(dropped=Counter(), forget=lambda client_id, incarnation: None)
-        self.presence = Presence(
-            self, Identity(CONTROLLER, 1), self.members, intake, Progress(), run_id=1,  # type: ignore[arg-type]
-            heartbeat_s=HEARTBEAT_S, changed=self.left, open_round=lambda: None,
+        self.presence = LivenessMonitor(
+            self.context, self.members, intake, Progress(), changed=self.left, open_round=lambda: None  # type: ignore[arg-type]
         )  # fmt: skip
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(self.presence.beat())
+            asyncio.run(self.presence.run())
         return sorted(member.client_id for member in self.members if not member.silent)
 
 
@@ -111,12 +117,12 @@ def test_what_dds_says_of_who_is_gone_is_doubted_when_this_process_stood_still(m
     doubts: list[bool] = []
 
     def ask() -> None:
-        doubts.append(scene.presence.in_doubt())
+        doubts.append(scene.presence.is_stalled())
 
     scene.run((0.5, nothing), (0.6, ask), (1.1, nothing), (0.5, ask), (0.6, ask), (0.5, ask), (0.5, nothing))
     assert doubts == [False, True, False, False]
     scene.now_s += 1.1  # the timer has yet to come
-    assert scene.presence.in_doubt()
+    assert scene.presence.is_stalled()
 
 
 @pytest.mark.parametrize(("why", "in_doubt", "stays"), [("", True, True), ("", False, False), ("removed", True, False)])
@@ -127,11 +133,8 @@ def test_who_is_said_to_be_gone_has_its_full_time_where_that_is_in_doubt(
     scene.hello(0)
     forgotten: list[int] = []
     intake = SimpleNamespace(forget=lambda client_id, incarnation: forgotten.append(client_id))
-    reception = Reception(
-        None, Identity(CONTROLLER, 1), scene.members, intake, None, None, None, run_id=1,  # type: ignore[arg-type]
-        next_round=int, changed=scene.left, failed=lambda *_: None, rivals=None,  # type: ignore[arg-type]
-        in_doubt=lambda: in_doubt,
-    )  # fmt: skip
+    monitor, events = SimpleNamespace(is_stalled=lambda: in_doubt), SimpleNamespace(membership_changed=scene.left)
+    reception = Dispatcher(scene.context, scene.members, intake, None, monitor, events)  # type: ignore[arg-type]
     monkeypatch.setattr(reception_module, "time", SimpleNamespace(monotonic=lambda: scene.now_s))
     scene.now_s += 60.0
     asyncio.run(reception._handle(PeerGone(0, 1, why), None))  # type: ignore[arg-type]
@@ -152,10 +155,10 @@ def test_the_status_tells_the_newest_accuracy_however_long_ago_that_was() -> Non
     progress = Progress()
     progress.add(RoundReport(round_id=1, accuracy=0.5))
     progress.add(RoundReport(round_id=2))
-    members = Members(dim=1, layout=0, session=1, dead_after_s=1.0, rival_after_s=1.0)
+    members = ClientRegistry(dim=1, layout=0, session=1, dead_after_s=1.0, duplicate_after_s=1.0)
 
     def said() -> float:
-        return status_of(progress, None, members, {}, run_id=1, host="", now_s=0.0).accuracy
+        return make_status(progress, None, members, {}, run_id=1, host="", now_s=0.0).accuracy
 
     assert said() == 0.5
     progress.amend(RoundReport(round_id=2, accuracy=0.6))

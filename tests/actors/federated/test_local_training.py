@@ -13,7 +13,7 @@ from torch import nn
 from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.actors.federated.local_training import LocalTraining, Residuals, Update
+from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, ResidualStore
 from gradbus.models.results import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.wire.control import Receipt, Welcome
@@ -46,14 +46,14 @@ class Client:
     def __init__(self, task: Any, codec: str = "fp32", version: int = 2) -> None:
         self.welcome = Welcome(0, 1, 7, 1, codec, 0.5, 64, version, 1, 0.5)  # type: ignore[arg-type]
         self.training = LocalTraining(
-            task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), Residuals(None, 0),
+            task, Identity(0, 1), FlatModel(nn.Linear(DIM, 1, bias=False)), ResidualStore(None, 0),
             PayloadMemory(switched_on=False),
         )  # fmt: skip
 
-    def train(self, round_id: int, base: torch.Tensor) -> Update:
+    def train(self, round_id: int, base: torch.Tensor) -> EncodedUpdate:
         command = TrainCmd(round_id, 0, 1, 0.1, 0)
         update = self.training.train(self.welcome, command, base, round_id, lambda: False, 0.0)
-        self.training.answered(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
+        self.training.on_receipt(update, Receipt(0, 1, 7, round_id, round_id, True, ""))
         return update
 
 
@@ -64,7 +64,7 @@ def test_what_a_client_owes_is_known_again_after_a_restart_also_where_frozen_par
         client = Client(Jumping(1e-3, 1), "s4")
         client.training = LocalTraining(
             Jumping(1e-3, 1), Identity(0, 1), FlatModel(module),  # type: ignore[arg-type]
-            Residuals(tmp_path, 0), PayloadMemory(switched_on=False),
+            ResidualStore(tmp_path, 0), PayloadMemory(switched_on=False),
         )  # fmt: skip
         return client
 

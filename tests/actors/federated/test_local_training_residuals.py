@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradbus.actors.federated.local_training import Residuals
+from gradbus.actors.federated.local_training import ResidualStore
 from gradbus.runtime.errors import CheckpointError
 
 RUN = 0xABC
@@ -23,8 +23,8 @@ def value_of(residual: Tensor | None) -> float | None:
     return None if residual is None else float(residual[0])
 
 
-def started(directory: Path | None, run_id: int = RUN) -> Residuals:
-    residuals = Residuals(directory, 7)
+def started(directory: Path | None, run_id: int = RUN) -> ResidualStore:
+    residuals = ResidualStore(directory, 7)
     residuals.start_run(run_id)
     return residuals
 
@@ -147,7 +147,7 @@ def test_the_values_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_clients_share_a_directory_but_not_their_residuals(tmp_path: Path) -> None:
-    one, other = Residuals(tmp_path, 1), Residuals(tmp_path, 2)
+    one, other = ResidualStore(tmp_path, 1), ResidualStore(tmp_path, 2)
     for residuals in (one, other):
         residuals.start_run(RUN)
     one.accepted(1, owed(1.0))
@@ -159,6 +159,6 @@ def test_clients_share_a_directory_but_not_their_residuals(tmp_path: Path) -> No
 def test_two_processes_do_not_share_a_client(tmp_path: Path) -> None:
     first = started(tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "client-7"))):
-        Residuals(tmp_path, 7)
+        ResidualStore(tmp_path, 7)
     first.close()
-    Residuals(tmp_path, 7).close()
+    ResidualStore(tmp_path, 7).close()

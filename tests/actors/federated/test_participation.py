@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 
-from gradbus.actors.federated.participation import MAX_TURNED_AWAY, NO_UPDATE, Participation
+from gradbus.actors.federated.participation import MAX_REFUSED, NO_UPDATE, Participation
 
 
 def test_who_counted_once_is_not_named_and_who_never_did_is_with_the_newest_reason() -> None:
@@ -26,10 +26,10 @@ def test_who_was_expected_and_never_came_is_named_too() -> None:
 
 def test_who_was_turned_away_is_named_with_what_it_was_told() -> None:
     participation = Participation()
-    participation.turned_away(5, "its model is not the same")
+    participation.note_refused(5, "its model is not the same")
     assert participation.never_counted([]) == {5: "it was not let in: its model is not the same"}
     participation.commit(1, {5: 10}, {})
-    participation.turned_away(5, "client id 5 is in use")  # a second process with its id
+    participation.note_refused(5, "client id 5 is in use")  # a second process with its id
     assert participation.never_counted([]) == {}
 
 
@@ -49,8 +49,8 @@ def test_a_restart_knows_it_all() -> None:
 
 def test_clients_may_be_turned_away_while_its_state_is_written() -> None:
     participation = Participation()
-    for client_id in range(MAX_TURNED_AWAY // 2):
-        participation.turned_away(client_id, "no")
+    for client_id in range(MAX_REFUSED // 2):
+        participation.note_refused(client_id, "no")
     newcomers, failed = iter(range(10_000, 10_400)), []
 
     def write() -> None:
@@ -67,7 +67,7 @@ def test_clients_may_be_turned_away_while_its_state_is_written() -> None:
         writer.start()
         while writer.is_alive():
             if (client_id := next(newcomers, None)) is not None:
-                participation.turned_away(client_id, "no")
+                participation.note_refused(client_id, "no")
     finally:
         sys.setswitchinterval(interval_s)
         writer.join()
@@ -76,8 +76,8 @@ def test_clients_may_be_turned_away_while_its_state_is_written() -> None:
 
 def test_made_up_ids_do_not_make_it_grow_without_end() -> None:
     participation = Participation()
-    for client_id in range(2 * MAX_TURNED_AWAY):
-        participation.turned_away(client_id, "no")
-    assert len(participation.state()) == MAX_TURNED_AWAY
+    for client_id in range(2 * MAX_REFUSED):
+        participation.note_refused(client_id, "no")
+    assert len(participation.state()) == MAX_REFUSED
     participation.commit(1, {0x7000_0000: 5}, {})
     assert participation.samples() == {0x7000_0000: 5}

@@ -9,91 +9,91 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus.actors.federated import participation as module
-from gradbus.actors.federated.participation import FOR_GOOD, MAX_TEXT, MAX_TOLD, Conduct, Strike
+from gradbus.actors.federated.participation import FOR_GOOD, MAX_REPORTED_STRIKES, MAX_TEXT, Quarantine, Strike
 
 
-def struck(conduct: Conduct, client_id: int, *rounds: int) -> None:
+def struck(conduct: Quarantine, client_id: int, *rounds: int) -> None:
     for round_id in rounds:
         assert conduct.strike(client_id, round_id, "malformed", "no codec accepts it") is not None
 
 
 def test_the_last_strike_keeps_a_client_out_for_the_rounds_that_follow() -> None:
-    conduct = Conduct(3, 2)
+    conduct = Quarantine(3, 2)
     struck(conduct, 7, 1, 2)
-    assert conduct.why_out(7, 3) is None
+    assert conduct.exclusion_reason(7, 3) is None
     struck(conduct, 7, 4)
-    assert [conduct.why_out(7, round_id) is None for round_id in (5, 6, 7)] == [False, False, True]
-    assert conduct.out(5) == {7: 7}
-    assert conduct.out(7) == {}
-    assert conduct.why_out(7, 5) == (
+    assert [conduct.exclusion_reason(7, round_id) is None for round_id in (5, 6, 7)] == [False, False, True]
+    assert conduct.excluded(5) == {7: 7}
+    assert conduct.excluded(7) == {}
+    assert conduct.exclusion_reason(7, 5) == (
         "client 7 is in quarantine, out until round 7 after strike 3 in round 4: malformed, no codec accepts it"
     )
     assert conduct.out_until(8) == 0
 
 
 def test_without_an_end_it_is_for_good() -> None:
-    conduct = Conduct(1, 0)
+    conduct = Quarantine(1, 0)
     struck(conduct, 7, 1)
-    assert conduct.out(1_000_000) == {7: FOR_GOOD}
-    assert "out for good after strike 1" in (conduct.why_out(7, 1_000_000) or "")
+    assert conduct.excluded(1_000_000) == {7: FOR_GOOD}
+    assert "out for good after strike 1" in (conduct.exclusion_reason(7, 1_000_000) or "")
 
 
 def test_a_client_that_is_back_is_out_again_with_its_next_strike() -> None:
-    conduct = Conduct(3, 2)
+    conduct = Quarantine(3, 2)
     struck(conduct, 7, 1, 2, 3, 6)
     assert conduct.out_until(7) == 9
     assert [strike.count for strike in conduct.take_new()] == [1, 2, 3, 3]
 
 
 def test_one_round_brings_one_strike_and_every_client_has_its_own() -> None:
-    conduct = Conduct(2, 5)
+    conduct = Quarantine(2, 5)
     struck(conduct, 1, 1)
     assert conduct.strike(1, 1, "samples", "0 of them") is None
     struck(conduct, 2, 1)
-    assert conduct.out(2) == {}
+    assert conduct.excluded(2) == {}
     assert [strike.client_id for strike in conduct.take_new()] == [1, 2]
     assert conduct.take_new() == ()
 
 
 def test_strikes_can_be_switched_off() -> None:
-    conduct = Conduct(0, 5)
+    conduct = Quarantine(0, 5)
     assert [conduct.strike(1, round_id, "samples", "") for round_id in range(1, 9)] == [None] * 8
-    assert conduct.out(1) == {}
+    assert conduct.excluded(1) == {}
 
 
 @settings(derandomize=True, deadline=None)
 @given(rounds=st.sets(st.integers(1, 60), max_size=40), limit=st.integers(1, 5), span=st.integers(1, 9))
 def test_a_restart_in_between_forgives_nothing(rounds: set[int], limit: int, span: int) -> None:
-    unbroken, broken = Conduct(limit, span), Conduct(limit, span)
+    unbroken, broken = Quarantine(limit, span), Quarantine(limit, span)
     for round_id in sorted(rounds):
-        again = Conduct(limit, span)
+        again = Quarantine(limit, span)
         again.load_state(Strike(**entry) for entry in json.loads(json.dumps(broken.state())))
         broken = again
         for conduct in (unbroken, broken):
-            if conduct.why_out(3, round_id) is None:
+            if conduct.exclusion_reason(3, round_id) is None:
                 conduct.strike(3, round_id, "samples", "0")
         assert unbroken.state() == broken.state()
-        assert unbroken.out(round_id + 1) == broken.out(round_id + 1)
+        assert unbroken.excluded(round_id + 1) == broken.out(round_id + 1)
 
 
 def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KNOWN", 4)
-    conduct = Conduct(2, 100)
+    conduct = Quarantine(2, 100)
     struck(conduct, 0, 1, 2)  # kept out: the last to be forgotten
     for client_id in range(1, 50):
         struck(conduct, client_id, 3)
     assert len(conduct.state()) == 4
-    assert conduct.out(4) == {0: 103}
+    assert conduct.excluded(4) == {0: 103}
     for client_id in range(200):
         conduct.strike(client_id, 5, "malformed", "x" * 10_000)
     told = conduct.take_new()
-    assert len(told) == MAX_TOLD
+    assert len(told) == MAX_REPORTED_STRIKES
     assert all(len(strike.detail) <= MAX_TEXT for strike in told)
 
 
 def test_who_switches_strikes_off_and_resumes_keeps_nobody_out() -> None:
-    before = Conduct(1, 0)
+    before = Quarantine(1, 0)
     struck(before, 7, 1)
-    after = Conduct(0, 0)
+    after = Quarantine(0, 0)
     after.load_state(Strike(**entry) for entry in before.state())
-    assert after.out(2) == {}
+    assert after.excluded(2) == {}

@@ -23,7 +23,7 @@ from downlink_scene import (
 
 from gradbus import codecs
 from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.publish import RETAIN_BYTES, Downlink
+from gradbus.actors.federated.publish import RETAIN_BYTES, ModelPublisher
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import WriteTimeout
 from gradbus.runtime.wire import frames
@@ -150,7 +150,7 @@ def test_a_model_that_is_not_too_large_is_kept_whole_for_late_readers(dim: int) 
     async def main() -> None:
         bus = FakeBus()
         with ComputeThread("downlink-test") as compute:
-            Downlink(
+            ModelPublisher(
                 bus, Identity(CONTROLLER, 1), compute, codec_of("fp32"), new_members(),  # type: ignore[arg-type]
                 run_id=RUN, weights=torch.empty(dim),
             )  # fmt: skip

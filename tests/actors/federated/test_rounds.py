@@ -6,14 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradbus.actors.federated.rounds import Outcome, Round
+from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
 
 DEADLINE_S = 60.0
 GRACE_S = 5.0
 
 
 def new_round(clients: int = 3, *, minimum: int = 1, quorum: float = 1.0, now_s: float = 0.0) -> Round:
-    return Round(1, range(clients), minimum=minimum, quorum=quorum, now_s=now_s, deadline_s=DEADLINE_S, grace_s=GRACE_S)
+    return Round(
+        1,
+        range(clients),
+        RoundRules(minimum=minimum, quorum=quorum, deadline_s=DEADLINE_S, grace_s=GRACE_S),
+        now_s=now_s,
+    )
 
 
 def test_the_round_is_over_as_soon_as_all_have_answered() -> None:
@@ -263,7 +268,7 @@ def test_the_order_of_arrival_does_not_matter_for_the_end(order: list[int]) -> N
 
 
 def test_who_falls_silent_is_lost_to_the_round_until_it_is_heard_again() -> None:
-    round_ = Round(1, [0, 1, 2], minimum=1, quorum=1.0, now_s=0.0, deadline_s=60.0, grace_s=0.0, silent=[3])
+    round_ = Round(1, [0, 1, 2], RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=0.0), now_s=0.0, silent=[3])
     assert round_.follow({0, 1}, {2, 3}) == ([2], [])
     assert round_.may_send(2) == "not expected"
     assert round_.follow({0, 1, 2, 3}, set()) == ([], [2, 3])
@@ -271,7 +276,7 @@ def test_who_falls_silent_is_lost_to_the_round_until_it_is_heard_again() -> None
 
 
 def test_who_is_dead_is_lost_for_good() -> None:
-    round_ = Round(1, [0, 1], minimum=1, quorum=1.0, now_s=0.0, deadline_s=60.0, grace_s=0.0)
+    round_ = Round(1, [0, 1], RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=0.0), now_s=0.0)
     assert round_.follow({0}, set()) == ([1], [])
     assert round_.follow({0, 1}, set()) == ([], [])  # another start of it, which takes part in the next round
     assert round_.open == {0}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradbus.actors.federated import session as orders_module
-from gradbus.actors.federated.session import Orders
+from gradbus.actors.federated.session import ControllerSession
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import Bye, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
@@ -31,8 +31,8 @@ def command(round_id: int) -> TrainCmd:
     return TrainCmd(round_id, subset_size=0, epochs=1, lr=0.1, seed=3)
 
 
-def welcomed(session: int = SESSION) -> Orders:
-    orders = Orders(controller_timeout_s=10.0)
+def welcomed(session: int = SESSION) -> ControllerSession:
+    orders = ControllerSession(controller_timeout_s=10.0)
     orders.start_session(session, WELCOME)
     orders.welcome = WELCOME
     return orders
@@ -99,9 +99,9 @@ def test_the_same_controller_that_welcomes_again_has_still_said_what_it_said() -
 
 def test_the_last_words_of_a_controller_that_was_replaced_are_not_believed() -> None:
     orders = welcomed()
-    assert orders.believes(SESSION)
-    assert not orders.believes(SESSION - 1)
-    assert orders.believes(SESSION + 1)
+    assert orders.accepts_session(SESSION)
+    assert not orders.accepts_session(SESSION - 1)
+    assert orders.accepts_session(SESSION + 1)
 
 
 def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() -> None:
@@ -112,7 +112,7 @@ def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() 
     assert orders.superseded(dataclasses.replace(command(3), lr=0.2))
     orders.ended = Bye(5, True, "all rounds are done")
     assert orders.superseded(command(3))
-    assert not orders.holds_for(SESSION)
+    assert not orders.is_current(SESSION)
 
 
 def test_a_client_that_could_not_hear_does_not_take_its_controller_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:

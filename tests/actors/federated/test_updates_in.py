@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.aggregation.strategies import NoRoom
-from gradbus.actors.federated.rounds import Round
+from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt
 
@@ -127,7 +127,7 @@ def test_an_accepted_update_counts_once_and_gets_a_receipt() -> None:
         (receipt,) = hall.bus.all(Receipt)
         assert receipt == Receipt(1, 100, RUN, 1, 1, True, "")
         assert hall.round.accepted == {1}
-        tally = hall.intake.tally
+        tally = hall.intake.totals
         assert (tally.bytes_up, tally.num_samples, tally.losses) == (len(sender.data), 7, [(7, 0.5)])
         assert (tally.train_s, tally.encode_s) == (1.0, 0.1)
         assert len(hall.changes) == 1
@@ -144,7 +144,7 @@ def test_a_repeated_offer_after_acceptance_gets_its_receipt_again_and_counts_no_
             await sender.offer_to(hall)
             await sender.send_to(hall)
         assert hall.bus.receipts == [(0, True)] * 3
-        assert hall.intake.tally.num_samples == 10
+        assert hall.intake.totals.num_samples == 10
         assert hall.strategy.added == [0]
         assert hall.bus.granted == [0]
 
@@ -160,7 +160,7 @@ def test_a_receipt_that_was_lost_at_the_end_of_a_round_is_said_again_in_the_next
         hall.open_round(2)
         await sender.offer_to(hall)
         assert hall.bus.receipts == [(0, True)] * 3
-        assert hall.intake.tally.num_samples == 0
+        assert hall.intake.totals.num_samples == 0
         assert hall.round.accepted == set()
 
     run_with(test)
@@ -172,14 +172,18 @@ def test_another_attempt_at_a_round_goes_on_with_what_has_counted() -> None:
         await deliver(hall, sender)
         await hall.intake.close()
         hall.round = Round(
-            1, [0, 1], minimum=1, quorum=1.0, now_s=0.0, deadline_s=60.0, grace_s=1.0, accepted=hall.round.accepted
+            1,
+            [0, 1],
+            RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=1.0),
+            now_s=0.0,
+            accepted=hall.round.accepted,
         )
         hall.intake.open(hall.round)
         await sender.offer_to(hall)
         assert hall.bus.granted == [0]  # not a second time
         assert hall.bus.receipts[-1] == (0, True)
         assert hall.round.open == {1}
-        assert hall.intake.tally.num_samples == 10
+        assert hall.intake.totals.num_samples == 10
 
     run_with(test)
 
@@ -316,7 +320,7 @@ def test_a_bad_payload_is_refused_its_client_not_waited_for_and_the_sum_untouche
         assert hall.round.failed == {1: reason}
         assert hall.round.accepted == {0}
         assert hall.intake.dropped == {reason: 1}
-        assert hall.intake.tally.num_samples == good.num_samples
+        assert hall.intake.totals.num_samples == good.num_samples
         assert (hall.mean() - good.delta).abs().max() < 1e-6
         await deliver(hall, Sender(2))  # the round goes on
         assert hall.round.accepted == {0, 2}

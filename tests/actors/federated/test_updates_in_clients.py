@@ -11,7 +11,7 @@ import torch
 from intake_hall import DIM, MAX_SAMPLES, Hall, Sender, deliver, run_with
 
 from gradbus import codecs
-from gradbus.actors.federated.rounds import Tally
+from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.runtime.errors import WriteTimeout
 from gradbus.runtime.wire.control import Grant, NeedUpdate, Receipt
 
@@ -88,7 +88,7 @@ def test_a_client_that_offers_something_new_while_its_update_is_being_added_coun
         await hall.until(lambda: len(hall.bus.receipts) >= 2)
         await deliver(hall, Sender(1))
         assert hall.strategy.added == [0, 1]
-        assert hall.intake.tally.num_samples == 20
+        assert hall.intake.totals.num_samples == 20
         assert hall.bus.receipts == [(0, True), (0, False), (1, True)]
         assert hall.bus.all(Receipt)[0].transfer == 1
 
@@ -106,7 +106,7 @@ def test_a_client_that_dies_while_its_update_is_being_added_counts_and_was_not_c
         await hall.until(lambda: hall.bus.receipts)
         assert hall.round.accepted == {0}
         assert hall.intake.dropped == {}
-        assert hall.intake.tally.num_samples == 10
+        assert hall.intake.totals.num_samples == 10
 
     run_with(test, held=True)
 
@@ -147,7 +147,7 @@ def test_closing_waits_for_the_update_that_is_being_added_and_drops_those_behind
         await deliver(hall, Sender(2, round_id=2))
         assert before.accepted == {0}
         assert hall.round.accepted == {2}
-        assert hall.intake.tally.num_samples == 10
+        assert hall.intake.totals.num_samples == 10
 
     run_with(test, held=True)
 
@@ -222,19 +222,19 @@ def test_an_answer_that_cannot_be_sent_is_given_when_it_is_asked_for_again() -> 
 def test_the_loss_of_a_round_is_weighted_by_samples_and_does_not_depend_on_the_order() -> None:
     losses = [(10, 0.1), (1, 0.7), (1_000_000, 1e-9), (3, 0.3)]
     expected = math.fsum(samples * loss for samples, loss in losses) / sum(samples for samples, _ in losses)
-    (loss,) = {Tally(losses=list(order)).loss() for order in itertools.permutations(losses)}
+    (loss,) = {RoundTotals(losses=list(order)).loss() for order in itertools.permutations(losses)}
     assert loss == pytest.approx(expected)
 
 
 def test_losses_that_are_no_numbers_are_left_out() -> None:
-    assert Tally().loss() is None
-    assert Tally(losses=[(5, math.nan)]).loss() is None
-    assert Tally(losses=[(5, math.nan), (5, 2.0), (1, math.inf), (1, -math.inf)]).loss() == 2.0
+    assert RoundTotals().loss() is None
+    assert RoundTotals(losses=[(5, math.nan)]).loss() is None
+    assert RoundTotals(losses=[(5, math.nan), (5, 2.0), (1, math.inf), (1, -math.inf)]).loss() == 2.0
 
 
 @pytest.mark.parametrize("losses", [[(1, 1.7e308)] * 2, [(9, 1.7e308), (9, -1.7e308)], [(1 << 30, 1.7e308), (1, 0.5)]])
 def test_absurd_losses_are_no_error(losses: list[tuple[int, float]]) -> None:
-    loss = Tally(losses=losses).loss()
+    loss = RoundTotals(losses=losses).loss()
     assert loss is None or math.isfinite(loss)
 
 

@@ -17,7 +17,7 @@ from intake_hall import DIM, Hall, Sender, deliver, hall_of, run_with
 
 from gradbus import codecs
 from gradbus.actors.federated import updates_in as update_receiver
-from gradbus.actors.federated.rounds import Round
+from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.runtime.dds.topics import TOPICS, ClientUpdate
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import PayloadMemory, Sealed
@@ -68,7 +68,7 @@ def test_an_update_in_memory_is_added_without_a_grant_or_a_frame() -> None:
         assert (hall.bus.receipts, hall.bus.granted) == ([(1, True)], [])
         assert (hall.mean() - sender.delta).abs().max() < 1e-6
         size = len(sender.data)
-        assert (hall.intake.tally.bytes_up, hall.intake.tally.bytes_up_shared) == (size, size)
+        assert (hall.intake.totals.bytes_up, hall.intake.totals.bytes_up_shared) == (size, size)
         assert hall.bus.memory.read_bytes == {UPDATES: size}
         assert hall.intake.dropped == {}
 
@@ -208,7 +208,7 @@ def test_memory_that_cannot_be_read_is_done_without_and_logged_once(
             await hall.intake.close()
             hall.open_round(round_id + 1)
         assert hall.bus.receipts == [(0, True), (1, True)] * 3
-        assert hall.intake.tally.bytes_up_shared == 0
+        assert hall.intake.totals.bytes_up_shared == 0
 
     run_with(test)
     assert [(line["client"], line["reason"]) for line in logged] == [(0, "no permission"), (1, "no permission")]
@@ -298,7 +298,7 @@ def test_a_controller_that_shares_no_memory_has_it_sent_without_a_word(logged: l
         sender, _lies = sealed(Sender())
         await deliver(hall, sender)
         assert (hall.bus.granted, hall.bus.receipts) == ([0], [(0, True)])
-        assert hall.intake.tally.bytes_up_shared == 0
+        assert hall.intake.totals.bytes_up_shared == 0
 
     run_with(test)
     assert logged == []
@@ -311,7 +311,11 @@ def test_another_attempt_at_a_round_reads_no_second_time() -> None:
         await receipts(hall, 1)
         await hall.intake.close()
         hall.round = Round(
-            1, [0, 1], minimum=1, quorum=1.0, now_s=0.0, deadline_s=60.0, grace_s=1.0, accepted=hall.round.accepted
+            1,
+            [0, 1],
+            RoundRules(minimum=1, quorum=1.0, deadline_s=60.0, grace_s=1.0),
+            now_s=0.0,
+            accepted=hall.round.accepted,
         )
         hall.intake.open(hall.round)
         await sender.offer_to(hall)

@@ -10,8 +10,7 @@ import pytest
 from dds_domains import new_domain
 
 import gradbus
-from gradbus.actors.federated import client
-from gradbus.actors.federated import controller as selection
+from gradbus.actors.federated import client, selection
 from gradbus.models import NullTask
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.dds import missing_peers

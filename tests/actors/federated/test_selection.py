@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from gradbus.actors.federated.rounds import Gathering
+from gradbus.actors.federated.selection import StartCondition
 from gradbus.runtime.errors import BarrierTimeout
 
 TIMEOUT_S = 120.0
 GRACE_S = 10.0
 
 
-def new_gathering(*, minimum: int = 1, expected: int | None = 3, now_s: float = 0.0) -> Gathering:
-    return Gathering(
-        minimum=minimum, expected=expected, now_s=now_s, timeout_s=TIMEOUT_S, grace_s=GRACE_S, what="round 1: clients"
+def new_gathering(*, minimum: int = 1, expected: int | None = 3, now_s: float = 0.0) -> StartCondition:
+    return StartCondition(
+        minimum=minimum,
+        expected=expected,
+        now_s=now_s,
+        timeout_s=TIMEOUT_S,
+        grace_s=GRACE_S,
+        describe=lambda: ("round 1: clients", "", ""),
     )
 
 
@@ -66,8 +71,14 @@ def test_with_too_few_it_waits_until_the_deadline_which_names_who_is_missing() -
 
 
 def test_clients_that_are_excused_are_neither_waited_for_nor_missing() -> None:
-    gathering = Gathering(
-        minimum=1, expected=3, now_s=0.0, timeout_s=TIMEOUT_S, grace_s=GRACE_S, what="round 4", excused={1}
+    gathering = StartCondition(
+        minimum=1,
+        expected=3,
+        now_s=0.0,
+        timeout_s=TIMEOUT_S,
+        grace_s=GRACE_S,
+        describe=lambda: ("round 4", "", ""),
+        excused={1},
     )
     assert not gathering.may_start([0], 0.0)
     assert gathering.may_start([0, 2], 0.0)
@@ -76,8 +87,14 @@ def test_clients_that_are_excused_are_neither_waited_for_nor_missing() -> None:
 
 
 def test_an_id_that_nobody_expects_excuses_nobody() -> None:
-    gathering = Gathering(
-        minimum=1, expected=2, now_s=0.0, timeout_s=5.0, grace_s=1.0, what="round 1: clients", excused={7, 9}
+    gathering = StartCondition(
+        minimum=1,
+        expected=2,
+        now_s=0.0,
+        timeout_s=5.0,
+        grace_s=1.0,
+        describe=lambda: ("round 1: clients", "", ""),
+        excused={7, 9},
     )
     assert not gathering.may_start([0], 0.0)
     assert gathering.may_start([0, 1], 0.0)
