@@ -72,12 +72,16 @@ class Resend(NamedTuple):
 
 
 class ResendQueue:
-    """Requests of clients that miss frames, merged, each client within a quota. Pure: no bus, no clock."""
+    """Requests of clients that miss frames, merged, each client within a quota. Pure: no bus, no clock.
+
+    Attributes:
+        asked: frames that each client has had sent again, of this round's model.
+    """
 
     def __init__(self) -> None:
         self._wanted: dict[int, set[int]] = {}  # transfer -> frames that a client misses; empty: all of them
         self._sending: tuple[int, set[int]] | None = None  # what is being sent again now
-        self._asked: Counter[int] = Counter()  # client -> frames that it has had sent again, of this round's model
+        self.asked: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
@@ -85,7 +89,7 @@ class ResendQueue:
     def clear(self) -> None:
         """A new model comes: forget all requests, and what each client has had."""
         self._wanted.clear()
-        self._asked.clear()
+        self.asked.clear()
 
     def request_all(self, client_id: int, transfer: int, frames: int, quota: int) -> bool:
         """A client misses all of a transfer. False: its quota is used up."""
@@ -110,15 +114,15 @@ class ResendQueue:
 
     def _take_quota(self, client_id: int, frames: int, quota: int) -> bool:
         """No client by itself keeps the way to the others full: beyond its quota it waits for the next model."""
-        if self._asked[client_id] + frames > quota:
+        if self.asked[client_id] + frames > quota:
             return False
-        self._asked[client_id] += frames
+        self.asked[client_id] += frames
         return True
 
     def exhaust(self, client_id: int, quota: int) -> int | None:
         """Mark a client's quota as used up. Returns the frames that it has had, or None where it was marked before."""
-        had = self._asked[client_id]
-        self._asked[client_id] = max(had, quota)
+        had = self.asked[client_id]
+        self.asked[client_id] = max(had, quota)
         return had if had < quota else None
 
     def want_all(self, transfer: int) -> None:
@@ -148,6 +152,7 @@ class ModelPublisher:
             this *is* the weights.
         notified: how many clients were last told where the model lies in memory.
         residual_norm: L2 norm of what the newest message left out; 0 with a lossless codec.
+        queue: what clients have requested, and is to be sent again.
     """
 
     def __init__(self, context: RunContext, codec: Codec, registry: ClientRegistry) -> None:
@@ -167,7 +172,7 @@ class ModelPublisher:
         self._earlier: list[tuple[int, Sealed]] = []  # by round: models that some client may be about to read
         self.notified = 0
         self._full_sent_s = float("-inf")
-        self._queue = ResendQueue()
+        self.queue = ResendQueue()
         self._wanted_in_memory = False
         self._resending: asyncio.Task[None] | None = None
         frames = chunk_count(self._weights.numel() * 4)
@@ -291,7 +296,7 @@ class ModelPublisher:
             self._on_frozen_request(client_id, need)
         elif need.round_id == self._round_id and self._current is not None:  # else it will ask for the newer one
             self._on_model_request(client_id, need)
-        if (self._queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
+        if (self.queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
 
     def _on_frozen_request(self, client_id: int, need: NeedModel) -> None:
@@ -304,13 +309,13 @@ class ModelPublisher:
             self._frozen = _OutgoingModel(key, np.asarray(model.read_frozen().numpy(), dtype="<f4"))
         transfer, frames = self._frozen.key.transfer, self._frozen.frames
         missing = {seq for seq in need.seqs if 0 <= seq < frames} if need.transfer == transfer else set()
-        self._within_quota(client_id, self._queue.request(client_id, transfer, missing or range(frames), self._quota))
+        self._within_quota(client_id, self.queue.request(client_id, transfer, missing or range(frames), self._quota))
 
     def _on_model_request(self, client_id: int, need: NeedModel) -> None:
         known = self._message(need.transfer)
         if need.seqs and known is not None:
             seqs = [seq for seq in need.seqs if 0 <= seq < known.frames]
-            self._within_quota(client_id, self._queue.request(client_id, need.transfer, seqs, self._quota))
+            self._within_quota(client_id, self.queue.request(client_id, need.transfer, seqs, self._quota))
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
                 self._full = self._full_message()
@@ -318,7 +323,7 @@ class ModelPublisher:
                 self._wanted_in_memory = True
             else:
                 full = self._full
-                granted = self._queue.request_all(client_id, full.key.transfer, full.frames, self._quota)
+                granted = self.queue.request_all(client_id, full.key.transfer, full.frames, self._quota)
                 self._within_quota(client_id, granted)
 
     @property
@@ -328,7 +333,7 @@ class ModelPublisher:
         return max(RESEND_TIMES * full, RESEND_FRAMES)
 
     def _within_quota(self, client_id: int, granted: bool) -> None:
-        if not granted and (frames := self._queue.exhaust(client_id, self._quota)) is not None:  # logged once
+        if not granted and (frames := self.queue.exhaust(client_id, self._quota)) is not None:  # logged once
             log.warning("model requested too often", client=client_id, round=self._round_id, frames=frames)
 
     def _message(self, transfer: int) -> _OutgoingModel | None:
@@ -337,17 +342,17 @@ class ModelPublisher:
 
     async def _resend(self) -> None:
         """Send what is missed, one message at a time: requests that come meanwhile are answered together."""
-        while self._queue or self._wanted_in_memory:
+        while self.queue or self._wanted_in_memory:
             if self._wanted_in_memory:
                 self._wanted_in_memory = False
                 await self._share_full()
                 continue
-            transfer, seqs = self._queue.begin()
+            transfer, seqs = self.queue.begin()
             message = self._message(transfer)
             if message is None:
                 continue
             try:
-                self._queue.sending(transfer, seqs or range(message.frames))
+                self.queue.sending(transfer, seqs or range(message.frames))
                 if seqs:
                     await self._send(message, sorted(seqs))
                 else:
@@ -356,7 +361,7 @@ class ModelPublisher:
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
             finally:
-                self._queue.done()
+                self.queue.done()
                 if not seqs:
                     self._full_sent_s = time.monotonic()
 
@@ -364,7 +369,7 @@ class ModelPublisher:
         full = self._full
         try:
             if full is not None and not await self._share(full):
-                self._queue.want_all(full.key.transfer)
+                self.queue.want_all(full.key.transfer)
         except BusError as error:
             log.warning("model not announced", reason=str(error))
 
@@ -377,7 +382,7 @@ class ModelPublisher:
         self._earlier += [(self._round_id, shared) for shared in self._shared()]
         self._current = self._full = None
         self._wanted_in_memory = False
-        self._queue.clear()
+        self.queue.clear()
         if self._resending is not None:
             self._resending.cancel()
             await asyncio.wait([self._resending], timeout=5.0)

@@ -100,7 +100,7 @@ class UpdateAdmission:
         self.cap = cap
         self.run_id = run_id
         self._max_bytes = max_bytes
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._max_samples = max_samples
 
     def refusal(self, update: OfferedUpdate, round_: Round | None) -> Refusal | None:
@@ -122,7 +122,7 @@ class UpdateAdmission:
     def has_room(self, offer: Offer, granted: Iterable[Offer]) -> bool:
         """Whether an update may be granted beside those that are on their way."""
         in_flight = sum(other.total_bytes for other in granted)
-        return not in_flight or in_flight + offer.total_bytes <= self._budget_bytes
+        return not in_flight or in_flight + offer.total_bytes <= self.budget_bytes
 
     def settle(self, round_: Round, announced: Mapping[int, int], now_s: float) -> Settling:
         """Weigh the updates of a first round, once enough of them are offered.

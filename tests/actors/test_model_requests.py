@@ -62,7 +62,7 @@ def test_who_asks_for_what_is_on_its_way_asks_for_nothing(seqs: Sequence[int], m
         scene.bus.open.set()
         assert scene.downlink._resending is not None
         await scene.downlink._resending
-        assert (len(scene.bus.sent), scene.downlink._asked[0]) == (2, 12)
+        assert (len(scene.bus.sent), scene.downlink.queue.asked[0]) == (2, 12)
 
     run_with(test)
 
@@ -86,6 +86,6 @@ def test_who_loses_half_of_all_frames_gets_the_model_long_before_that(
             before = len(scene.bus.sent)
             scene.need(0, *copy.missing(0))
             await scene.bus.until(lambda before=before: len(scene.bus.sent) > before)  # type: ignore[misc]
-        assert scene.downlink._asked[0] <= 24
+        assert scene.downlink.queue.asked[0] <= 24
 
     run_with(test)

@@ -129,6 +129,18 @@ def codec_of(name: str) -> Codec:
     return codecs.get(name, **({"density": 0.05} if name in ("s4", "sq8") else {}))
 
 
+def publisher_of(
+    bus: FakeBus, compute: ComputeThread, codec: Codec, members: ClientRegistry, weights: Tensor
+) -> ModelPublisher:
+    state = SimpleNamespace(
+        run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
+        model=SimpleNamespace(frozen=0, frozen_dim=0),
+    )  # fmt: skip
+    identity, journal = Identity(CONTROLLER, SESSION), History(None, "controller")
+    context = RunContext(bus, identity, compute, FederatedConfig(), state, journal)  # type: ignore[arg-type]
+    return ModelPublisher(context, codec, members)
+
+
 @contextlib.asynccontextmanager
 async def scene_of(name: str = "fp32") -> AsyncIterator[Scene]:
     bus, weights, codec = FakeBus(), random_vector(0), codec_of(name)
@@ -136,13 +148,7 @@ async def scene_of(name: str = "fp32") -> AsyncIterator[Scene]:
     with ComputeThread("downlink-test") as compute, mock.patch.object(downlink_module, "chunk_count", chunks):
         async with asyncio.TaskGroup() as group:
             members = new_members(bus.memory.here)
-            state = SimpleNamespace(
-                run_id=RUN, weights=weights, held=None if codec.lossless else weights.clone(),
-                model=SimpleNamespace(frozen=0, frozen_dim=0),
-            )  # fmt: skip
-            identity, journal = Identity(CONTROLLER, SESSION), History(None, "controller")
-            context = RunContext(bus, identity, compute, FederatedConfig(), state, journal)  # type: ignore[arg-type]
-            downlink = ModelPublisher(context, codec, members)
+            downlink = publisher_of(bus, compute, codec, members, weights)
             yield Scene(bus, downlink, members, weights, group)
 
 
@@ -160,7 +166,7 @@ def new_copy() -> ModelReplica:
     return copy
 
 
-def observe(copy: ModelReplica, *messages: Sent) -> None:
+def hear(copy: ModelReplica, *messages: Sent) -> None:
     for message in messages:
         for blob in message.blobs:
             complete = copy.feed(blob)

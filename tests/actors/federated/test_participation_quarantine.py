@@ -73,7 +73,7 @@ def test_a_restart_in_between_forgives_nothing(rounds: set[int], limit: int, spa
             if conduct.exclusion_reason(3, round_id) is None:
                 conduct.strike(3, round_id, "samples", "0")
         assert unbroken.state() == broken.state()
-        assert unbroken.excluded(round_id + 1) == broken.out(round_id + 1)
+        assert unbroken.excluded(round_id + 1) == broken.excluded(round_id + 1)
 
 
 def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

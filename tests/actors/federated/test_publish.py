@@ -18,17 +18,18 @@ from downlink_scene import (
     hear,
     new_copy,
     new_members,
+    publisher_of,
     run_with,
 )
 
 from gradbus import codecs
 from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.publish import RETAIN_BYTES, ModelPublisher
+from gradbus.actors.federated.publish import RETAIN_BYTES, ResendQueue
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.errors import WriteTimeout
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags
-from gradbus.runtime.wire.messages import Identity, ModelBlob
+from gradbus.runtime.wire.messages import ModelBlob
 
 # Round after round
 
@@ -150,10 +151,7 @@ def test_a_model_that_is_not_too_large_is_kept_whole_for_late_readers(dim: int) 
     async def main() -> None:
         bus = FakeBus()
         with ComputeThread("downlink-test") as compute:
-            ModelPublisher(
-                bus, Identity(CONTROLLER, 1), compute, codec_of("fp32"), new_members(),  # type: ignore[arg-type]
-                run_id=RUN, weights=torch.empty(dim),
-            )  # fmt: skip
+            publisher_of(bus, compute, codec_of("fp32"), new_members(), torch.empty(dim))
         whole = frames.chunk_count(4 * dim)
         assert bus.writers == [(ModelBlob, whole if 4 * dim <= RETAIN_BYTES else 1)]
 
@@ -367,3 +365,28 @@ def test_between_quiesce_and_the_next_message_nothing_is_sent(name: str, monkeyp
         assert_holds(copy, 1, scene.downlink.held)
 
     run_with(test, name)
+
+
+# The queue of requests by itself
+
+
+def test_a_client_beyond_its_quota_is_marked_once_and_other_clients_are_served() -> None:
+    queue = ResendQueue()
+    assert queue.request(0, 1, range(6), 8)
+    assert not queue.request(0, 1, range(6, 12), 8)
+    assert queue.exhaust(0, 8) == 6
+    assert queue.exhaust(0, 8) is None
+    assert not queue.request(0, 1, [7], 8)
+    assert queue.request(1, 1, [7], 8)
+    assert queue.begin() == (1, {0, 1, 2, 3, 4, 5, 7})
+    assert not queue
+
+
+def test_frames_that_are_being_sent_cost_no_quota_when_they_are_requested_again() -> None:
+    queue = ResendQueue()
+    queue.sending(1, range(4))
+    assert queue.request(0, 1, range(5), 8)
+    assert (queue.begin(), queue.asked[0]) == ((1, {4}), 1)
+    queue.done()
+    assert queue.request(0, 1, range(5), 8)
+    assert queue.asked[0] == 6

@@ -39,7 +39,7 @@ def test_where_all_clients_read_memory_no_frame_goes_out_and_all_hold_the_same_m
             await rounds(scene, round_id)
         assert scene.bus.sent == []
         assert [said.delta for said in scene.bus.said] == [False, *[name != "fp32"] * 3]
-        assert scene.downlink.told == 2
+        assert scene.downlink.notified == 2
 
     run_with(test, name)
 
@@ -52,7 +52,7 @@ def test_where_one_is_elsewhere_or_shares_none_frames_go_out_as_well(elsewhere: 
         scene.join(1, elsewhere)
         await scene.downlink.publish_full(0)
         await rounds(scene, 1)
-        assert (len(scene.bus.sent), len(scene.bus.said), scene.downlink.told) == (2, 2, 1)
+        assert (len(scene.bus.sent), len(scene.bus.said), scene.downlink.notified) == (2, 2, 1)
         assert look(near, scene.bus.said[-1])
         hear(near, scene.bus.sent[-1])  # they are for the other one
         hear(far, scene.bus.sent[-1])
@@ -65,7 +65,7 @@ def test_where_one_is_elsewhere_or_shares_none_frames_go_out_as_well(elsewhere: 
 def test_with_nobody_there_frames_go_out_for_those_who_come() -> None:
     async def test(scene: Scene) -> None:
         await scene.downlink.publish_full(0)
-        assert (len(scene.bus.sent), scene.bus.said, scene.downlink.told) == (1, [], 0)
+        assert (len(scene.bus.sent), scene.bus.said, scene.downlink.notified) == (1, [], 0)
 
     run_with(test)
 
@@ -86,12 +86,12 @@ def test_who_is_welcomed_later_is_told_where_the_model_lies() -> None:
         scene.join(0, machine())
         await scene.downlink.publish_full(0)
         scene.join(1, machine())
-        await scene.downlink.welcome(1)
+        await scene.downlink.announce_to(1)
         late = new_copy()
         assert look(late, scene.bus.said[-1])
         assert_holds(late, 0, scene.weights)
         scene.join(2, "")
-        await scene.downlink.welcome(2)
+        await scene.downlink.announce_to(2)
         assert (len(scene.bus.said), scene.bus.sent) == (2, [])
 
     run_with(test)
@@ -140,7 +140,7 @@ def test_where_there_is_no_memory_left_frames_go_out(monkeypatch: pytest.MonkeyP
     async def test(scene: Scene) -> None:
         scene.join(0, machine())
         await scene.downlink.publish_full(0)
-        assert (len(scene.bus.sent), scene.bus.said, scene.downlink.told) == (1, [], 0)
+        assert (len(scene.bus.sent), scene.bus.said, scene.downlink.notified) == (1, [], 0)
         scene.need(0, client_id=0)
         await scene.bus.until(lambda: len(scene.bus.sent) == 2)
 

@@ -14,8 +14,11 @@ from intake_hall import DIM, MAX_SAMPLES, RUN, Hall, Sender, deliver, hall_of, r
 from torch import Tensor
 
 from gradbus import codecs
+from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import NoRoom
+from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.rounds import Round, RoundRules
+from gradbus.actors.federated.updates_in import OfferedUpdate, UpdateAdmission
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt
 
@@ -86,7 +89,7 @@ def test_grants_that_take_long_to_say_do_not_get_in_each_others_way() -> None:
             await Sender(client_id).offer_to(hall)  # no room yet
         await hall.intake.on_frame(Sender(0).frames[0])
         hall.intake.forget(0, 100)  # room for all
-        hall.intake._budget_bytes = 1 << 20
+        hall.admission.budget_bytes = 1 << 20
         hall.bus.open.clear()
         granting = [asyncio.create_task(Sender(client_id).offer_to(hall)) for client_id in (1, 2, 1)]
         await hall.until(lambda: {1, 2} <= set(hall.bus.granted))
@@ -105,7 +108,7 @@ def test_no_offer_is_granted_after_the_round_ended_in_the_middle_of_a_grant() ->
         for client_id in range(3):
             await Sender(client_id).offer_to(hall)
         hall.intake.forget(0, 100)
-        hall.intake._budget_bytes = 1 << 20
+        hall.admission.budget_bytes = 1 << 20
         hall.bus.open.clear()
         granting = asyncio.create_task(Sender(1).offer_to(hall))
         await hall.until(lambda: 1 in hall.bus.granted)
@@ -382,3 +385,36 @@ def test_frames_that_nobody_waits_for_are_counted_and_dropped() -> None:
         assert hall.bus.receipts == []
 
     run_with(test)
+
+
+def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client_errs() -> None:
+    quarantine = Quarantine(max_strikes=1, quarantine_rounds=3)
+    admission = UpdateAdmission(
+        quarantine, SampleCap(None), run_id=RUN, max_bytes=400, budget_bytes=500, max_samples=100
+    )  # fmt: skip
+    rules = RoundRules(minimum=1, quorum=1.0, deadline_s=9.0, grace_s=0.0)
+    round_ = Round(1, range(2), rules, now_s=0.0)
+
+    def refused(sender: Sender, total_bytes: int = 400, **values: Any) -> tuple[str, bool] | None:
+        offer = replace(sender.offer, total_bytes=total_bytes, **values)
+        refusal = admission.refusal(OfferedUpdate(sender.client_id, 1, offer), round_)
+        return None if refusal is None else (refusal.reason, refusal.is_strike)
+
+    assert refused(Sender(0)) is None
+    assert refused(Sender(0), run_id=RUN + 1) == ("stale", False)
+    assert refused(Sender(0), round_id=2) == ("stale", False)
+    assert refused(Sender(5)) == ("unexpected", False)
+    assert refused(Sender(0), num_samples=101) == ("samples", True)
+    assert refused(Sender(0), total_bytes=401) == ("oversized", True)
+    quarantine.strike(0, 0, "samples", "")
+    assert refused(Sender(0)) == ("quarantine", False)
+
+
+def test_one_update_is_always_let_in_and_a_second_only_within_the_budget() -> None:
+    admission = UpdateAdmission(
+        Quarantine(0, 0), SampleCap(None), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
+    )  # fmt: skip
+    small, large = (replace(Sender().offer, total_bytes=size) for size in (200, 900))
+    assert admission.has_room(large, [])
+    assert admission.has_room(small, [small])
+    assert not admission.has_room(large, [small])
