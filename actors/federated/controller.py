@@ -36,7 +36,7 @@ from gradbus.actors.federated.liveness import (
 from gradbus.actors.federated.local_training import codec_options
 from gradbus.actors.federated.participation import NO_UPDATE
 from gradbus.actors.federated.publish import ModelPublisher
-from gradbus.actors.federated.report import Progress, RoundReport, report_of
+from gradbus.actors.federated.report import Progress, RoundReport
 from gradbus.actors.federated.rounds import (
     CLIENT_LOST,
     CLIENT_SILENT,
@@ -424,10 +424,7 @@ class Controller:
         crc32 = await self._compute.run(self._finish)
         aggregated_s = time.perf_counter()
         self._probe.reached("after_aggregate_before_commit", round_id)
-        report = report_of(
-            round_, outcome, attempt, self._receiver, crc32=crc32, started_s=started_s, collected_s=collected_s,
-            aggregated_s=aggregated_s, strikes=state.quarantine.take_new(), marks=self._marks(),
-        )  # fmt: skip
+        report = self._report(round_, outcome, attempt, crc32, (started_s, collected_s, aggregated_s))
         state.participation.commit(round_id, self._receiver.totals.samples, self._why_missed(round_))
         self._missed = {}
         # The message is made before the commit: what the clients will hold is part of the state.
@@ -455,6 +452,23 @@ class Controller:
             outcome=report.outcome, seconds=round(report.seconds, 3), bytes_shared=report.bytes_shared,
         )  # fmt: skip
         return report
+
+    def _report(
+        self, round_: Round, outcome: Outcome, attempt: int, crc32: int, times_s: tuple[float, float, float]
+    ) -> RoundReport:
+        """What is known of a round at its commit. ``times_s``, by ``time.perf_counter``: its start, the last update,
+        and the new model, of which ``crc32`` is the checksum."""
+        totals, timing, (started_s, collected_s, aggregated_s) = self._receiver.totals, self._receiver.timing, times_s
+        return RoundReport(
+            round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
+            expected=len(round_.expected), num_samples=totals.num_samples, loss=totals.loss(),
+            bytes_up=totals.bytes_up, bytes_up_shared=totals.bytes_up_shared, train_s=totals.train_s,
+            encode_s=totals.encode_s, dropped=self._receiver.take_dropped(),
+            wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
+            aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
+            command_s=timing.first_command_s - started_s, timeline=timing.timelines(), weights_crc32=crc32,
+            strikes=self._state.quarantine.take_new(), marks=self._marks(),
+        )  # fmt: skip
 
     def _marks(self) -> dict[str, tuple[int, ...]]:
         capped = tuple(sorted(self._receiver.capped))

@@ -15,14 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gradbus.actors.federated.participation import Strike
 from gradbus.runtime.wire.control import Offer
-
-if TYPE_CHECKING:
-    from gradbus.actors.federated.rounds import Outcome, Round
-    from gradbus.actors.federated.updates_in import UpdateReceiver
 
 MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports
 ROUND_S = 6  # digits: microseconds
@@ -299,31 +295,6 @@ class RoundReport:
     def figures(self) -> RoundReport:
         """The same without all that names clients."""
         return replace(self, clients=(), strikes=(), marks={}, timeline=())
-
-
-def report_of(
-    round_: Round, outcome: Outcome, attempt: int, receiver: UpdateReceiver, *, crc32: int, started_s: float,
-    collected_s: float, aggregated_s: float, strikes: tuple[Strike, ...] = (),
-    marks: Mapping[str, tuple[int, ...]] | None = None,
-) -> RoundReport:  # fmt: skip
-    """What is known of a round at its commit: the sums over its updates, and where the time went so far.
-
-    Args:
-        crc32: of the new weights.
-        started_s, collected_s, aggregated_s: by ``time.perf_counter``: its start, its end, and the new model.
-        strikes, marks: as in the report.
-    """
-    totals = receiver.totals
-    return RoundReport(
-        round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
-        expected=len(round_.expected), num_samples=totals.num_samples, loss=totals.loss(), bytes_up=totals.bytes_up,
-        bytes_up_shared=totals.bytes_up_shared, train_s=totals.train_s, encode_s=totals.encode_s,
-        dropped=receiver.take_dropped(),
-        wire_s=max(0.0, collected_s - started_s - totals.train_s - totals.encode_s - totals.aggregate_s),
-        aggregate_s=totals.aggregate_s + aggregated_s - collected_s, step_s=aggregated_s - collected_s,
-        command_s=receiver.timing.first_command_s - started_s, timeline=receiver.timing.timelines(),
-        weights_crc32=crc32, strikes=strikes, marks=marks or {},
-    )  # fmt: skip
 
 
 @dataclass(slots=True)
