@@ -25,12 +25,12 @@ def new_members() -> ClientRegistry:
 
 def greet(
     members: ClientRegistry, client_id: int = 0, incarnation: int = 100, *, now_s: float = 0.0, next_round: int = 1,
-    number: int | None = None, in_doubt: bool = False, **changes: object,
+    number: int | None = None, is_stalled: bool = False, **changes: object,
 ) -> tuple[HelloAnswer, str]:  # fmt: skip
     hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
     number = next(_numbers) if number is None else number
     return members.hello(
-        client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, is_stalled=in_doubt
+        client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, is_stalled=is_stalled
     )
 
 
