@@ -50,10 +50,6 @@ RUNTIME_ORDER = (
 # Files that still import each other in a ring, also inside functions and for types alone. This set may only shrink.
 IN_A_RING = {
     "actors/aggregation/clipping.py", "actors/aggregation/robust.py", "actors/aggregation/strategies.py",
-    *(f"runtime/_torch/{name}.py" for name in (
-        "backend", "comm_thread", "direct", "exchange", "monitored_barrier", "moves", "ops", "p2p", "process_group",
-        "register", "shapes", "works",
-    )),
 }  # fmt: skip
 READ_THEIR_OWN = ("experiments/bench",)
 
