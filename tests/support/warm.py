@@ -7,6 +7,7 @@ in each helper, most processes of a whole run loaded half of their modules thems
 from __future__ import annotations
 
 import atexit
+import fcntl
 import multiprocessing
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 _context = multiprocessing.get_context("forkserver")
 _PATH = "PYTHONPATH"
 _output = tempfile.TemporaryFile("ab+")  # noqa: SIM115 - of the server and all processes that it forks
+fcntl.fcntl(_output, fcntl.F_SETFL, os.O_APPEND)  # the mode is that of Python's object alone
 atexit.register(_output.close)
 
 
