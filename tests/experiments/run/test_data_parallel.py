@@ -1,31 +1,22 @@
-"""The pieces of the commands of data-parallel training that need no other process."""
+"""Which rank a process is, what its configuration may hold, and what a launch gives its ranks."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from gradbus.actors import EpochReport
 from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.files import WorkerFile, load
 from gradbus.experiments.launch.command import plan
 from gradbus.experiments.run.configured_task import ConfiguredShardTask
 from gradbus.experiments.run.data_parallel import check_equal_facts
-from gradbus.experiments.run.live import Lines, epoch_line, epochs_table
 from gradbus.experiments.run.rank_environment import RankPlace, find_place
-from gradbus.experiments.rundir.directory import WorkerDirectory
 from gradbus.runtime import errors
 from gradbus.runtime.errors import ConfigError
 
-REPORT = EpochReport(
-    epoch=1, step=20, loss=0.5, accuracy=0.9, step_s_mean=0.0123, wait_s_mean=0.004, bytes_out_per_step=1_628_200,
-    density=0.001, seconds=2.5,
-)  # fmt: skip
 DEFAULTS = {"rank": None, "world": None, "overrides": None, "data_root": None}
 
 
@@ -146,81 +137,6 @@ def test_the_number_of_ranks_may_be_in_the_configuration(tmp_path: Path) -> None
     (tmp_path / "x.json").write_text('{"world": 3}')
     assert launch(["x.json"], ranks=None).world == 3
     assert launch(["x.json"], ranks=2).world == 2
-
-
-# -- the run directory -------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_sees_the_directory_of_rank_0_shares_it(tmp_path: Path) -> None:
-    first = WorkerDirectory(Path("runs/one"), 0)
-    assert WorkerDirectory.meet(first.invitation(), Path("mine"), 1).path == tmp_path / "runs" / "one"
-
-
-@pytest.mark.parametrize(("own", "path"), [(Path("mine"), "mine"), (None, "runs/one")])
-def test_a_rank_on_another_machine_has_a_directory_of_its_own(own: Path | None, path: str, tmp_path: Path) -> None:
-    """There may be one at that very path: left by another run, or by an earlier start of this one."""
-    told = WorkerDirectory(tmp_path / "there" / "one", 0).invitation()
-    WorkerDirectory(tmp_path / "there" / "one", 0)
-    assert WorkerDirectory.meet(told, own, 1).path == Path(path)
-
-
-def test_what_was_done_after_the_checkpoint_of_a_resume_is_taken_out_of_the_reports(tmp_path: Path) -> None:
-    reports = [EpochReport(epoch=epoch, step=10 * epoch, loss=1.0) for epoch in range(4)]
-    before = [*(json.dumps(report.to_json()) for report in reports[:3]), '{"epoch": 3, "cut off']
-    (tmp_path / "epochs.jsonl").write_text("\n".join(before))
-    directory = WorkerDirectory(tmp_path, 0)
-    directory.add(reports[2])
-    directory.add(reports[3])
-    lines = (tmp_path / "epochs.jsonl").read_text().splitlines()
-    assert [EpochReport.from_json(json.loads(line)) for line in lines] == reports
-
-
-def test_the_best_accuracy_of_a_run_is_that_of_all_its_epochs_also_after_a_resume(tmp_path: Path) -> None:
-    for epoch, accuracy in enumerate((0.8, 0.9, None, 0.7)):
-        started_again = WorkerDirectory(tmp_path, 0)
-        started_again.add(EpochReport(epoch=epoch, step=10, loss=1.0, accuracy=accuracy))
-    started_again.finish(outcome="done")
-    assert json.loads((tmp_path / "summary.json").read_text())["best_accuracy"] == 0.9
-    assert [report.accuracy for report in started_again.reports()] == [0.8, 0.9, None, 0.7]
-
-
-def test_an_epoch_of_a_rank_other_than_0_is_one_short_line() -> None:
-    assert epoch_line(REPORT, 3, of_all=False) == (
-        "epoch 2/3: loss 0.5000, step 12.3 ms, wait 4.0 ms, sent 1.63 MB per step"
-    )
-
-
-def test_the_configuration_that_is_kept_can_be_read_again(configs: Path, tmp_path: Path) -> None:
-    overrides = ["rank=0", "world=2", "run_dir=runs/x", "task.batch_size=7"]
-    file = load(WorkerFile, configs / "ddp-dgc.conf.json", overrides=overrides)
-    WorkerDirectory(tmp_path, 0).write_config(file)
-    assert load(WorkerFile, tmp_path / "config.json") == file.model_copy(update={"rank": None})
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="run directory file/run cannot be written: Not a directory"):
-        WorkerDirectory(Path("file/run"), 0)
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_is_one_plain_line() -> None:
-    console = Console(file=io.StringIO(), width=40)
-    Lines(console, lambda report: epoch_line(report, 3)).done(REPORT)
-    assert console.file.getvalue() == (  # type: ignore[attr-defined]
-        "epoch 2/3: step 20, loss 0.5000, accuracy 90.00 %, step 12.3 ms, wait 4.0 ms, sent 1.63 MB per step, "
-        "density 0.1 %, epoch 2.50 s\n"
-    )
-
-
-def test_the_table_shows_the_same() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(epochs_table([REPORT]))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("epoch", "20", "0.5000", "90.00 %", "12.3", "4.0", "1.63 MB", "0.1 %", "2.50"):
-        assert text in shown
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,106 @@
+"""What a run writes into its directory, and what it keeps of an earlier start."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradbus.actors import EpochReport, RoundReport
+from gradbus.actors.federated.participation import Strike
+from gradbus.actors.federated.report import ClientTimeline
+from gradbus.experiments.files import WorkerFile, load
+from gradbus.experiments.rundir.directory import ControllerDirectory, WorkerDirectory
+from gradbus.runtime.errors import ConfigError
+
+
+def test_a_run_directory_is_written_anew_after_a_resume_and_then_appended_to(tmp_path: Path) -> None:
+    reports = [RoundReport(round_id=i) for i in range(1, 5)]
+    (tmp_path / "rounds.jsonl").write_text('{"round_id": 1}\n{"round_id": 2}\n{"round_id": 3, "cut off')
+    with ControllerDirectory(tmp_path) as run:
+        run.add(reports[:3])
+        run.add(reports)
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round_id"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_resume_keeps_the_timelines_of_rounds_that_stand(tmp_path: Path) -> None:
+    """The controller that goes on does not know them: they are in no checkpoint."""
+    timeline = (ClientTimeline(client_id=3, counted_s=1.5),)
+    reports = [RoundReport(round_id=i, weights_crc32=10 + i, timeline=timeline) for i in (1, 2, 3)]
+    with ControllerDirectory(tmp_path) as run:
+        run.add(reports)
+    again = [reports[0].without_timeline(), replace(reports[1], weights_crc32=99, timeline=())]
+    with ControllerDirectory(tmp_path) as run:
+        run.add(again)  # round 2 was done again, and round 3 is still to come
+        run.add([*again, replace(reports[2], loss=math.nan)])
+    entries = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [[client["counted_s"] for client in entry["timeline"]] for entry in entries] == [[1.5], [], [1.5]]
+    assert entries[2]["loss"] is None
+
+
+def test_a_resume_keeps_who_took_part_and_the_rounds_that_no_checkpoint_has_any_more(tmp_path: Path) -> None:
+    marks = {"clipped": (3,)}
+    strike = Strike(3, 2, "non-finite", "nan", 1)
+    reports = [
+        RoundReport(round_id=i, weights_crc32=10 + i, clients=(1, 3), expected=3, marks=marks, strikes=(strike,))
+        for i in (1, 2, 3, 4)
+    ]
+    with ControllerDirectory(tmp_path) as run:
+        run.add(reports)
+    before = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    with ControllerDirectory(tmp_path) as run:  # the checkpoint has forgotten round 1, and round 3 was done again
+        run.add([reports[1].figures(), replace(reports[2], weights_crc32=99).figures(), reports[3]])
+    after = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [after[0], after[1], after[3]] == [before[0], before[1], before[3]]
+    again = json.loads(after[2])
+    assert (again["clients"], again["updates"], again["strikes"], again["marks"]) == ([], 2, [], {})
+
+
+def test_a_rank_that_sees_the_directory_of_rank_0_shares_it(tmp_path: Path) -> None:
+    first = WorkerDirectory(Path("runs/one"), 0)
+    assert WorkerDirectory.meet(first.invitation(), Path("mine"), 1).path == tmp_path / "runs" / "one"
+
+
+@pytest.mark.parametrize(("own", "path"), [(Path("mine"), "mine"), (None, "runs/one")])
+def test_a_rank_on_another_machine_has_a_directory_of_its_own(own: Path | None, path: str, tmp_path: Path) -> None:
+    """There may be one at that very path: left by another run, or by an earlier start of this one."""
+    told = WorkerDirectory(tmp_path / "there" / "one", 0).invitation()
+    WorkerDirectory(tmp_path / "there" / "one", 0)
+    assert WorkerDirectory.meet(told, own, 1).path == Path(path)
+
+
+def test_what_was_done_after_the_checkpoint_of_a_resume_is_taken_out_of_the_reports(tmp_path: Path) -> None:
+    reports = [EpochReport(epoch=epoch, step=10 * epoch, loss=1.0) for epoch in range(4)]
+    before = [*(json.dumps(report.to_json()) for report in reports[:3]), '{"epoch": 3, "cut off']
+    (tmp_path / "epochs.jsonl").write_text("\n".join(before))
+    directory = WorkerDirectory(tmp_path, 0)
+    directory.add(reports[2])
+    directory.add(reports[3])
+    lines = (tmp_path / "epochs.jsonl").read_text().splitlines()
+    assert [EpochReport.from_json(json.loads(line)) for line in lines] == reports
+
+
+def test_the_best_accuracy_of_a_run_is_that_of_all_its_epochs_also_after_a_resume(tmp_path: Path) -> None:
+    for epoch, accuracy in enumerate((0.8, 0.9, None, 0.7)):
+        started_again = WorkerDirectory(tmp_path, 0)
+        started_again.add(EpochReport(epoch=epoch, step=10, loss=1.0, accuracy=accuracy))
+    started_again.finish(outcome="done")
+    assert json.loads((tmp_path / "summary.json").read_text())["best_accuracy"] == 0.9
+    assert [report.accuracy for report in started_again.reports()] == [0.8, 0.9, None, 0.7]
+
+
+def test_the_configuration_that_is_kept_can_be_read_again(configs: Path, tmp_path: Path) -> None:
+    overrides = ["rank=0", "world=2", "run_dir=runs/x", "task.batch_size=7"]
+    file = load(WorkerFile, configs / "ddp-dgc.conf.json", overrides=overrides)
+    WorkerDirectory(tmp_path, 0).write_config(file)
+    assert load(WorkerFile, tmp_path / "config.json") == file.model_copy(update={"rank": None})
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="run directory file/run cannot be written: Not a directory"):
+        WorkerDirectory(Path("file/run"), 0)
