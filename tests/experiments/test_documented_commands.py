@@ -41,12 +41,12 @@ ELSEWHERE = {
         "gradbus controller controller.json", "gradbus controller controller.json --run-dir *",
         "gradbus client client.json*", "gradbus run -n 2 *",
     ),
-    "tests/experiments/test_worker_command.py": (
+    "tests/experiments/run/test_worker_command.py": (
         "make run-ddp", ".venv/bin/torchrun --standalone *", "gradbus worker my.json *",
     ),
-    "tests/experiments/test_status.py": ("gradbus status *",),
+    "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/test_history.py": ("gradbus check *",),
-    "tests/experiments/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
+    "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
     "tests/experiments/test_flows.py": ("make demo", "GRADBUS_FAIL_AT=*"),
     "tests/runtime/testing/test_faults.py": ("GRADBUS_BUS__FAULTS=*",),
     "tests/torch_backend/test_identity.py": ("export GRADBUS_BUS__SECURITY=identity *", "export GRADBUS_KEY_FILE=*"),
