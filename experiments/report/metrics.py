@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,42 +14,35 @@ from gradbus.actors import Progress, RoundReport
 PHASES = ("train", "encode", "wire", "aggregate", "checkpoint", "publish", "eval")
 """Phases of a round; each has its seconds in a report."""
 
+_SUMMED = (
+    "bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared", "seconds", *(f"{phase}_s" for phase in PHASES)
+)  # fmt: skip
+
 Family = CounterMetricFamily | GaugeMetricFamily
 
 
-@dataclass(slots=True)
 class Totals:
     """Sums over the reports of one run. Each report is looked at once, however many there are.
 
     Attributes:
-        rounds: reports so far. bytes_up, bytes_down, bytes_up_shared, bytes_down_shared, seconds, phase_seconds,
-            dropped: their sums.
+        rounds: reports so far. sums: of their bytes and seconds, by the names of the fields. dropped: by reason.
         loss: of the newest report. accuracy, eval_loss: of the newest one that was evaluated.
     """
 
-    rounds: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    bytes_up_shared: int = 0
-    bytes_down_shared: int = 0
-    seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    dropped: Counter[str] = field(default_factory=Counter)
-    loss: float | None = None
-    accuracy: float | None = None
-    eval_loss: float | None = None
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.sums: dict[str, float] = dict.fromkeys(_SUMMED, 0)
+        self.dropped: Counter[str] = Counter()
+        self.loss: float | None = None
+        self.accuracy: float | None = None
+        self.eval_loss: float | None = None
 
     def follow(self, reports: Sequence[RoundReport]) -> Totals:
         """Add those of the run's reports that are new."""
         for report in reports[self.rounds :]:
             self.rounds += 1
-            self.bytes_up += report.bytes_up
-            self.bytes_down += report.bytes_down
-            self.bytes_up_shared += report.bytes_up_shared
-            self.bytes_down_shared += report.bytes_down_shared
-            self.seconds += report.seconds
-            for phase in PHASES:
-                self.phase_seconds[phase] += getattr(report, f"{phase}_s")
+            for name in _SUMMED:
+                self.sums[name] += getattr(report, name)
             self.dropped.update(report.dropped)
             self.loss = report.loss
             if report.accuracy is not None:
@@ -144,13 +136,12 @@ def _measure(families: Mapping[str, Family], name: str, job: Measured) -> None:
         if value is not None:  # no sample is better than an invented one
             put(key, value)
     put("rounds", totals.rounds)
-    put("seconds", totals.seconds)
-    put("bytes", totals.bytes_up, "up")
-    put("bytes", totals.bytes_down, "down")
-    put("shared", totals.bytes_up_shared, "up")
-    put("shared", totals.bytes_down_shared, "down")
-    for phase, seconds in totals.phase_seconds.items():
-        put("phases", seconds, phase)
+    put("seconds", totals.sums["seconds"])
+    for direction in ("up", "down"):
+        put("bytes", totals.sums[f"bytes_{direction}"], direction)
+        put("shared", totals.sums[f"bytes_{direction}_shared"], direction)
+    for phase in PHASES:
+        put("phases", totals.sums[f"{phase}_s"], phase)
     for reason, count in totals.dropped.items():
         put("dropped", count, reason)
     for reason, count in job.rejected.items():
