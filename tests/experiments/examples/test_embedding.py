@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 from federation import DIM, Federation
-from patience import PATIENT_S, soonest
+from patience import PATIENT_S, soonest, until
 from prometheus_client.parser import text_string_to_metric_families
 
 import gradbus
@@ -124,12 +124,9 @@ def rules(rounds: int, num_clients: int, **more: Any) -> gradbus.FederatedConfig
     return gradbus.FederatedConfig(rounds=rounds, num_clients=num_clients, **settings)
 
 
-def threads_of_gradbus() -> list[str]:
-    """Those that are left when each has had a moment to end."""
-    until_s = time.monotonic() + 10.0
-    while (left := [t.name for t in threading.enumerate() if "gradbus" in t.name]) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return left
+def assert_no_thread_is_left(before: Set[threading.Thread]) -> None:
+    """Each that was started since has a moment to end."""
+    until(lambda: not [t for t in threading.enumerate() if "gradbus" in t.name and t not in before])
 
 
 def test_status_answers_at_once_and_shows_progress_while_rounds_run(job: str, domain: int) -> None:
@@ -241,7 +238,7 @@ def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int, monkeypatch
 
 @pytest.mark.alone
 def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(domain: int) -> None:
-    switch_interval_s = sys.getswitchinterval()
+    switch_interval_s, before = sys.getswitchinterval(), set(threading.enumerate())
 
     async def scenario(job: str) -> tuple[float, str, set[str]]:
         service = FederatedService()
@@ -258,7 +255,7 @@ def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(domain: int) -> 
         took_s, outcome, left = asyncio.run(scenario(new_job()))
         assert outcome == "stopped"
         assert left == set()
-        assert threads_of_gradbus() == []
+        assert_no_thread_is_left(before)
         assert sys.getswitchinterval() == switch_interval_s
         return took_s
 
