@@ -31,7 +31,7 @@ from gradbus.runtime.bus.switch_interval import short_switch_interval
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile
-from gradbus.runtime.dds.participant import Node, Waiter, Writer
+from gradbus.runtime.dds.participant import Node, Periodic, Waiter, Writer
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.misuse import opening
@@ -43,6 +43,7 @@ from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, ModelBlob, PeerGone, TrainCmd
 
+LOOK_AROUND_S = 1.0  # what discovery has found: in a crowd there is news every millisecond
 _MAX_JOBS = 16
 _MAX_VOICES = 4096  # senders that others are told of when the bus closes
 
@@ -60,10 +61,9 @@ class Bus:
         self.faults: Faults | None = None  # of a test
         self._node = node
         self._loop = loop
-        self._waiter = Waiter(node)
-        self._receiver = Receiver(
-            self._waiter, loop, self._on_matched, self._on_fault, node.look_around, lease_s=node.lease_s
-        )
+        self._receiver = Receiver(Waiter(node), loop, self._on_matched, self._on_fault, lease_s=node.lease_s)
+        self._thread = self._receiver.thread
+        self._thread.add_periodic(Periodic(node.look_around, LOOK_AROUND_S))
         self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
         self._writers: dict[type[Any], Writer] = {}
@@ -79,13 +79,13 @@ class Bus:
         self._voices: dict[Identity, None] = {}  # who has spoken through it
         self._closed = False
         self._made_in = forks.generation
-        self._receiver.start()
+        self._thread.start()
         try:
             node.start(self._receiver)
             self._sender.start()
         except BaseException:  # whoever closes the node now must be the only one in DDS
-            self._receiver.stop()
-            self._receiver.join(1.0)
+            self._thread.stop()
+            self._thread.join(1.0)
             raise
 
     # Sending
@@ -265,7 +265,7 @@ class Bus:
 
     def _on_fault(self) -> None:
         """The receive thread has ended: nothing will come any more, so whoever waits for something is told."""
-        self._subscriptions.close(fault=f"the receive thread ended with {self._receiver.fault!r}")
+        self._subscriptions.close(fault=f"the receive thread ended with {self._thread.fault!r}")
         self._on_matched()
 
     def _on_matched(self) -> None:
@@ -312,8 +312,8 @@ class Bus:
         forks.check(self._made_in, "the bus")
         if self._closed:
             raise BusClosed("the bus is closed")
-        if self._receiver.fault is not None:
-            raise BusClosed(f"the receive thread ended with {self._receiver.fault!r}") from self._receiver.fault
+        if self._thread.fault is not None:
+            raise BusClosed(f"the receive thread ended with {self._thread.fault!r}") from self._thread.fault
 
     async def close(self, *, drain_s: float = 1.0) -> None:
         """Send what is queued (for at most ``drain_s``), stop both threads, leave DDS. Bounded in time, also when the
@@ -334,7 +334,7 @@ class Bus:
             self._subscriptions.close()
             self._on_matched()
             self._sender.stop()
-            self._receiver.stop()
+            self._thread.stop()
             finished: asyncio.Future[None] = self._loop.create_future()
             threading.Thread(
                 target=self._shut_down, args=(finished, list(self._ports)), name="gradbus-close", daemon=True
@@ -345,7 +345,7 @@ class Bus:
     def _shut_down(self, finished: asyncio.Future[None], ports: list[FramePort]) -> None:
         for port in ports:
             port.stop_writing()
-        self._receiver.join(3.0)
+        self._thread.join(3.0)
         self._sender.join(3.0)
         self._node.close()
         self._post(_finish, finished)

@@ -102,12 +102,21 @@ class Liveness:
 
     def look(self, clock_s: float) -> list[PeerGone]:
         """Let time pass. ``clock_s``: of one clock. Returns who is gone by now."""
-        if self._looked_s is not None:
-            self._now_s += min(max(0.0, clock_s - self._looked_s), LONGEST_TURN_S)
-        self._looked_s = clock_s
+        self.advance(clock_s)
         if not self._departed:
             return []
         return [PeerGone(*sender) for sender in sorted(self._departed) if self._is_gone(sender) and self._drop(sender)]
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether DDS has lost somebody of whom it is not known yet whether they are gone."""
+        return bool(self._departed)
+
+    def advance(self, clock_s: float) -> None:
+        """Let time pass, before something that has a time is noted."""
+        if self._looked_s is not None:
+            self._now_s += min(max(0.0, clock_s - self._looked_s), LONGEST_TURN_S)
+        self._looked_s = clock_s
 
     def heard(self, writer: int, message: Control) -> None:
         """Something was said."""
@@ -154,7 +163,7 @@ class Liveness:
         """A sender has said that its bus closes."""
         return [PeerGone(*sender)] if self._drop(sender) else []
 
-    def shut_out(self, writers: Iterable[int], why: str) -> list[PeerGone]:
+    def block_writers(self, writers: Iterable[int], why: str) -> list[PeerGone]:
         """Nothing is taken from these writers any more. Returns who spoke through them."""
         lost = self._speakers.left(writers, why)
         for gone in lost:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.receiver import SPIN_S, Receiver
+from gradbus.runtime.bus.receiver import Receiver
 from gradbus.runtime.bus.sender import Job, Pause, Sender
+from gradbus.runtime.bus.wait_loop import SPIN_S
 from gradbus.runtime.dds.participant import Node, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed
@@ -123,20 +124,20 @@ class FramePort:
         self._sender.rouse()
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
-        """See :meth:`.receiver.Receiver.pump`."""
-        self._receiver.pump(done, until_s)
+        """See :meth:`.wait_loop.WaitLoop.poll_inline`."""
+        self._receiver.thread.poll_inline(done, until_s)
 
     def spin(self, done: Callable[[], bool]) -> None:
-        """See :meth:`.receiver.Receiver.pump`: for a short time, on the thread of an event loop."""
-        self._receiver.pump(done, time.monotonic() + SPIN_S, may_sleep=False)
+        """See :meth:`.wait_loop.WaitLoop.poll_inline`: for a short time, on the thread of an event loop."""
+        self._receiver.thread.poll_inline(done, time.monotonic() + SPIN_S, may_sleep=False)
 
     def nudge(self) -> None:
-        """See :meth:`.receiver.Receiver.nudge`."""
-        self._receiver.nudge()
+        """See :meth:`.wait_loop.WaitLoop.wake_inline`."""
+        self._receiver.thread.wake_inline()
 
     def resume(self) -> None:
-        """See :meth:`.receiver.Receiver.resume`."""
-        self._receiver.resume()
+        """See :meth:`.wait_loop.WaitLoop.wake_io_thread`."""
+        self._receiver.thread.wake_io_thread()
 
     def after_drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` on the receive thread when all that has come so far has been taken."""
@@ -181,7 +182,7 @@ class FramePort:
         """Have the receive thread delete all. Returns what tells of it; None: it does not, or there is nothing."""
         endpoints: list[Channel | Writer] = [*self._channels, *self._writers]
         self._channels, self._writers = [], []
-        if not endpoints or not self._receiver.is_alive() or self._receiver.fault is not None:
+        if not endpoints or not self._receiver.thread.is_alive() or self._receiver.thread.fault is not None:
             return None
         loop, removed = asyncio.get_running_loop(), asyncio.Event()
         left = len(endpoints)

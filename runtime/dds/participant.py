@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,6 +50,7 @@ _TYPES: dict[str, Any] = {
     "ModelBlob": idl_types.ModelBlobType,
     "Frame": idl_types.FrameType,
 }
+PERIOD_S = 0.002  # how often the thread of a bus calls what waits for an answer that comes soon
 MAX_DELETING = 64  # writers at the same time, each on a thread
 _ANY = InstanceState.Any | SampleState.Any | ViewState.Any
 
@@ -228,22 +230,32 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(slots=True, eq=False)
+class Periodic:
+    """A function that the thread of a bus calls until it returns False. It must not wait.
+
+    Attributes:
+        every_s: from one call to the next; the function may change it. due_s: the next call, by ``time.monotonic``.
+    """
+
+    function: Callable[[], bool]
+    every_s: float = PERIOD_S
+    due_s: float = 0.0
+
+
 class IoThread(Protocol):
     """What a participant's own protocols (joining, liveness challenge, foreign readers) need of the thread that takes
-    the samples of its bus. All but ``rejected`` is for that thread.
+    the samples of its bus. All but ``rejected`` and ``add_periodic`` is for that thread.
 
     Attributes:
         rejected: counts of dropped samples, by reason.
-        has_new_readers: some writer's readers have changed since this was reset.
-        each_turn: called after each wait, at least once a second. watch: called too; returns the seconds after which it
-            is to be called again at the latest. before_deletion: called with writers that are about to be deleted.
+        on_new_readers: called when a writer's matched readers have changed, or a writer has been deleted.
+        before_deletion: called with writers that are about to be deleted.
     """
 
     rejected: Counter[str]
-    has_new_readers: bool
-    each_turn: Callable[[], None] | None
-    watch: Callable[[], float] | None
-    before_deletion: Callable[[Sequence[Writer]], None] | None
+    on_new_readers: Callable[[], None]
+    before_deletion: Callable[[Sequence[Writer]], None]
 
     @property
     def writers(self) -> Sequence[Writer]:
@@ -255,17 +267,20 @@ class IoThread(Protocol):
     def add_reader(self, reader: Reader) -> None:
         """Take the samples of a reader that uses them itself, in ``take`` or ``typed``, and hands none over."""
 
-    def look(self) -> None:
+    def take_again(self) -> None:
         """Take from all readers again: some hold samples that DDS does not know of."""
 
     def rematched(self) -> None:
         """The counts of matched endpoints have changed for another reason than DDS's."""
 
-    def shut_out(self, sources: Collection[int], why: str) -> None:
+    def block_writers(self, sources: Collection[int], why: str) -> None:
         """Report those who send through these DDS writers as gone, and take nothing more from them."""
 
-    def look_after(self, function: Callable[[], bool]) -> None:
-        """Call a function every few milliseconds until it returns False. It must not wait."""
+    def add_periodic(self, periodic: Periodic) -> None:
+        """Call a function soon, and then again and again until it returns False; once where it is there already."""
+
+    def call_within(self, periodic: Periodic, seconds: float) -> None:
+        """Move the next call of a function to an earlier time."""
 
 
 class Node:
@@ -314,12 +329,12 @@ class Node:
             self.close()
             raise
 
-    def look_around(self) -> None:
-        """Take note of what discovery has found, and have others find this process. Called now and then, and when
-        matched endpoints change."""
+    def look_around(self) -> bool:
+        """Take note of what discovery has found, and have others find this process. Called once a second."""
         self._lease.discovery.look()
         self._lease.announcer.announce()
         dds_log.tell()
+        return True
 
     def exclusion(self) -> Exclusion:
         """See :func:`.domains.exclusion`."""

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 from gradbus.runtime import forks
 from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
 from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.participant import IoThread, Node, Writer
+from gradbus.runtime.dds.participant import IoThread, Node, Periodic, Writer
 from gradbus.runtime.logs import get_logger
 
 IDLE_S = 1.0  # between two looks while no writer has guests
@@ -114,31 +114,33 @@ class ForeignReaders:
         self._shut: dict[bytes, _Shut] = {}
         self._alert_until_s = self._strict_until_s = 0.0
         self._strain_s = self._strained_s = 0.0  # how long writes have waited, and when that was looked at
-        self._due_s = self._wanted_s = 0.0
+        self._has_new = True
         self._looked_s = time.monotonic()
         self._lines, self._line_s, self._unnamed = LINES, 0.0, 0
         self._is_placing = False
         self._cannot = False
         with ForeignReaders._all_lock:
             ForeignReaders._all.add(self)
-        thread.watch = self.look
+        self._periodic = Periodic(self.look, IDLE_S)
+        thread.on_new_readers = self._on_new_readers
         thread.before_deletion = self.dismiss
+        thread.add_periodic(self._periodic)
 
-    def look(self) -> float:
-        """Look whether guests do harm. Returns the seconds after which to look again."""
+    def _on_new_readers(self) -> None:
+        self._has_new = True
+        self._thread.call_within(self._periodic, LOOK_S)
+
+    def look(self) -> bool:
+        """Look whether writes wait for guests; how soon again depends on what there is."""
         now_s = time.monotonic()
         before_s, self._looked_s = self._looked_s, now_s
         if now_s - before_s > PAUSE_S:
             self._forgive(now_s - before_s, now_s)
-        is_new = self._thread.has_new_readers
-        if now_s < (self._due_s if is_new else self._wanted_s):
-            return (self._due_s if is_new else self._wanted_s) - now_s
+        is_new, self._has_new = self._has_new, False
         if is_new:
-            self._thread.has_new_readers = False
             self._find_readers()
-        pause_s = self._judge(now_s) if is_new or self._guests or self._shut else IDLE_S
-        self._due_s, self._wanted_s = now_s + LOOK_S, now_s + pause_s
-        return pause_s
+        self._periodic.every_s = self._judge(now_s) if is_new or self._guests or self._shut else IDLE_S
+        return True
 
     def _forgive(self, pause_s: float, now_s: float) -> None:
         """This process stood still. What guests have sent meanwhile is yet to be read, so little of that time counts
@@ -253,7 +255,7 @@ class ForeignReaders:
             del self._shut[next(iter(self._shut))]
         if not self._is_placing:
             self._is_placing = True
-            self._thread.look_after(self._place)
+            self._thread.add_periodic(Periodic(self._place))
 
     def has_just_shut(self, prefix: bytes, now_s: float) -> bool:
         """Whether this bus is shutting a participant out right now, which does so for all buses of this process. DDS

@@ -14,7 +14,7 @@ import struct
 import time
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.participant import IoThread
+from gradbus.runtime.dds.participant import IoThread, Periodic
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import Opened, Seal
@@ -114,7 +114,7 @@ class Greeter:
         self._seal.peers.on_unproven = self._ask
         self._seal.peers.dropped = self._count
         thread.add_reader(reader)
-        thread.look_after(self._greet)
+        thread.add_periodic(Periodic(self._greet))
 
     def hear(self, peer: Peer, data: memoryview) -> None:
         """A greeting of a session. Raises FrameError."""
@@ -127,24 +127,24 @@ class Greeter:
             peer.floor = max(0, heard_at - LEEWAY_S)
             peer.retained = dict(zip(_RETAINED, said.retained, strict=True))
             self._seal.peers.prove(peer)
-            self._thread.look()
+            self._thread.take_again()
         if said.challenge not in self._answers:
             self._answers[said.challenge] = self._seal.moment
             while len(self._answers) > MAX_ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._is_due = True
-            self._thread.look_after(self._greet)
+            self._thread.add_periodic(Periodic(self._greet))
 
     def greet_again(self) -> None:
         """There is another key, or the first one: who comes later can read only what is sealed with it."""
         self._is_due = True
-        self._thread.look_after(self._greet)
+        self._thread.add_periodic(Periodic(self._greet))
 
     def _ask(self) -> None:
         """There is data of a session that is not proven: perhaps it has not heard this process."""
         if time.monotonic() > self._greeted_s + REPEAT_S:
             self._is_due = True
-            self._thread.look_after(self._greet)
+            self._thread.add_periodic(Periodic(self._greet))
 
     def _count(self, why: str, samples: int) -> None:
         self._thread.rejected[why] += samples

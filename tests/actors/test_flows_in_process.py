@@ -23,6 +23,7 @@ from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish
 from gradbus.actors.federated.report import RoundTiming
 from gradbus.models import NullTask
+from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.testing.journal import History
@@ -262,8 +263,7 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
             client = gradbus.Client(bus, NullTask(DIM), client_id=0)
             running = asyncio.create_task((client if who == "client" else controller).run())
             await eventually(lambda: bus.writes(Control))
-            bus._receiver.each_turn = fail
-            bus._receiver.look()
+            bus._receiver.add_periodic(Periodic(fail))
             with pytest.raises(BusClosed, match=r"the receive thread ended with .*dds_waitset_wait returned -1"):
                 await running
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import IoThread, Reader
+from gradbus.runtime.dds.participant import IoThread, Periodic, Reader
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
@@ -24,7 +24,7 @@ from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
 
 BEACON_TOPIC = "train/beacon"
-TICK_S = 0.05
+TICK_S, IDLE_TICK_S = 0.05, 0.2  # the former while an answer is awaited
 BEACON_S = 2.0  # who was too busy to take it, or was led astray, hears it again
 LIST_S = 0.4  # how often to look whether the allow list has changed: it counts a second later, after two looks
 
@@ -104,7 +104,7 @@ class Porter:
         for one in (reader, self._beacons):
             thread.add_reader(one)
         thread.add_writer(self._writer)
-        thread.each_turn = self._turn
+        thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))
 
     def hear(self, topic: str, data: memoryview, source: int) -> None:
         """A sample of one of the topics. Raises FrameError."""
@@ -122,7 +122,7 @@ class Porter:
             self._writer.write((), (data,))
         if self._is_busy and not self._is_pressing:
             self._is_pressing = True
-            self._thread.look_after(self._press)
+            self._thread.add_periodic(Periodic(self._press, TICK_S))
 
     @property
     def _is_busy(self) -> bool:
@@ -133,6 +133,10 @@ class Porter:
         self._turn()
         self._is_pressing = self._is_busy
         return self._is_pressing
+
+    def _tick(self) -> bool:
+        self._turn()
+        return True
 
     def _turn(self) -> None:
         now_s = time.monotonic()

@@ -127,7 +127,7 @@ class RankNode(SealedNode):
         def removed(sessions: Collection[bytes]) -> None:
             for session in sessions:
                 if session not in self.seal.peers.removed:
-                    thread.shut_out(self.seal.peers.remove(session), REMOVED)
+                    thread.block_writers(self.seal.peers.remove(session), REMOVED)
 
         self.keys.on_change = changed
         self.party.on_removed = removed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from typing import Any, cast
 
@@ -15,9 +16,10 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.runtime.bus import raw_endpoints
-from gradbus.runtime.bus import receiver as receiver_module
+from gradbus.runtime.bus import wait_loop as wait_loop_module
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.bus.wait_loop import WaitLoop
+from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.errors import BusClosed, PeerLost
 from gradbus.runtime.wire import frames
@@ -33,8 +35,7 @@ def break_it(bus: Bus) -> None:
     def fail() -> None:
         raise OSError("dds_waitset_wait returned -1")
 
-    bus._receiver.each_turn = fail
-    bus._receiver.look()
+    bus._receiver.add_periodic(Periodic(fail))
 
 
 class Looks:
@@ -51,11 +52,11 @@ class Looks:
 
 def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, yields = Looks(news_at=3), list[int]()
-    monkeypatch.setattr(receiver_module, "SPIN_S", 60.0)
+    monkeypatch.setattr(wait_loop_module, "SPIN_S", 60.0)
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(looks.count))
-    receiver = Receiver(cast("Any", looks), cast("Any", None), lambda: None, lambda: None, lambda: None, lease_s=1.0)
+    loop = WaitLoop(cast("Any", looks), bool, failed=lambda: None, ended=lambda: None)
 
-    receiver.pump(lambda: looks.count == 3, time.monotonic() + 60.0)
+    loop.poll_inline(lambda: looks.count == 3, time.monotonic() + 60.0)
 
     assert looks.count == 3
     assert yields == [1, 2]
@@ -70,14 +71,48 @@ def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the
                 raise fault
 
         told = asyncio.Event()
-        receiver = Receiver(
-            cast("Any", Broken()), asyncio.get_running_loop(), lambda: None, told.set, lambda: None, lease_s=1.0
-        )
-        receiver.pump(lambda: False, time.monotonic() + 60.0)
-        assert receiver.fault is fault
+        loop = WaitLoop(cast("Any", Broken()), bool, failed=told.set, ended=lambda: None)
+        loop.poll_inline(lambda: False, time.monotonic() + 60.0)
+        assert loop.fault is fault
         await told.wait()
 
     run(main)
+
+
+def test_what_is_called_periodically_is_called_soon_then_at_its_pace_and_no_more_when_it_says_so(run: Run) -> None:
+    calls, looks = list[float](), Looks(news_at=0)
+    paced, once = threading.Event(), list[bool]()
+
+    class Waits(Looks):
+        def wait(self, timeout_s: float) -> list[int]:
+            time.sleep(min(timeout_s, 0.001))
+            return super().wait(timeout_s)
+
+        def wake(self) -> None:
+            pass
+
+    def function() -> bool:
+        calls.append(time.monotonic())
+        if len(calls) == 2:
+            loop.call_within(periodic, 0.0)
+        if len(calls) == 3:
+            paced.set()
+        return len(calls) < 3
+
+    looks = Waits(news_at=0)
+    loop = WaitLoop(cast("Any", looks), bool, failed=lambda: None, ended=lambda: None)
+    periodic = Periodic(function, 0.2)
+    loop.add_periodic(periodic)
+    loop.add_periodic(Periodic(lambda: bool(once.append(True))))
+    loop.start()
+    assert paced.wait(20)
+    time.sleep(0.01)
+    loop.stop()
+    loop.join(20)
+    assert calls[1] - calls[0] >= 0.2
+    assert calls[2] - calls[1] < 0.2  # it was asked for earlier
+    assert len(calls) == 3
+    assert once == [True]
 
 
 def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arrive(

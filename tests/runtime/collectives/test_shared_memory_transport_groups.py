@@ -30,6 +30,7 @@ from shared_scripts import (
 
 import gradbus
 from gradbus.runtime.collectives import Group, chunk_sender, membership, shared_memory_transport
+from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.shm import mailbox
 from gradbus.runtime.shm.segment import Bytes, SharedMemoryFault
@@ -324,7 +325,7 @@ def test_a_handle_that_is_cancelled_gives_its_buffer_back_while_others_hold_the_
     run(lambda: as_ranks(place, 2, script))
 
 
-def test_what_asks_to_be_looked_after_again_while_it_ends_is_called_again(run: Run, place: dict[str, Any]) -> None:
+def test_what_is_added_again_while_it_ends_is_called_again(run: Run, place: dict[str, Any]) -> None:
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
             calls: list[int] = []
@@ -333,12 +334,12 @@ def test_what_asks_to_be_looked_after_again_while_it_ends_is_called_again(run: R
             def function() -> bool:
                 calls.append(1)
                 if len(calls) == 1:
-                    bus._receiver.look_after(function)
+                    bus._receiver.add_periodic(Periodic(function))
                 else:
                     twice.set()
                 return False
 
-            bus._receiver.look_after(function)
+            bus._receiver.add_periodic(Periodic(function))
             assert await asyncio.to_thread(twice.wait, WAIT_S)
 
     run(main)
@@ -349,9 +350,9 @@ def test_to_wait_on_a_bus_that_is_closed_does_no_harm(run: Run, place: dict[str,
 
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            receiver = bus._receiver
-        receiver.look_after(lambda: bool(calls.append("looked after")))
-        pumping = threading.Thread(target=receiver.pump, args=(lambda: False, float("inf")), daemon=True)
+            thread = bus._receiver.thread
+        thread.add_periodic(Periodic(lambda: bool(calls.append("called"))))
+        pumping = threading.Thread(target=thread.poll_inline, args=(lambda: False, float("inf")), daemon=True)
         pumping.start()
         await asyncio.to_thread(pumping.join, WAIT_S)
         assert not pumping.is_alive()

@@ -110,8 +110,8 @@ def test_discovery_tells_the_same_of_both_kinds(run: Run, place: dict[str, Any])
         async with gradbus.connect(**plain, fast=False) as bus, gradbus.connect(**plain, fast=fast) as writer:
             with bus.subscribe(kind):
                 await reads(writer, kind)
-                await eventually(lambda: len(bus._receiver._channels) == 1)
-                (reader,) = [channel.reader.entity for channel in bus._receiver._channels]
+                await eventually(lambda: len(bus._receiver._endpoints.channels) == 1)
+                (reader,) = [channel.reader.entity for channel in bus._receiver._endpoints.channels]
                 await eventually(lambda: reader.get_subscription_matched_status().current_count == 1)
                 (handle,) = reader.get_matched_publications()
                 data = reader.get_matched_publication_data(handle)

@@ -29,6 +29,7 @@ import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.security import Security, foreign_readers
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -45,6 +46,7 @@ MEMBER = """
 import asyncio, sys
 from pathlib import Path
 import gradbus
+from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.wire.messages import ModelBlob
 from gradbus.runtime.security import Security
 
@@ -310,9 +312,9 @@ def test_a_member_that_was_shut_out_just_before_its_greeting_was_read_is_found_a
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
                 await eventually(lambda: len(bus._node.members()) == 1)  # type: ignore[attr-defined]
                 (member,) = bus._node.members()  # type: ignore[attr-defined]
-                watch: Any = bus._receiver.watch
+                watch: Any = bus._receiver.on_new_readers
                 shuts_out = watch.__self__._shut_out
-                bus._receiver.look_after(lambda: bool(shuts_out({member: ""}, time.monotonic())))
+                bus._receiver.add_periodic(Periodic(lambda: bool(shuts_out({member: ""}, time.monotonic()))))
                 await eventually(lambda: bus.matched_readers(ModelBlob) == 0)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=30)
 
@@ -342,9 +344,7 @@ def test_a_newcomer_is_not_shut_out_for_what_it_sent_while_this_process_stood_st
         topic=SimpleNamespace(name="train/x"), has_new_readers=True, awaited_since_s=clock.now_s, refused_since_s=0.0,
         throttled_s=0.0, readers=lambda known: {1: MatchedReader(guest, True)},
     )  # fmt: skip
-    receiver: Any = SimpleNamespace(
-        writers=[writer], has_new_readers=True, rejected=Counter[str](), look_after=lambda function: None
-    )
+    receiver: Any = SimpleNamespace(writers=[writer], rejected=Counter[str](), add_periodic=lambda periodic: None)
     node: Any = SimpleNamespace(own_prefixes=set, claims=dict, exclusion=lambda: Mock())
     members: set[bytes] = set()
     monkeypatch.setattr(foreign_readers, "time", clock)

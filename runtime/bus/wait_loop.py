@@ -1,0 +1,190 @@
+"""Who waits in DDS for news: a thread of its own, or a thread that waits for what the news bring.
+
+Not a listener: a Python callback on Cyclone's own thread needs the GIL, and together with a writer that waits for
+acknowledgements while it holds the GIL this is a deadlock.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from gradbus.runtime.dds.participant import Periodic, Waiter
+from gradbus.runtime.spinning import SPINNING
+
+# How long the thread leaves the wait to others before it asks whether they are done; the latter when threads have
+# waited inline again and again: each time it asks takes their core, and the GIL.
+BACKOFF_S, LONG_BACKOFF_S = 0.003, 0.012
+# A thread that waits inline looks again and again for so long before it sleeps. To sleep and be woken takes 50 us, and
+# on a virtual machine as much of the waker's time; 64 KiB are on their way for up to 250 us. So all_reduce of 64 KiB
+# takes a tenth less time than with 100 us here; without any of it, a sixth more.
+SPIN_S = 500e-6
+INLINE_SLEEP_S = 0.2  # the longest sleep inline: signals are handled in between
+IDLE_S = 1.0  # the longest sleep of the thread
+
+
+class WaitLoop(threading.Thread):
+    """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
+
+    def __init__(
+        self, waiter: Waiter, handle: Callable[[list[int]], bool], *, failed: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Args:
+        handle: gets the numbers of the entities that have news; returns whether there was anything to do.
+        failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
+        """
+        super().__init__(name="gradbus-receive", daemon=True)
+        self._waiter = waiter
+        self._handle = handle
+        self._failed = failed
+        self._ended = ended
+        self._polling = threading.Lock()  # held by the thread whose turn it is
+        self._inline_lock = threading.Lock()  # held by the thread that waits inline
+        self._inline_thread = 0
+        self._was_inline = False  # a thread has waited inline since this one has asked
+        self._wanted = threading.Event()
+        self._calls: list[Periodic] = []
+        self._new_calls: deque[Periodic] = deque()
+        self._due_s = math.inf
+        self.stopping = False
+        self.fault: BaseException | None = None
+
+    # From any thread
+
+    def wake(self) -> None:
+        """End the wait that is in progress: there is something to attach, to remove or to take again."""
+        self._waiter.wake()
+
+    def wake_inline(self) -> None:
+        """End the wait of a thread that waits inline: what it waits for may have happened, on this thread."""
+        if self._inline_thread and self._inline_thread != threading.get_ident():
+            self._waiter.wake()
+
+    def wake_io_thread(self) -> None:
+        """Have the thread wait again now: something goes on that no thread waits for inline."""
+        if self._was_inline:
+            self._wanted.set()
+
+    def stop(self) -> None:
+        """End the thread soon."""
+        self.stopping = True
+        self._wanted.set()
+        self._waiter.wake()
+
+    def add_periodic(self, periodic: Periodic) -> None:
+        """See :meth:`.dds.participant.IoThread.add_periodic`."""
+        if not self.stopping:
+            self._new_calls.append(periodic)
+            self._waiter.wake()
+
+    def poll_inline(self, done: Callable[[], bool], until_s: float, *, may_sleep: bool = True) -> None:
+        """Do the thread's work here while waiting for what comes of it: that saves two changes of threads.
+
+        Returns when ``done()`` is true, when ``time.monotonic`` has reached ``until_s``, or when another thread waits
+        inline already; so the caller still has to wait for what it waits for.
+
+        Args:
+            done: asked after each turn. Whoever makes it true on another thread calls :meth:`wake_inline` after that.
+            may_sleep: False, on a thread that must not: return where it would.
+        """
+        if self.stopping or not self._inline_lock.acquire(blocking=False):
+            return
+        try:
+            self._inline_thread = threading.get_ident()
+            if not self._polling.acquire(blocking=False):
+                self._waiter.wake()
+                if not self._polling.acquire(timeout=max(0.0, min(until_s - time.monotonic(), INLINE_SLEEP_S))):
+                    return
+            try:
+                self._poll(done, until_s, may_sleep)
+            except Exception as error:  # of DDS: it is the bus that cannot go on, not the caller
+                self._fail(error)
+            finally:
+                self._was_inline = True
+                self._polling.release()
+        finally:
+            self._inline_thread = 0
+            self._inline_lock.release()
+
+    def _poll(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
+        now_s = time.monotonic()
+        spin_until_s = now_s + (SPIN_S if SPINNING.pays(now_s) else 0.0)
+        while not self.stopping and not done() and (left_s := until_s - now_s) > 0:
+            looked_s = now_s
+            if now_s >= spin_until_s:
+                if not may_sleep:
+                    break
+                self._turn(min(left_s, INLINE_SLEEP_S))
+                now_s = time.monotonic()
+                continue
+            found = self._turn(0.0)
+            now_s = time.monotonic()
+            if not found:
+                if SPINNING.was_stalled(now_s - looked_s, now_s):
+                    spin_until_s = now_s
+                os.sched_yield()  # to DDS's own threads, which bring what is waited for. Not when it is here
+
+    # On the thread, or on one that waits inline
+
+    def call_within(self, periodic: Periodic, seconds: float) -> None:
+        """See :meth:`.dds.participant.IoThread.call_within`."""
+        periodic.due_s = min(periodic.due_s, time.monotonic() + seconds)
+        self._due_s = min(self._due_s, periodic.due_s)
+
+    def run(self) -> None:
+        backoff_s = BACKOFF_S
+        try:
+            while not self.stopping:
+                if self._inline_thread or self._was_inline:
+                    # In the midst of calls that wait for what they start, the next thread comes soon.
+                    self._was_inline = False
+                    if self._wanted.wait(backoff_s):
+                        self._wanted.clear()
+                        self._was_inline = False
+                        backoff_s = BACKOFF_S
+                    else:
+                        backoff_s = min(2 * backoff_s, LONG_BACKOFF_S)
+                    continue
+                backoff_s = BACKOFF_S
+                with self._polling:
+                    self._turn(IDLE_S)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._polling.acquire(timeout=2 * INLINE_SLEEP_S)  # for good: DDS may be closed when this has ended
+            self._calls, self._new_calls = [], deque()  # they hold what they are methods of
+            self._ended()
+
+    def _turn(self, timeout_s: float) -> bool:
+        """Wait for news and handle them. Returns whether there were any."""
+        if timeout_s > 0.0:
+            timeout_s = min(timeout_s, max(0.0, self._due_s - time.monotonic()))
+        numbers = self._waiter.wait(timeout_s)
+        if self._new_calls or time.monotonic() >= self._due_s:
+            self._call_periodics()
+        return self._handle(numbers)
+
+    def _call_periodics(self) -> None:
+        while self._new_calls:  # one that is added again while it returns False is called again
+            call = self._new_calls.popleft()
+            if all(call.function != one.function for one in self._calls):
+                self._calls.append(call)
+        for call in list(self._calls):
+            if time.monotonic() >= call.due_s:
+                call.due_s = math.inf  # it may set an earlier time itself
+                if not call.function():
+                    self._calls.remove(call)
+                call.due_s = min(call.due_s, time.monotonic() + call.every_s)
+        self._due_s = min((call.due_s for call in self._calls), default=math.inf)
+
+    def _fail(self, error: BaseException) -> None:
+        self.fault = error
+        self.stopping = True
+        self._wanted.set()
+        self._failed()
