@@ -9,15 +9,13 @@ is apart: :func:`dgc_step`, ``docs/dgc.md``.
 """
 
 from gradbus.codecs.base import Codec, Decoded, DenseBlock, Parsed, SparseBlock
-from gradbus.codecs.dgc import DgcState, dgc_step, take_back
-from gradbus.codecs.dgc_config import DgcConfig, DgcLayout
-from gradbus.codecs.dgc_sgd import DenseMomentum, DgcSgd, dense_momentum_step
-from gradbus.codecs.dgc_warmup import PAPER_WARMUP, geometric_warmup, warmup_density
-from gradbus.codecs.dgc_wire import DgcMean, DgcMessage, combine_dgc, decode_dgc, max_dgc_bytes
+from gradbus.codecs.dgc.config import PAPER_WARMUP, DgcConfig, DgcLayout, geometric_warmup, warmup_density
+from gradbus.codecs.dgc.sgd import DenseMomentum, DgcSgd, dense_momentum_step
+from gradbus.codecs.dgc.step import DgcState, dgc_step, take_back
+from gradbus.codecs.dgc.wire import DgcMean, DgcMessage, combine_dgc, decode_dgc, max_dgc_bytes
 from gradbus.codecs.errors import CodecError, DimMismatchError, NonFiniteError
 from gradbus.codecs.feedback import add_into, residual_step
-from gradbus.codecs.flat import flat_size, flatten, unflatten_into
-from gradbus.codecs.indices import Coding, decode_indices, encode_indices
+from gradbus.codecs.index_coding import Coding, decode_indices, encode_indices
 from gradbus.codecs.registry import ALL, decode, get, parse
 from gradbus.codecs.sparse import SparseVector, top_k
 
@@ -49,8 +47,6 @@ __all__ = [
     "dense_momentum_step",
     "dgc_step",
     "encode_indices",
-    "flat_size",
-    "flatten",
     "geometric_warmup",
     "get",
     "max_dgc_bytes",
@@ -58,6 +54,5 @@ __all__ = [
     "residual_step",
     "take_back",
     "top_k",
-    "unflatten_into",
     "warmup_density",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbus.codecs.base import Codec, Parsed, SparseBlock, check_finite
-from gradbus.codecs.indices import check_ascending, decode_indices, encode_indices, max_index_bytes
+from gradbus.codecs.index_coding import check_ascending, decode_indices, encode_indices, max_index_bytes
 from gradbus.codecs.sparse import top_k
 from gradbus.codecs.wire import (
     V2_HEADER,

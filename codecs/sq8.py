@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradbus.codecs.base import Parsed
-from gradbus.codecs.indices import decode_indices, encode_indices, max_index_bytes
+from gradbus.codecs.index_coding import decode_indices, encode_indices, max_index_bytes
 from gradbus.codecs.quantize import check_chunk_elems, check_quantized, dequantized_blocks, num_chunks, quantize
 from gradbus.codecs.s4 import TopKCodec, check_v1_dim, read_v1_indices, sparse_parsed
 from gradbus.codecs.sparse import top_k

@@ -16,7 +16,7 @@ from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
 from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
-from gradbus.codecs.finite import are_finite
+from gradbus.codecs.base import are_finite
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.profiling.profile import StepProfile

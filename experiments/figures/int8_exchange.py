@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
-from gradbus.codecs.finite import are_finite
+from gradbus.codecs.base import are_finite
 from gradbus.codecs.quantize import quantize
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.config.data_parallel import DataParallelConfig

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.codecs.dgc_sampling import SamplingPlan, plan_sampling, select
+from gradbus.codecs.dgc.step import SamplingPlan, plan_sampling, select
 
 HAND_COMPUTED = {
     # the matrix of the reference network: 129 -> 9144, 121 -> 9749, 113 -> 10439, 105 -> 11234, 97 -> 12161 >= 11797

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.codecs import dgc_wire
+from gradbus.codecs.dgc import wire as dgc_wire
 
 LAYOUT = codecs.DgcLayout.of([("w", torch.zeros(6, 10)), ("b", torch.zeros(3)), ("k", torch.zeros(2, 2, 2))])
 HEADER_BYTES = 24

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus import codecs
-from gradbus.codecs.index_bounds import most_index_bytes
+from gradbus.codecs.index_coding import max_index_bytes
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -18,14 +18,14 @@ def test_no_set_takes_more_than_the_bound(data: st.DataObject, dim: int, room: i
     near_the_end = st.integers(max(0, dim - 80), dim - 1)
     indices = sorted(data.draw(st.sets(st.one_of(near_the_end, st.integers(0, dim - 1)), max_size=60)))
     _, coded = codecs.encode_indices(torch.tensor(indices, dtype=torch.int64), dim)
-    assert len(coded) <= most_index_bytes(dim, min(dim, len(indices) + room))
+    assert len(coded) <= max_index_bytes(dim, min(dim, len(indices) + room))
 
 
 @pytest.mark.parametrize(("dim", "max_k"), [(1_179_648, 1180), (18_432, 19), (5000, 5000), (300, 7), (9, 1)])
 @pytest.mark.parametrize("part", [1.0, 0.9, 0.7, 0.5, 0.3, 0.1])
 def test_neither_spread_nor_crowded_sets_of_any_size_pass_the_bound(dim: int, max_k: int, part: float) -> None:
     k = max(1, int(max_k * part))
-    bound = most_index_bytes(dim, max_k)
+    bound = max_index_bytes(dim, max_k)
     random = np.random.default_rng(k)
     sets = [
         np.arange(k),
@@ -42,8 +42,8 @@ def test_the_bound_is_within_6_percent_of_a_random_set_at_a_thousandth() -> None
     dim = 1_179_648
     indices = torch.from_numpy(np.sort(np.random.default_rng(1).choice(dim, 1180, replace=False)))
     _, coded = codecs.encode_indices(indices, dim)
-    assert most_index_bytes(dim, 1180) <= 1.06 * len(coded)
+    assert max_index_bytes(dim, 1180) <= 1.06 * len(coded)
 
 
 def test_no_index_takes_no_bytes() -> None:
-    assert most_index_bytes(1000, 0) == 0
+    assert max_index_bytes(1000, 0) == 0

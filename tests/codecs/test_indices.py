@@ -13,8 +13,14 @@ from torch import Tensor
 
 from gradbus import codecs
 from gradbus.codecs import indices as index_coding
-from gradbus.codecs.rice import decode_rice, encode_rice, rice_parameter, rice_size
-from gradbus.codecs.varint import decode_varints, encode_varints
+from gradbus.codecs.index_coding import (
+    decode_rice,
+    decode_varints,
+    encode_rice,
+    encode_varints,
+    rice_parameter,
+    rice_size,
+)
 
 Coding = codecs.Coding
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradbus.actors.data_parallel.buckets import GradientBuckets
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
-from gradbus.codecs.finite import are_finite
+from gradbus.codecs.base import are_finite
 from gradbus.runtime.collectives import Group, Handle
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 

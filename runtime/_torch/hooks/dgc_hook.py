@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradbus import codecs
-from gradbus.codecs.dgc_sampling import plan_sampling
-from gradbus.codecs.dgc_wire import HEADER
-from gradbus.codecs.index_bounds import most_index_bytes
+from gradbus.codecs.dgc.step import plan_sampling
+from gradbus.codecs.dgc.wire import HEADER
+from gradbus.codecs.index_coding import max_index_bytes
 from gradbus.torch.hooks import wire
 from gradbus.torch.hooks.state import HookParameter, HookState, mean_in_rank_order, saved_tensor, whole_number
 
@@ -126,7 +126,7 @@ class DgcHookState(HookState):
     def _section_bytes(self, member: HookParameter) -> int:
         k = plan_sampling(member.numel, self._density, self._config.sample_ratio).k
         value_bytes = 2 if self._config.value_dtype == "fp16" else 4
-        return wire.payload_section_bytes(HEADER.size + value_bytes * k + most_index_bytes(member.numel, k))
+        return wire.payload_section_bytes(HEADER.size + value_bytes * k + max_index_bytes(member.numel, k))
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """See :meth:`HookState.exchange`. Raises RuntimeError: there is a warm-up, and the epoch is not known."""

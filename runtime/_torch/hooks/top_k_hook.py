@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.codecs.index_bounds import most_index_bytes
+from gradbus.codecs.index_coding import max_index_bytes
 from gradbus.codecs.quantize import num_chunks
 from gradbus.codecs.s4 import S4
 from gradbus.codecs.sq8 import SQ8
@@ -79,7 +79,7 @@ class TopKHookState(HookState):
         k = self._codec.count_v2(member.numel)
         header_bytes = len(self._codec.encode(torch.zeros(1)))  # zeros are not sent
         value_bytes = k + 4 * num_chunks(k, self._codec.chunk_elems) if isinstance(self._codec, SQ8) else 4 * k
-        return wire.payload_section_bytes(header_bytes + value_bytes + most_index_bytes(member.numel, k))
+        return wire.payload_section_bytes(header_bytes + value_bytes + max_index_bytes(member.numel, k))
 
     def _encode(self, member: HookParameter, gradient: Tensor, section: Tensor) -> None:
         memory = self._memory[member.name]

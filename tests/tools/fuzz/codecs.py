@@ -10,7 +10,8 @@ import torch
 
 from fuzz.target import Target, must
 from gradbus import codecs
-from gradbus.codecs import dgc_wire, fp32, q8, s4, sq8
+from gradbus.codecs import fp32, q8, s4, sq8
+from gradbus.codecs.dgc import wire as dgc_wire
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.hooks import wire as hooks_wire
 

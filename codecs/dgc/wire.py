@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.codecs.base import check_finite
-from gradbus.codecs.dgc_config import DgcLayout
+from gradbus.codecs.dgc.config import DgcLayout
 from gradbus.codecs.errors import CodecError, DimMismatchError
-from gradbus.codecs.indices import Coding, decode_indices, encode_indices, max_index_bytes
+from gradbus.codecs.index_coding import Coding, decode_indices, encode_indices, max_index_bytes
 from gradbus.codecs.wire import (
     Payload,
     as_view,

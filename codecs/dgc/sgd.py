@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gradbus.codecs.dgc_config import DgcConfig, DgcLayout, check_state_dict
-from gradbus.codecs.dgc_wire import DgcMean
+from gradbus.codecs.dgc.config import DgcConfig, DgcLayout, check_state_dict
+from gradbus.codecs.dgc.wire import DgcMean
 
 
 @dataclass(frozen=True, slots=True, eq=False)

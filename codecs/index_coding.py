@@ -4,10 +4,22 @@ A set of k random indices below D cannot take less than ``log2 C(D, k)`` bits: 0
 10 %, 1.43 at 0.1 %, where a plain int32 takes 4. Rice coding stays within a few percent of that. Real gradients are not
 random sets (whole rows of a weight matrix move together), and there zstd over varint gaps or a bitmap goes far below.
 So each message says which coding it uses, and the sender takes the smallest.
+
+Varints are LEB128: 7 bits per byte, lowest first, the top bit set on all bytes of a number but its last. Loops run over
+the bytes of the widest number (at most 6), never over the numbers.
+
+Golomb-Rice code has its two parts in separate streams so that numpy can handle each as a whole. A gap g with parameter
+l is q = g >> l in unary (q zeros and a one) and the l low bits as they are. Random index sets have geometric gaps, for
+which Golomb codes are the best prefix codes (Golomb, "Run-length encodings", 1966); Rice's are those whose divisor is a
+power of two. Stream of k gaps: l (1 byte), ``l // 8`` planes of k bytes (the low bytes), ``l % 8`` planes of
+``ceil(k / 8)`` bytes (the bits above them, one plane per bit, lowest first), then the unary bits; all bits lowest first
+within a byte.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from enum import IntEnum
 
 import numpy as np
@@ -17,8 +29,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.codecs.errors import CodecError
-from gradbus.codecs.rice import decode_rice, encode_rice, rice_parameter, rice_size
-from gradbus.codecs.varint import MAX_VARINT_BYTES, decode_varints, encode_varints
 
 MAX_DIM = 1 << 40
 
@@ -124,15 +134,6 @@ def decode_indices(coding: int, data: bytes | memoryview, dim: int, k: int) -> T
     raise CodecError(f"indices: unknown coding {coding}, expected one of {[c.value for c in Coding if c]}")
 
 
-def max_index_bytes(dim: int, max_k: int) -> int:
-    """:func:`encode_indices` never takes more for up to ``max_k`` indices below ``dim``.
-
-    Up to 2**32 elements RAW is always among the candidates, and BITMAP wherever it is smaller than RAW. Beyond, RICE
-    with its parameter of at most 40 is: under 8 bytes per index, and some for planes that end within a byte.
-    """
-    return min(4 * max_k, -(-dim // 8)) if dim <= 1 << 32 else 8 * max_k + 16
-
-
 def _from_gaps(gaps: NDArray[np.int64], dim: int) -> NDArray[np.int64]:
     """Running sum of the gaps, at least one, all >= 0. The check in float64 comes first: int64 could wrap around."""
     if float(gaps.sum(dtype=np.float64)) + gaps.size > dim:
@@ -197,3 +198,139 @@ def _decompress(view: memoryview, low: int, high: int) -> bytes:
         return zstandard.ZstdDecompressor().decompress(view, max_output_size=high, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"zstd frame in indices: {error}") from None
+
+
+MAX_PARAMETER = 40
+
+
+def rice_parameter(k: int, dim: int) -> int:
+    """The best l for ``k`` random indices below ``dim``: log2 of the median gap. 0 < k <= dim."""
+    if k >= dim:
+        return 0
+    median_gap = math.log(2) / -math.log1p(-k / dim)
+    return min(MAX_PARAMETER, max(0, round(math.log2(median_gap))))
+
+
+def rice_size(gaps: NDArray[np.int64], parameter: int) -> int:
+    """Bytes that :func:`encode_rice` will give, without encoding."""
+    return 1 + _planes_size(gaps.size, parameter) + -(-(gaps.size + int((gaps >> parameter).sum())) // 8)
+
+
+def encode_rice(gaps: NDArray[np.int64], parameter: int) -> bytes:
+    """``gaps`` >= 0, shape (k,), k > 0."""
+    parts = [bytes([parameter])]
+    byte_planes, bit_planes = divmod(parameter, 8)
+    parts += [(gaps >> (8 * plane)).astype(np.uint8).tobytes() for plane in range(byte_planes)]
+    rest = (gaps >> (8 * byte_planes)).astype(np.uint8)
+    parts += [np.packbits(rest & (1 << bit), bitorder="little").tobytes() for bit in range(bit_planes)]
+    ones = np.cumsum((gaps >> parameter) + 1) - 1
+    unary = np.zeros(int(ones[-1]) + 1, dtype=np.bool_)
+    unary[ones] = True
+    parts.append(np.packbits(unary, bitorder="little").tobytes())
+    return b"".join(parts)
+
+
+def decode_rice(data: memoryview, k: int, dim: int) -> NDArray[np.int64]:
+    """The ``k`` > 0 gaps of indices below ``dim`` that ``data`` must hold exactly; a gap >= ``dim`` is refused.
+
+    Raises:
+        CodecError: a parameter above 40, a wrong length, or not ``k`` ones in the unary bits.
+    """
+    parameter = data[0] if len(data) else 0
+    unary_start = 1 + _planes_size(k, parameter)
+    # The quotients of k indices below dim add up to at most dim >> l: a longer stream is refused, not unpacked.
+    longest = unary_start + -(-(k + (dim >> parameter)) // 8)
+    if parameter > MAX_PARAMETER or not unary_start < len(data) <= longest:
+        raise CodecError(
+            f"Rice indices: parameter {parameter} (at most {MAX_PARAMETER}) with k={k}, dim={dim} needs "
+            f"{unary_start + 1} to {longest} bytes, got {len(data)}"
+        )
+    raw = np.frombuffer(data, dtype=np.uint8)
+    unary = np.unpackbits(raw[unary_start:], bitorder="little").view(np.bool_)
+    ones: NDArray[np.int64] = np.flatnonzero(unary)
+    if ones.size != k or ones[-1] // 8 != raw.size - unary_start - 1:
+        raise CodecError(f"Rice indices: expected {k} ones in {raw.size - unary_start} unary bytes, got {ones.size}")
+    quotients = np.diff(ones, prepend=-1) - 1
+    if int(quotients.max()) << parameter >= dim:
+        raise CodecError(f"Rice indices: gap of {int(quotients.max())} << {parameter}, expected below dim={dim}")
+    return (quotients << parameter) | _read_planes(raw[1:unary_start], k, parameter)
+
+
+def _planes_size(k: int, parameter: int) -> int:
+    return (parameter // 8) * k + (parameter % 8) * -(-k // 8)
+
+
+def _read_planes(planes: NDArray[np.uint8], k: int, parameter: int) -> NDArray[np.int64]:
+    """The low ``parameter`` bits of each gap."""
+    byte_planes, bit_planes = divmod(parameter, 8)
+    plane_bytes = -(-k // 8)
+    rest = np.zeros(k, dtype=np.uint8)
+    for bit in range(bit_planes):
+        start = byte_planes * k + bit * plane_bytes
+        rest |= np.unpackbits(planes[start : start + plane_bytes], count=k, bitorder="little") << np.uint8(bit)
+    low = rest.astype(np.int64) << (8 * byte_planes)
+    for plane in range(byte_planes):
+        low |= planes[plane * k : (plane + 1) * k].astype(np.int64) << (8 * plane)
+    return low
+
+
+MAX_VARINT_BYTES = 6  # 42 bits hold every gap below 2**40
+
+
+def encode_varints(gaps: NDArray[np.int64]) -> bytes:
+    """``gaps`` >= 0 and < 2**42, shape (k,): between k and 6 k bytes."""
+    widest = int(gaps.max(initial=0))
+    if widest < 0x80:  # at a density of 10 % nearly always
+        return gaps.astype(np.uint8).tobytes()
+    width = np.ones(gaps.size, dtype=np.int64)
+    for limit_bits in range(7, widest.bit_length(), 7):
+        width += gaps >> limit_bits != 0
+    end = np.cumsum(width)
+    start = end - width
+    out = np.zeros(int(end[-1]), dtype=np.uint8)
+    for byte in range(int(width.max())):
+        has_byte = np.flatnonzero(width > byte)
+        digit = (gaps[has_byte] >> (7 * byte)) & 0x7F
+        out[start[has_byte] + byte] = digit | np.where(width[has_byte] > byte + 1, 0x80, 0)
+    return out.tobytes()
+
+
+def decode_varints(data: bytes, count: int) -> NDArray[np.int64]:
+    """The ``count`` numbers that ``data`` must hold exactly.
+
+    Raises:
+        CodecError: more or fewer numbers, one wider than 6 bytes, or the last one cut.
+    """
+    raw = np.frombuffer(data, dtype=np.uint8)
+    end: NDArray[np.int64] = np.flatnonzero(raw < 0x80)
+    if end.size != count or (count and end[-1] != raw.size - 1) or (not count and raw.size):
+        raise CodecError(f"varint indices: expected {count} numbers in {raw.size} bytes, got {end.size}")
+    if raw.size == count:
+        return raw.astype(np.int64)
+    start = np.concatenate((np.zeros(1, dtype=np.int64), end[:-1] + 1))
+    width = end - start + 1
+    widest = int(width.max())
+    if widest > MAX_VARINT_BYTES:
+        raise CodecError(f"varint indices: number of {widest} bytes, expected at most {MAX_VARINT_BYTES}")
+    numbers = (raw[start] & 0x7F).astype(np.int64)
+    for byte in range(1, widest):
+        has_byte = np.flatnonzero(width > byte)
+        numbers[has_byte] |= (raw[start[has_byte] + byte] & 0x7F).astype(np.int64) << (7 * byte)
+    return numbers
+
+
+def max_index_bytes(dim: int, max_k: int) -> int:
+    """:func:`encode_indices` takes no more for any set of up to ``max_k`` indices below ``dim``.
+
+    Rice code is always a candidate there, and its unary part cannot exceed ``k + (dim >> l)`` bits, wherever the
+    indices lie. At 0.1 % that is 1.5 bytes per index, 4 % above what random sets take. Up to 2**32 elements RAW is a
+    candidate, too, and BITMAP wherever it is smaller than RAW.
+    """
+    most, k = 0, max_k
+    while k:
+        # Of the numbers of indices that are coded with one parameter l, the largest takes the most.
+        l = rice_parameter(k, dim)  # noqa: E741 (Rice's letter)
+        rice = 1 + (l // 8) * k + (l % 8) * -(-k // 8) + -(-(k + (dim >> l)) // 8)
+        most = max(most, rice)
+        k = bisect_left(range(1, k), True, key=lambda fewer: rice_parameter(fewer, dim) <= l)
+    return min(most, 4 * max_k, -(-dim // 8)) if dim <= 1 << 32 else most

@@ -1,0 +1,1 @@
+"""Deep gradient compression: one step, its settings, its message, its optimizer."""
