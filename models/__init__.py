@@ -6,21 +6,16 @@ these are needed only where MNIST is downloaded and where glyphs are drawn.
 
 from . import partition
 from .classification import ClassificationTask, Loss, TrainFn
-from .cnn import mnist_cnn
 from .data import Dataset, DataSplit, batches, normalise
-from .dropout import SeededDropout, reseed_dropout
-from .glyph_set import glyphs
-from .init import init_parameters
-from .mlp import mnist_mlp
-from .mnist_set import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
-from .null import FlatModel, NullTask
+from .data_sets import glyphs, load
+from .mnist_files import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
+from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_mlp, reseed_dropout
+from .noop import NoopTask, VectorModel
 from .optimizers import load_optimizers
 from .parallel import ShardBatch, num_shard_batches, shard_indices
 from .partition import PartitionSpec
-from .results import EvalResult, ShardResult, TrainingStopped, TrainResult
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
-from .sources import load
-from .task import Task
+from .task import EvalResult, ShardResult, Task, TrainingStopped, TrainResult
 
 __all__ = [
     "DATA_ROOT_VARIABLE",
@@ -29,9 +24,8 @@ __all__ = [
     "DataSplit",
     "Dataset",
     "EvalResult",
-    "FlatModel",
     "Loss",
-    "NullTask",
+    "NoopTask",
     "PartitionSpec",
     "SeededDropout",
     "ShardBatch",
@@ -40,6 +34,7 @@ __all__ = [
     "TrainFn",
     "TrainResult",
     "TrainingStopped",
+    "VectorModel",
     "batches",
     "derive_seed",
     "glyphs",

@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy
 
 from . import partition as partitions
 from .data import Dataset, DataSplit, batches
-from .dropout import reseed_dropout
+from .networks import reseed_dropout
 from .optimizers import load_optimizers
 from .parallel import ShardedTraining, count_correct
-from .results import EvalResult, TrainingStopped, TrainResult
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
+from .task import EvalResult, TrainingStopped, TrainResult
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .data import DataSplit
-from .dropout import SeededDropout, reseed_dropout
+from .networks import SeededDropout, reseed_dropout
 from .optimizers import load_optimizers
-from .results import ShardResult
 from .seeds import derive_seed, seeded_generator
+from .task import ShardResult
 
 # The CNN's activations then take some 24 MB, which malloc keeps from batch to batch. With 500 it asked the kernel for
 # new pages each time: evaluation took twice the processor time.

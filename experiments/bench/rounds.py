@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import gradbus
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.bench.timing import cpu_s, loop_gaps, memory_bytes, percentile, reset_peak
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 
 DOMAIN = 20
 WAYS = {"one host": True, "DDS only": False}  # shared_memory, of all processes: by itself, and as between machines
@@ -95,7 +95,7 @@ async def _controller(job: RoundsJob, rules: Mapping[str, Any]) -> dict[str, Any
     """The life of the controller's process: a model that learns nothing."""
     async with _connect(job) as bus:
         empty, opened_s = memory_bytes("VmRSS"), time.time()
-        controller = gradbus.Controller(bus, NullTask(job.dim), gradbus.FederatedConfig(**rules))
+        controller = gradbus.Controller(bus, NoopTask(job.dim), gradbus.FederatedConfig(**rules))
         ends: list[float] = []
         cpus: list[float] = []
         idle = 0
@@ -128,7 +128,7 @@ async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
     cpu_at: dict[int, float] = {}
     first_command_s = 0.0
 
-    class Task(NullTask):
+    class Task(NoopTask):
         """Notes the processor time at the start of each round."""
 
         def train(self, model: Any, **arguments: Any) -> Any:

@@ -41,7 +41,7 @@ from gradbus.experiments.bench import limits
 from gradbus.experiments.bench.limits import Row, Taken, at_most, shown
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.namespaces import Host, NoNamespaces, enter_namespace, two_hosts
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.encryption import PskKeys, Seal
@@ -162,7 +162,7 @@ class Member:
 async def _client(member: Member) -> None:
     async def take_part(level: str) -> None:
         async with member.connect(level) as bus:
-            await gradbus.Client(bus, NullTask(DIM), client_id=member.number).run()
+            await gradbus.Client(bus, NoopTask(DIM), client_id=member.number).run()
 
     async with asyncio.TaskGroup() as all_levels:
         for level in LEVELS:
@@ -191,7 +191,7 @@ class _Turns:
             raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
 
 
-class _BlockTask(NullTask):
+class _BlockTask(NoopTask):
     """Is evaluated at the end of each block, and so holds up the next round until it is its turn."""
 
     def __init__(self, level: str, turns: _Turns, member: Member) -> None:

@@ -22,7 +22,7 @@ import gradbus
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish
 from gradbus.actors.federated.report import RoundTiming
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.shm import shared_payload
@@ -36,7 +36,7 @@ DIM = 100_000
 _jobs = itertools.count()
 
 
-class SlowTask(NullTask):
+class SlowTask(NoopTask):
     """Takes its time in the rounds that the test names, so that another client is first."""
 
     def __init__(self, slow_rounds: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ def run(
 
     async def main() -> list[gradbus.RoundReport]:
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
-            controller = gradbus.Controller(bus, NullTask(DIM), config)
+            controller = gradbus.Controller(bus, NoopTask(DIM), config)
             async with asyncio.TaskGroup() as group:
                 for client_id, task in enumerate(tasks):
                     group.create_task(one(client_id, task))
@@ -111,16 +111,16 @@ def test_the_global_model_is_there_by_name_while_rounds_run_and_after_the_end() 
         job, domain = f"flow-{os.getpid()}-{next(_jobs)}", new_domain()
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             rules = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0, dead_after_s=30.0)
-            controller = gradbus.Controller(bus, NullTask(100), rules)
+            controller = gradbus.Controller(bus, NoopTask(100), rules)
             with pytest.raises(RuntimeError, match="has not started"):
                 await controller.state_dict()
-            group.create_task(gradbus.Client(bus, NullTask(100, delta="seeded"), client_id=0).run())
+            group.create_task(gradbus.Client(bus, NoopTask(100, delta="seeded"), client_id=0).run())
             states.extend([await controller.state_dict() async for _ in controller.rounds()])
         states.append(await controller.state_dict())
         return controller
 
     controller = asyncio.run(main())
-    fresh = NullTask(100).build_model()
+    fresh = NoopTask(100).build_model()
     fresh.load_state_dict(states[-1], strict=True)
     assert torch.equal(torch.cat([p.detach().reshape(-1) for p in fresh.parameters()]), controller.weights)
     assert all(torch.equal(states[-1][name], tensor) for name, tensor in controller.model.state_dict().items())
@@ -194,7 +194,7 @@ def test_the_mean_of_the_clients_differences_is_added_to_the_model() -> None:
     run(config, [SlowTask([]), SlowTask([])], check=keep)
     expected = torch.zeros(DIM, dtype=torch.float64)
     for client_id in (0, 1):
-        model = NullTask(DIM).build_model()
+        model = NoopTask(DIM).build_model()
         SlowTask([]).train(
             model, client_id=client_id, round_id=1, epochs=1, lr=0.01, seed=0, subset_size=0, should_stop=lambda: False
         )
@@ -210,7 +210,7 @@ def test_a_run_survives_ten_percent_packet_loss() -> None:
 
 
 def test_a_training_function_that_never_stops_by_itself_is_called_off_when_the_run_ends() -> None:
-    class Endless(NullTask):
+    class Endless(NoopTask):
         def train(self, model: Any, **arguments: Any) -> Any:
             while not arguments["should_stop"]():
                 time.sleep(0.005)
@@ -259,8 +259,8 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
         place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
         async with asyncio.timeout(60), gradbus.connect(**place) as bus:
             config = gradbus.FederatedConfig(rounds=1, num_clients=1)
-            controller = gradbus.Controller(bus, NullTask(DIM), config)
-            client = gradbus.Client(bus, NullTask(DIM), client_id=0)
+            controller = gradbus.Controller(bus, NoopTask(DIM), config)
+            client = gradbus.Client(bus, NoopTask(DIM), client_id=0)
             running = asyncio.create_task((client if who == "client" else controller).run())
             await eventually(lambda: bus.writes(Control))
             bus._receiver.add_periodic(Periodic(fail))
@@ -292,8 +292,8 @@ def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:
 
     async def one(job: str, domain: int, dim: int) -> list[gradbus.RoundReport]:
         async with gradbus.connect(job=job, domain=domain) as bus, gradbus.connect(job=job, domain=domain) as other:
-            controller = gradbus.Controller(bus, NullTask(dim), config)
-            client = gradbus.Client(other, NullTask(dim, delta="constant"), client_id=0)
+            controller = gradbus.Controller(bus, NoopTask(dim), config)
+            client = gradbus.Client(other, NoopTask(dim, delta="constant"), client_id=0)
             _, reports = await asyncio.gather(client.run(), controller.run())
             return reports
 
@@ -312,8 +312,8 @@ def test_closing_the_report_iterator_ends_the_run_in_order() -> None:
     async def main() -> str:
         place = {"job": f"stop-{os.getpid()}", "domain": new_domain()}
         async with asyncio.timeout(30), gradbus.connect(**place) as bus, gradbus.connect(**place) as other:
-            controller = gradbus.Controller(bus, NullTask(DIM), gradbus.FederatedConfig(rounds=1000, eval_every=0))
-            client = asyncio.create_task(gradbus.Client(other, NullTask(DIM), client_id=0).run())
+            controller = gradbus.Controller(bus, NoopTask(DIM), gradbus.FederatedConfig(rounds=1000, eval_every=0))
+            client = asyncio.create_task(gradbus.Client(other, NoopTask(DIM), client_id=0).run())
             async for report in controller.rounds():
                 if report.round_id == 2:
                     break

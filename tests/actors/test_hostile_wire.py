@@ -16,7 +16,7 @@ from gradbus import codecs
 from gradbus.actors.federated import session
 from gradbus.actors.federated import updates_out as update_sender
 from gradbus.actors.federated.local_training import LocalTraining
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.shm.segment import machine
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Failed, Hello, Leave, ModelHere, NeedModel, Offer, Receipt, Status
@@ -99,14 +99,14 @@ async def _run(attack_seed: int | None) -> list[int]:
 
     async def client(client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
-            await gradbus.Client(bus, NullTask(DIM, delta="seeded"), client_id=client_id).run()
+            await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id).run()
 
     async with (
         asyncio.timeout(60),
         gradbus.connect(job=job, domain=domain) as bus,
         gradbus.connect(job=job, domain=domain) as evil,
     ):
-        controller = gradbus.Controller(bus, NullTask(DIM), config)
+        controller = gradbus.Controller(bus, NoopTask(DIM), config)
         attacker: Attacker | None = None
         async with asyncio.TaskGroup() as group:
             for client_id in (0, 1):
@@ -139,7 +139,7 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
 
     async def client(job: str, domain: int, client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
-            await gradbus.Client(bus, NullTask(DIM, delta="seeded"), client_id=client_id).run()
+            await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id).run()
 
     async def main() -> list[gradbus.RoundReport]:
         job, domain = f"bad-{os.getpid()}", new_domain()
@@ -147,7 +147,7 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(job, domain, client_id))
-            return await gradbus.Controller(bus, NullTask(DIM), config).run()
+            return await gradbus.Controller(bus, NoopTask(DIM), config).run()
 
     reports = asyncio.run(main())
     assert [report.clients for report in reports] == [(0,), (0,)]

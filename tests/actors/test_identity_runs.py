@@ -18,7 +18,7 @@ from outsider import Outsider
 
 import gradbus
 from gradbus.actors.federated.rounds import CLIENT_LOST
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.errors import JobTaken
 from gradbus.runtime.security import Security
 
@@ -194,7 +194,7 @@ def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says
         async with asyncio.timeout(20), gradbus.connect(**place), gradbus.connect(**place) as bus:
             config = gradbus.FederatedConfig(rounds=1, heartbeat_s=0.1)
             with pytest.raises(JobTaken, match=r"the job is held by the controller \S+\. Stop that one first"):
-                await gradbus.Controller(bus, NullTask(100), config).run()
+                await gradbus.Controller(bus, NoopTask(100), config).run()
 
     asyncio.run(main())
 

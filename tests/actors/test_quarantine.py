@@ -18,7 +18,7 @@ from gradbus.actors.federated import selection
 from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.actors.federated.participation import FOR_GOOD
 from gradbus.actors.federated.selection import StartCondition
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.checkpoint import CheckpointStore
 from gradbus.runtime.errors import BarrierTimeout, JoinRefused
 from gradbus.runtime.tasks import single_error
@@ -51,14 +51,14 @@ async def run(config: gradbus.FederatedConfig, *, clients: int = 3) -> tuple[lis
     async def client(client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
             try:
-                await gradbus.Client(bus, NullTask(DIM, delta="seeded"), client_id=client_id).run()
+                await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id).run()
             except JoinRefused as refused:
                 ends[client_id] = str(refused)
 
     async with asyncio.timeout(40), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
         tasks = [group.create_task(client(i)) for i in range(clients)]
         try:
-            reports = await gradbus.Controller(bus, NullTask(DIM), config).run()
+            reports = await gradbus.Controller(bus, NoopTask(DIM), config).run()
             await asyncio.wait(tasks)
         finally:
             for task in tasks:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.codecs import indices as index_coding
+from gradbus.codecs import index_coding
 from gradbus.codecs.index_coding import (
     decode_rice,
     decode_varints,

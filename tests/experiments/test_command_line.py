@@ -19,7 +19,7 @@ from gradbus import codecs
 from gradbus.experiments.cli import choices
 from gradbus.experiments.rundir.export import Format
 from gradbus.models import partition
-from gradbus.models.sources import SourceName
+from gradbus.models.data_sets import SourceName
 from gradbus.runtime import logs
 from gradbus.runtime.config.federated import BusSettings, FederatedConfig
 from gradbus.runtime.security.identity.allow_list import ROLES

@@ -28,7 +28,7 @@ from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.federated import run_client
 from gradbus.experiments.rundir.export import export
-from gradbus.models import NullTask, TrainResult
+from gradbus.models import NoopTask, TrainResult
 from gradbus.runtime.bus.bus import connect
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import JoinRefused
@@ -124,7 +124,7 @@ def test_a_demo_goes_on_when_a_client_is_killed(fork, domain, monkeypatch) -> No
     assert "client ended early client=1 end=signal 9" in err
 
 
-class SlowTask(NullTask):
+class SlowTask(NoopTask):
     """Rounds that take a tenth of a second, so that there is something to come late for."""
 
     def train(self, *arguments: object, **more: object) -> TrainResult:
@@ -135,7 +135,7 @@ class SlowTask(NullTask):
 def null_client(domain: int, dim: int) -> dict[str, object]:
     return {
         "bus": {"job": "refusals", "domain": domain},
-        "task": {"task": "gradbus.models:NullTask", "task_options": {"dim": dim}},
+        "task": {"task": "gradbus.models:NoopTask", "task_options": {"dim": dim}},
     }
 
 
@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork, invoke, 
     config = tmp_path / "controller.json"
     file = {
         "bus": {"job": "damage", "domain": domain},
-        "task": {"task": "gradbus.models:NullTask", "task_options": {"dim": 10}},
+        "task": {"task": "gradbus.models:NoopTask", "task_options": {"dim": 10}},
         "federated": {"rounds": 3, "num_clients": 1, "state_dir": str(state), "dead_after_s": PATIENT_S},
         "run_dir": "run",
     }
@@ -192,13 +192,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork, invoke, 
 
     async def train() -> None:
         async with connect("damage", domain=domain) as bus, connect("damage", domain=domain) as other:
-            client = asyncio.create_task(Client(other, NullTask(10), client_id=0).run())
-            await Controller(bus, NullTask(10), load(ControllerFile, config).federated).run()
+            client = asyncio.create_task(Client(other, NoopTask(10), client_id=0).run())
+            await Controller(bus, NoopTask(10), load(ControllerFile, config).federated).run()
             await client
 
     async def help_out(process: Forked) -> tuple[str, str]:
         async with connect("damage", domain=domain) as bus:
-            client = asyncio.create_task(Client(bus, NullTask(10), client_id=0).run())
+            client = asyncio.create_task(Client(bus, NoopTask(10), client_id=0).run())
             try:
                 return await asyncio.to_thread(process.communicate, timeout=90)
             finally:
@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork, invoke, 
 
 @pytest.mark.alone
 def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_path: Path, configs: Path) -> None:
-    null = ("--set", "task.task=gradbus.models:NullTask", "--set", 'task.task_options={"dim": 10}')
+    null = ("--set", "task.task=gradbus.models:NoopTask", "--set", 'task.task_options={"dim": 10}')
     config = configs / "controller.conf.json"
     runs = (f"run-{number}" for number in itertools.count())
 
@@ -273,7 +273,7 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is_and_tells_clients_t
     config = tmp_path / "controller.json"
     file = {
         "bus": {"job": "finished", "domain": domain},
-        "task": {"task": "gradbus.models:NullTask", "task_options": {"dim": 10}},
+        "task": {"task": "gradbus.models:NoopTask", "task_options": {"dim": 10}},
         "federated": {"rounds": 2, "num_clients": 2, "min_clients": 1, "start_grace_s": 0.5},
         "run_dir": "run",
     }
@@ -282,7 +282,7 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is_and_tells_clients_t
     async def beside(*arguments: str) -> tuple[int, str]:
         process = fork("controller", config, *arguments)
         async with connect("finished", domain=domain) as bus:
-            client = asyncio.create_task(Client(bus, NullTask(10), client_id=0).run())
+            client = asyncio.create_task(Client(bus, NoopTask(10), client_id=0).run())
             out, err = await asyncio.to_thread(process.communicate, timeout=90)
             assert process.returncode == 0, err
             client.cancel()

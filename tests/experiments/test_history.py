@@ -24,7 +24,7 @@ from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.main import app
 from gradbus.experiments.history.invariants import InvariantResult, check
 from gradbus.experiments.history.reader import read_history
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.testing.journal import History, update_name, weights_name
 
@@ -347,12 +347,12 @@ async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
     async def client(client_id: int) -> None:
         own = gradbus.ClientConfig(history_dir=history)
         async with gradbus.connect(job=job, domain=domain) as bus:
-            await gradbus.Client(bus, NullTask(DIM, delta="seeded"), client_id=client_id, config=own).run()
+            await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id, config=own).run()
 
     async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
         for client_id in (0, 1):
             group.create_task(client(client_id))
-        controller = gradbus.Controller(bus, NullTask(DIM), config)
+        controller = gradbus.Controller(bus, NoopTask(DIM), config)
         await controller.run()
         assert zlib.crc32(controller.weights.numpy().data) == controller.progress.reports[-1].weights_crc32
         return [report.weights_crc32 for report in controller.progress.reports]

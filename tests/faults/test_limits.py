@@ -16,7 +16,7 @@ from patience import PATIENT_S, soonest
 
 import gradbus
 from gradbus.actors.federated.rounds import CLIENT_LOST
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -117,7 +117,7 @@ def test_two_hundred_clients_that_all_start_again_at_once_are_back_within_second
     assert seconds < 30.0
 
 
-class Busy(NullTask):
+class Busy(NoopTask):
     """Training that needs the interpreter all the time."""
 
     def train(self, model: Any, **arguments: Any) -> Any:
@@ -165,7 +165,7 @@ async def _crowd(count: int) -> list[gradbus.RoundReport]:
     ):
         for client_id in range(count):
             group.create_task(gradbus.Client(crowd, Busy(100), client_id=client_id).run())
-        return await gradbus.Controller(bus, NullTask(100), config).run()
+        return await gradbus.Controller(bus, NoopTask(100), config).run()
 
 
 async def _all_again(count: int) -> float:
@@ -183,10 +183,10 @@ async def _all_again(count: int) -> float:
     ):
 
         def start(client_id: int) -> asyncio.Task[Any]:
-            return group.create_task(gradbus.Client(crowd, NullTask(100), client_id=client_id).run())
+            return group.create_task(gradbus.Client(crowd, NoopTask(100), client_id=client_id).run())
 
         clients = [start(client_id) for client_id in range(count)]
-        controller = gradbus.Controller(bus, NullTask(100), config)
+        controller = gradbus.Controller(bus, NoopTask(100), config)
         began_s = 0.0
         async for report in controller.rounds():
             assert len(report.clients) == count

@@ -12,8 +12,8 @@ import torch
 from patience import soonest
 
 from gradbus.models import DataMissing, Dataset, DataSplit, batches, glyphs, load, mnist, resolve_data_root
-from gradbus.models import mnist_download as download_module
-from gradbus.models.idx import read_idx
+from gradbus.models import mnist_files as download_module
+from gradbus.models.mnist_files import read_idx
 
 MNIST_FOLDER = Path(os.environ.get("GRADBUS_DATA") or "/nonexistent") / "MNIST" / "raw"
 needs_mnist = pytest.mark.skipif(not MNIST_FOLDER.is_dir(), reason="MNIST not found; set GRADBUS_DATA to its data root")

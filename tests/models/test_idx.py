@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradbus.models import idx
-from gradbus.models.idx import read_idx
+from gradbus.models import mnist_files as idx
+from gradbus.models.mnist_files import read_idx
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from gradbus.models import (
     ClassificationTask,
     Dataset,
     DataSplit,
-    NullTask,
+    NoopTask,
     SeededDropout,
     Task,
     TrainingStopped,
@@ -59,7 +59,7 @@ class OwnTask:
     def evaluate(self, model: nn.Module) -> None: ...
 
 
-@pytest.mark.parametrize("task", [make_task(), NullTask(3), OwnTask()], ids=["classification", "null", "own"])
+@pytest.mark.parametrize("task", [make_task(), NoopTask(3), OwnTask()], ids=["classification", "null", "own"])
 def test_the_tasks_satisfy_the_protocol(task: Task) -> None:
     assert isinstance(task, Task)
 
@@ -250,12 +250,12 @@ def test_glyphs_are_learnt_in_a_short_training() -> None:
 
 def test_the_null_task_changes_nothing_unless_told() -> None:
     before = torch.zeros(1000)
-    assert torch.equal(train(NullTask(1000))[0], before)
-    assert torch.equal(train(NullTask(1000, delta="constant", scale=0.5))[0], before + 0.5)
+    assert torch.equal(train(NoopTask(1000))[0], before)
+    assert torch.equal(train(NoopTask(1000, delta="constant", scale=0.5))[0], before + 0.5)
 
 
 def test_the_null_tasks_seeded_delta_differs_between_clients_and_rounds_and_repeats() -> None:
-    task = NullTask(1000, delta="seeded", scale=0.1)
+    task = NoopTask(1000, delta="seeded", scale=0.1)
     vector, result = train(task)
     assert torch.equal(vector, train(task)[0])
     assert not torch.equal(vector, train(task, client_id=1)[0])
@@ -265,7 +265,7 @@ def test_the_null_tasks_seeded_delta_differs_between_clients_and_rounds_and_repe
 
 
 def test_the_null_task_can_be_stopped_and_has_nothing_to_evaluate() -> None:
-    task = NullTask(5)
+    task = NoopTask(5)
     with pytest.raises(TrainingStopped):
         train(task, should_stop=lambda: True)
     assert task.evaluate(task.build_model()) is None
@@ -275,7 +275,7 @@ def test_the_null_task_can_be_stopped_and_has_nothing_to_evaluate() -> None:
 @pytest.mark.parametrize(("dim", "delta"), [(0, "none"), (1, "random")])
 def test_the_null_task_refuses_arguments_out_of_range(dim: int, delta: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
-        NullTask(dim, delta=delta)
+        NoopTask(dim, delta=delta)
 
 
 def test_dropout_in_a_users_model_is_reseeded_by_training() -> None:

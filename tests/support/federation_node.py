@@ -38,7 +38,7 @@ from gradbus.actors.federated import liveness
 from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.actors.federated.rounds import Round
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime import logs
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.security import Security
@@ -62,7 +62,7 @@ async def _controller(spec: dict[str, Any], say: Say) -> None:
     network = gradbus.NetworkConfig(**spec["network"])
     place = {"job": spec["job"], "domain": spec["domain"], "network": network, "security": _security(spec)}
     async with gradbus.connect(**place, faults=spec.get("faults", "")) as bus:
-        controller = Controller(bus, NullTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
+        controller = Controller(bus, NoopTask(spec["dim"]), config, fail_at=spec["fail_at"] or "")
         say({"event": "started"})
         async for report in controller.rounds():
             _after_round(spec, report.round_id)
@@ -99,7 +99,7 @@ async def _client(spec: dict[str, Any], say: Say) -> None:
     hold: dict[str, str] = spec.get("hold", {})
     loop = asyncio.get_running_loop()
 
-    class Task(NullTask):
+    class Task(NoopTask):
         """Says when it trains; holds in the rounds that the test names, until a file is there or it is called off."""
 
         def train(self, model: Any, **arguments: Any) -> Any:

@@ -24,7 +24,7 @@ import warm
 from federation import Node
 
 import gradbus
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.security import Level
 from gradbus.runtime.wire.control import Bye, Leave, Offer, Receipt, Refused
@@ -85,7 +85,7 @@ def _over(spec: dict[str, Any]) -> bool:
     return os.path.exists(spec["until"])
 
 
-class _Poison(NullTask):
+class _Poison(NoopTask):
     """An update of which almost all samples are: the mean is what he says."""
 
     def __init__(self, dim: int, found: Counter[str]) -> None:

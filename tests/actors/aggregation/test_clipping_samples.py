@@ -17,7 +17,7 @@ import gradbus
 from gradbus.actors import Client, Controller
 from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Outcome, Round, RoundRules
-from gradbus.models import NullTask, TrainResult
+from gradbus.models import NoopTask, TrainResult
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_a_round_in_which_only_one_is_left_of_two_ends_and_what_that_one_announc
     run_with(main, repair_after_s=0.02)
 
 
-class Shares(NullTask):
+class Shares(NoopTask):
     """Each client moves all parameters to a number of its own, and says how many samples it has."""
 
     def __init__(self, samples: int, value: float) -> None:
@@ -177,7 +177,7 @@ def _mean(*shares: tuple[int, float], **rules: Any) -> tuple[float, list[gradbus
             rounds=1, num_clients=len(shares), min_clients=len(shares), eval_every=0, **rules
         )
         async with asyncio.timeout(60), gradbus.connect(**place) as bus, gradbus.connect(**place) as others:
-            controller = Controller(bus, NullTask(100), config)
+            controller = Controller(bus, NoopTask(100), config)
             async with asyncio.TaskGroup() as group:
                 for client_id, share in enumerate(shares):
                     group.create_task(Client(others, Shares(*share), client_id=client_id).run())

@@ -18,13 +18,13 @@ import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import within_limits
 from gradbus.actors.aggregation.strategies import make_strategy
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.errors import ConfigError
 
 DIM = 20_000
 
 
-class Hostile(NullTask):
+class Hostile(NoopTask):
     """Sends 1,000 times what it should, the other way round."""
 
     def train(self, model: Any, **arguments: Any) -> Any:
@@ -42,14 +42,14 @@ async def run(strategy: str, hostile: set[int]) -> tuple[torch.Tensor, list[grad
     )  # fmt: skip
 
     async def client(client_id: int) -> None:
-        task = (Hostile if client_id in hostile else NullTask)(DIM, delta="seeded")
+        task = (Hostile if client_id in hostile else NoopTask)(DIM, delta="seeded")
         async with gradbus.connect(job=job, domain=domain) as bus:
             await gradbus.Client(bus, task, client_id=client_id).run()
 
     async with asyncio.timeout(40), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
         for client_id in range(5):
             group.create_task(client(client_id))
-        controller = gradbus.Controller(bus, NullTask(DIM), config)
+        controller = gradbus.Controller(bus, NoopTask(DIM), config)
         reports = await controller.run()
         return controller.weights, reports
 
@@ -71,7 +71,7 @@ def test_a_run_that_its_rules_do_not_allow_does_not_begin() -> None:
     async def main() -> None:
         config = gradbus.FederatedConfig(strategy="krum", min_clients=4, num_clients=10)
         async with gradbus.connect(job=f"rules-{os.getpid()}", domain=new_domain()) as bus:
-            await gradbus.Controller(bus, NullTask(DIM), config).run()
+            await gradbus.Controller(bus, NoopTask(DIM), config).run()
 
     with pytest.raises(ConfigError, match=r"2 f \+ 3 = 5 updates in every round"):
         asyncio.run(main())
@@ -84,7 +84,7 @@ RULES: dict[str, Any] = {
 
 def without_a_network() -> list[int]:
     """CRC-32 of the weights after each round of these rules, by the strategy alone."""
-    config, task = gradbus.FederatedConfig(**RULES), NullTask(federation.DIM, delta="seeded")
+    config, task = gradbus.FederatedConfig(**RULES), NoopTask(federation.DIM, delta="seeded")
     strategy = within_limits(make_strategy(config, federation.DIM), config)
     model, found = task.build_model(), []
     weights = model.vector.data.clone()

@@ -17,7 +17,7 @@ from gradbus.actors.federated import dispatch as failures
 from gradbus.actors.federated.dispatch import MAX_DISTINCT, MAX_TEXT, TrainingFailureLog
 from gradbus.actors.federated.rounds import TRAINING_FAILED, Round, RoundRules
 from gradbus.experiments.run.console import LogFile
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed
 
 
@@ -84,11 +84,11 @@ def test_a_traceback_comes_to_the_terminal_without_its_escape_codes() -> None:
 
 
 def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None:
-    class Wrong(NullTask):
+    class Wrong(NoopTask):
         def train(self, model: Any, **arguments: Any) -> Any:
             raise ZeroDivisionError("the user's own mistake")
 
-    class Patient(NullTask):
+    class Patient(NoopTask):
         """Works until the other one's error is shown: the end of the round is not what brings it."""
 
         def train(self, model: Any, **arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(job, domain, client_id))
-            return await gradbus.Controller(bus, NullTask(100), config).run()
+            return await gradbus.Controller(bus, NoopTask(100), config).run()
 
     reports = asyncio.run(main())
     assert [report.clients for report in reports] == [(0,)] * 3
@@ -119,7 +119,7 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
 
 
 def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_their_code() -> None:
-    class Wrong(NullTask):
+    class Wrong(NoopTask):
         def train(self, model: Any, **arguments: Any) -> Any:
             raise ZeroDivisionError("the user's own mistake")
 
@@ -135,7 +135,7 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             clients = [group.create_task(client(job, domain, client_id)) for client_id in (0, 1)]
             with pytest.raises(TrainingFailed) as caught:
-                await gradbus.Controller(bus, NullTask(100), config).run()
+                await gradbus.Controller(bus, NoopTask(100), config).run()
             return caught.value, [await client for client in clients]
 
     error, ends = asyncio.run(main())
@@ -149,7 +149,7 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
 
 def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_for_one_failure() -> None:
     def error_of(minimum: int) -> GradbusError:
-        controller = gradbus.Controller(None, NullTask(1), gradbus.FederatedConfig(min_clients=minimum))  # type: ignore[arg-type]
+        controller = gradbus.Controller(None, NoopTask(1), gradbus.FederatedConfig(min_clients=minimum))  # type: ignore[arg-type]
         round_ = Round(1, range(3), RoundRules(minimum=minimum, quorum=1.0, deadline_s=9.0, grace_s=0.0), now_s=0.0)
         round_.fail(0, TRAINING_FAILED)
         round_.lose(1)

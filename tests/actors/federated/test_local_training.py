@@ -14,7 +14,7 @@ from gradbus import codecs
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.local_training import EncodedUpdate, LocalTraining, ResidualStore
-from gradbus.models.results import TrainResult
+from gradbus.models.task import TrainResult
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.wire.control import Receipt, Welcome
 from gradbus.runtime.wire.messages import Identity, TrainCmd

@@ -26,7 +26,7 @@ import gradbus
 from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated import updates_out as update_sender
 from gradbus.experiments.examples.embed_aiohttp import FederatedService, make_app
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 
 _numbers = itertools.count()
 
@@ -40,7 +40,7 @@ def new_job() -> str:
     return f"embedded-{os.getpid()}-{next(_numbers)}-{random.randrange(1 << 30):x}"
 
 
-class HeldTask(NullTask):
+class HeldTask(NoopTask):
     """Trains in the rounds of a set; in another one it waits until that is put there, or until it is called off."""
 
     def __init__(self, dim: int, rounds: Set[int]) -> None:
@@ -132,7 +132,7 @@ def assert_no_thread_is_left(before: Set[threading.Thread]) -> None:
 def test_status_answers_at_once_and_shows_progress_while_rounds_run(job: str, domain: int) -> None:
     async def scenario() -> tuple[list[float], list[dict[str, Any]]]:
         service = FederatedService()
-        service.add_job(job, NullTask(DIM), rules(6, 2), gradbus.connect(job, domain=domain))
+        service.add_job(job, NoopTask(DIM), rules(6, 2), gradbus.connect(job, domain=domain))
         delays, seen, shown = [], [], set[int]()
         # No round ends before an answer has shown it: one that waited for the training would wait for itself.
         async with asyncio.timeout(30), serving(service) as web, clients(job, domain, [HeldTask(DIM, shown)] * 2):
@@ -158,11 +158,11 @@ def test_status_answers_at_once_and_shows_progress_while_rounds_run(job: str, do
 def test_metrics_agree_with_the_reports(job: str, domain: int) -> None:
     async def scenario() -> tuple[FederatedService, dict[tuple[str, ...], float]]:
         service = FederatedService()
-        service.add_job(job, NullTask(5000), rules(3, 2), gradbus.connect(job, domain=domain))
+        service.add_job(job, NoopTask(5000), rules(3, 2), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(30), serving(service) as web:
             await web.until(job, "waiting")
             assert (await web.metrics())["gradbus_controller_up", job] == 1
-            async with clients(job, domain, [NullTask(5000)] * 2):
+            async with clients(job, domain, [NoopTask(5000)] * 2):
                 await web.until(job, "done")
             return service, await web.metrics()
 
@@ -184,7 +184,7 @@ def test_metrics_agree_with_the_reports(job: str, domain: int) -> None:
 
 def test_accuracy_and_drops_are_in_status_and_metrics() -> None:
     service = FederatedService()
-    progress = service.add_job("job", NullTask(1), rules(3, 1)).progress
+    progress = service.add_job("job", NoopTask(1), rules(3, 1)).progress
     progress.reports = [
         gradbus.RoundReport(round_id=1, accuracy=0.5, eval_loss=1.5, dropped={"stale": 2}),
         gradbus.RoundReport(round_id=2, loss=float("nan"), dropped={"stale": 1, "not finite": 4}),
@@ -218,8 +218,8 @@ def test_two_jobs_of_one_process_end_as_each_does_alone(domain: int, monkeypatch
         async with asyncio.timeout(30), serving(service) as web, asyncio.TaskGroup() as group:
             for name, job in jobs.items():
                 dim, number = sizes[name]
-                service.add_job(job, NullTask(dim), rules(3, number), gradbus.connect(job, domain=domain))
-                group.create_task(take_part(job, [NullTask(dim, delta="seeded")] * number, web))
+                service.add_job(job, NoopTask(dim), rules(3, number), gradbus.connect(job, domain=domain))
+                group.create_task(take_part(job, [NoopTask(dim, delta="seeded")] * number, web))
         return {name: service.jobs[job].progress.reports for name, job in jobs.items()}
 
     async def take_part(job: str, tasks: Sequence[Any], web: Web) -> None:
@@ -242,7 +242,7 @@ def test_shutting_down_in_mid_round_is_quick_and_leaves_nothing(domain: int) -> 
 
     async def scenario(job: str) -> tuple[float, str, set[str]]:
         service = FederatedService()
-        service.add_job(job, NullTask(DIM), rules(3, 1), gradbus.connect(job, domain=domain))
+        service.add_job(job, NoopTask(DIM), rules(3, 1), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(30), serving(service) as web, clients(job, domain, [HeldTask(DIM, set())]):
             await web.until(job, "training")
             started_s = time.perf_counter()
@@ -268,7 +268,7 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
     async def scenario() -> None:
         service = FederatedService()
         service.add_job(
-            job, NullTask(8), rules(1, 2, min_clients=2, start_timeout_s=0.3), gradbus.connect(job, domain=domain)
+            job, NoopTask(8), rules(1, 2, min_clients=2, start_timeout_s=0.3), gradbus.connect(job, domain=domain)
         )
         async with asyncio.timeout(30), serving(service) as web:
             assert await web.get("/healthz") == (200, {"ok": True, "failed": {}})
@@ -278,12 +278,12 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
             assert await web.get("/healthz") == (503, {"ok": False, "failed": {job: failed["error"]}})
             assert (await web.metrics())["gradbus_controller_failed", job] == 1
 
-            service.add_job(other, NullTask(8), rules(2, 1), gradbus.connect(other, domain=domain))
-            async with clients(other, domain, [NullTask(8)]):
+            service.add_job(other, NoopTask(8), rules(2, 1), gradbus.connect(other, domain=domain))
+            async with clients(other, domain, [NoopTask(8)]):
                 assert (await web.until(other, "done"))["last_report"]["round_id"] == 2
 
-            service.add_job(job, NullTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
-            async with clients(job, domain, [NullTask(8)]):
+            service.add_job(job, NoopTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
+            async with clients(job, domain, [NoopTask(8)]):
                 await web.until(job, "done")
             assert (await web.get("/healthz"))[0] == 200
 
@@ -293,9 +293,9 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
 def test_a_controller_that_cannot_even_start_is_told_of(job: str, domain: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     service = FederatedService()
-    service.add_job(job, NullTask(8), rules(1, 1, state_dir=tmp_path / "file"), gradbus.connect(job, domain=domain))
+    service.add_job(job, NoopTask(8), rules(1, 1, state_dir=tmp_path / "file"), gradbus.connect(job, domain=domain))
     name = "not a job's name"
-    service.add_job(name, NullTask(8), rules(1, 1), gradbus.connect(name, domain=domain))
+    service.add_job(name, NoopTask(8), rules(1, 1), gradbus.connect(name, domain=domain))
 
     async def scenario() -> tuple[int, Any]:
         async with asyncio.timeout(30), serving(service) as web:
@@ -310,7 +310,7 @@ def test_a_controller_that_cannot_even_start_is_told_of(job: str, domain: int, t
 
 def test_one_job_has_an_address_of_its_own_and_an_unknown_one_is_not_found(job: str, domain: int) -> None:
     service = FederatedService()
-    service.add_job(job, NullTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
+    service.add_job(job, NoopTask(8), rules(1, 1), gradbus.connect(job, domain=domain))
 
     async def scenario() -> None:
         async with asyncio.timeout(30), serving(service) as web:
@@ -325,14 +325,14 @@ def test_one_job_has_an_address_of_its_own_and_an_unknown_one_is_not_found(job: 
 
 def add_twice(service: FederatedService, job: str) -> None:
     for _ in range(2):
-        service.add_job(job, NullTask(8), rules(1, 1))
+        service.add_job(job, NoopTask(8), rules(1, 1))
 
 
 @pytest.mark.slow
 def test_clients_in_processes_of_their_own_train_for_an_embedded_controller(job: str, domain: int) -> None:
     async def scenario(federation: Federation) -> dict[str, Any]:
         service = FederatedService()
-        service.add_job(job, NullTask(DIM), rules(4, 2), gradbus.connect(job, domain=domain))
+        service.add_job(job, NoopTask(DIM), rules(4, 2), gradbus.connect(job, domain=domain))
         async with asyncio.timeout(60), serving(service) as web:
             nodes = [await asyncio.to_thread(federation.client, client_id) for client_id in (0, 1)]
             status = await web.until(job, "done", "failed")

@@ -25,7 +25,7 @@ from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
 from gradbus.experiments.run.status import Observer, lines_of, observe, settings_of
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.topics import Overheard
 from gradbus.runtime.errors import ConfigError
@@ -259,7 +259,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
     loop: asyncio.AbstractEventLoop
 
-    class Slow(NullTask):
+    class Slow(NoopTask):
         def train(self, model: Any, **arguments: Any) -> Any:
             loop.call_soon_threadsafe(begun.set)
             assert go_on.wait(60.0)
@@ -278,10 +278,10 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
 
         async def client(client_id: int) -> None:
             async with gradbus.connect(job=job, domain=domain) as bus:
-                await gradbus.Client(bus, (Slow if client_id else NullTask)(100), client_id=client_id).run()
+                await gradbus.Client(bus, (Slow if client_id else NoopTask)(100), client_id=client_id).run()
 
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
-            controller = gradbus.Controller(bus, NullTask(100), config)
+            controller = gradbus.Controller(bus, NoopTask(100), config)
             running = group.create_task(controller.run())
             for client_id in (0, 1):
                 group.create_task(client(client_id))

@@ -11,7 +11,7 @@ from dds_domains import new_domain
 
 import gradbus
 from gradbus.actors.federated import client, selection
-from gradbus.models import NullTask
+from gradbus.models import NoopTask
 from gradbus.runtime.collectives import membership
 from gradbus.runtime.dds import missing_peers
 from gradbus.runtime.dds.missing_peers import Reach, WaitLog
@@ -110,10 +110,10 @@ def test_a_controller_says_which_clients_are_missing(monkeypatch: pytest.MonkeyP
     async def main() -> str:
         config = gradbus.FederatedConfig(rounds=1, num_clients=2, min_clients=2, start_timeout_s=3.0, heartbeat_s=0.1)
         async with gradbus.connect(job=f"waits-{os.getpid()}", domain=new_domain()) as bus:
-            one = asyncio.create_task(gradbus.Client(bus, NullTask(10), client_id=1).run())
+            one = asyncio.create_task(gradbus.Client(bus, NoopTask(10), client_id=1).run())
             try:
                 with pytest.raises(BarrierTimeout) as caught:
-                    await gradbus.Controller(bus, NullTask(10), config).run()
+                    await gradbus.Controller(bus, NoopTask(10), config).run()
             finally:
                 one.cancel()
                 await asyncio.wait([one])
@@ -132,7 +132,7 @@ def test_a_client_says_that_no_controller_is_there(monkeypatch: pytest.MonkeyPat
         async with gradbus.connect(job="orphan", domain=new_domain()) as bus:
             config = gradbus.ClientConfig(controller_timeout_s=0.8)
             with pytest.raises(BarrierTimeout) as caught:
-                await gradbus.Client(bus, NullTask(10), client_id=3, config=config).run()
+                await gradbus.Client(bus, NoopTask(10), client_id=3, config=config).run()
         return str(caught.value)
 
     text = asyncio.run(main())

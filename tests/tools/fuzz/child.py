@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Packages of parsers and their callees. Watching a module makes its import ten times as slow.
 _WATCHED = (
     "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.history.reader",
-    "gradbus.experiments.rundir.reading", "gradbus.models.idx", "gradbus.runtime.checkpoint",
+    "gradbus.experiments.rundir.reading", "gradbus.models.mnist_files", "gradbus.runtime.checkpoint",
     "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects", "gradbus.runtime.collectives.streams",
     "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.dds.idl_types",
     "gradbus.runtime.dds.topics", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",

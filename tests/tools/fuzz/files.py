@@ -19,7 +19,7 @@ from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, lo
 from gradbus.experiments.history.reader import read_history
 from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.rundir.reading import read_run
-from gradbus.models import idx
+from gradbus.models import mnist_files as idx
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
 from gradbus.runtime.config import federated
 from gradbus.runtime.config.federated import Settings

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gradbus.models import ClassificationTask, NullTask, glyphs, mnist_mlp
+from gradbus.models import ClassificationTask, NoopTask, glyphs, mnist_mlp
 
 _STEP_S = 0.005
 
 
-class PacedTask(NullTask):
+class PacedTask(NoopTask):
     """For clients: noise, another for each client and round, that takes ``train_s`` to learn."""
 
     def __init__(self, dim: int = 5000, train_s: float = 0.2) -> None:

@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .results import EvalResult, TrainingStopped, TrainResult
 from .seeds import seeded_generator
+from .task import EvalResult, TrainingStopped, TrainResult
 
 Delta = Literal["none", "constant", "seeded"]
 
 
-class FlatModel(nn.Module):
+class VectorModel(nn.Module):
     """One parameter ``vector``, float32 (dim,), all zero; ``forward`` adds it to its input."""
 
     def __init__(self, dim: int) -> None:
@@ -25,7 +25,7 @@ class FlatModel(nn.Module):
         return x + self.vector
 
 
-class NullTask:
+class NoopTask:
     """Implements :class:`gradbus.models.Task` without data; ``train`` returns at once.
 
     Args:
@@ -48,8 +48,8 @@ class NullTask:
         self.delta = delta
         self.scale = scale
 
-    def build_model(self) -> FlatModel:
-        return FlatModel(self.num_params)
+    def build_model(self) -> VectorModel:
+        return VectorModel(self.num_params)
 
     def prepare(self, client_id: int, num_clients: int) -> None:
         """Nothing to load."""

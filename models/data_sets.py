@@ -1,14 +1,18 @@
-"""Digits drawn on the spot, for machines that have neither MNIST nor a network."""
+"""The data sets by name, and the glyphs, drawn here for machines that have no MNIST."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import radians
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, avg_pool2d, grid_sample
 
 from .data import Dataset, DataSplit, normalise
+from .mnist_files import DataMissing, mnist
 from .seeds import seeded_generator
 
 _SIDE = 28  # pixels, as MNIST
@@ -87,3 +91,32 @@ def _draw_batch(templates: Tensor, labels: Tensor, generator: torch.Generator) -
     ink = avg_pool2d(moved, 2).squeeze(1) * uniform(0.6, 1.0, 1, 1)
     noise = torch.randn(ink.shape, generator=generator) * uniform(0.0, 0.15, 1, 1)
     return (ink + noise).clamp_(0, 1).mul_(255).round_().to(torch.uint8)
+
+
+SourceName = Literal["auto", "mnist", "glyphs"]
+
+
+def load(name: SourceName = "auto", data_root: str | Path | None = None, *, download: bool = True) -> DataSplit:
+    """Load a data set; ``.note`` of the result says in one line what was taken and why, for the caller's log.
+
+    Args:
+        name: ``"mnist"``, ``"glyphs"``, or ``"auto"``: MNIST where it is found or can be downloaded, otherwise glyphs.
+            With ``"auto"`` two machines may come to different answers: compare ``.name`` before training together.
+        data_root: where MNIST is looked for, see :func:`gradbus.models.resolve_data_root`.
+        download: whether missing MNIST files may be fetched.
+
+    Raises:
+        DataMissing: ``"mnist"`` was asked for by name and cannot be had.
+        ValueError: no such name.
+    """
+    match name:
+        case "mnist":
+            return mnist(data_root, download=download)
+        case "glyphs":
+            return glyphs()
+        case "auto":
+            try:
+                return mnist(data_root, download=download)
+            except DataMissing as missing:
+                return replace(glyphs(), note=f"glyphs in place of MNIST: {missing}")
+    raise ValueError(f"no data set {name!r}; there are 'auto', 'mnist' and 'glyphs'")
