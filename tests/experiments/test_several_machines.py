@@ -76,7 +76,7 @@ def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, 
     for clone in clones:
         clone.start(lines[at])
     for clone, other in zip(clones, reversed(ADDRESSES), strict=True):
-        (told,) = clone.outputs()
+        (told,) = clone.outputs(codes=(0, 8))  # 8: it finds that a busy machine is not well
         assert re.search(rf"peer {other} .*round trip \d+ us", told), told
 
     shorten(clones[0].folder / "controller.json", "federated", rounds=1, subset_size=32)

@@ -69,12 +69,12 @@ class Clone(AbstractContextManager["Clone"]):
         )  # fmt: skip
         self._running.append((line, process))
 
-    def outputs(self, timeout_s: float = 200.0) -> list[str]:
-        """What each of the lines wrote, once all have ended well."""
+    def outputs(self, timeout_s: float = 200.0, *, codes: tuple[int, ...] = (0,)) -> list[str]:
+        """What each of the lines wrote, once all have ended with one of these exit codes."""
         running, texts = list(self._running), []
         for line, process in running:
             text, _ = process.communicate(timeout=timeout_s)
-            assert process.returncode == 0, f"$ {line}\nexit code {process.returncode}\n{text}"
+            assert process.returncode in codes, f"$ {line}\nexit code {process.returncode}\n{text}"
             texts.append(text)
             self._running.remove((line, process))
         return texts
