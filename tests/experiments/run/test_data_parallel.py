@@ -70,7 +70,7 @@ def test_a_setting_of_clients_is_refused_rather_than_ignored(key: str, configs: 
 
 
 def test_a_task_of_ones_own_without_the_methods_of_a_worker_is_refused(configs: Path) -> None:
-    file = load(WorkerFile, configs / "ddp.conf.json", overrides=["task.task=gradbus.models:FlatModel"])
+    file = load(WorkerFile, configs / "ddp.conf.json", overrides=["task.task=gradbus.models:VectorModel"])
     with pytest.raises(ConfigError, match="options"):
         ConfiguredShardTask(file.task)
     settings = file.task.model_copy(update={"task_options": {"dim": 3}})
