@@ -34,6 +34,8 @@ class Bus:
         said: by the client. answer: what the arbiter says to the so-and-so-manyth message, if anything.
     """
 
+    is_sealed = True
+
     def __init__(self, answer: Callable[[int], Message | None]) -> None:
         self.said: list[Message] = []
         self.answer = answer
