@@ -74,7 +74,9 @@ def test_a_task_of_ones_own_without_the_methods_of_a_worker_is_refused(configs: 
     with pytest.raises(ConfigError, match="options"):
         ConfiguredShardTask(file.task)
     settings = file.task.model_copy(update={"task_options": {"dim": 3}})
-    with pytest.raises(ConfigError, match=r"VectorModel, has no .*prepare_shard.*; see gradbus.actors.DataParallelTask"):
+    with pytest.raises(
+        ConfigError, match=r"VectorModel, has no .*prepare_shard.*; see gradbus.actors.DataParallelTask"
+    ):
         ConfiguredShardTask(settings)
 
 
