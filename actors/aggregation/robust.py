@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -87,7 +87,6 @@ class Robust(Strategy):
     """What they have in common: they keep the updates of a round, as differences, and combine them at its end."""
 
     weighs_samples = False
-    setting = ""  # what the configuration calls it
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
         """A strategy without updates.
@@ -106,6 +105,11 @@ class Robust(Strategy):
         self._free: list[Block] = []  # of the round before
         self._base: Tensor | None = None
 
+    @classmethod
+    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
+        more = {**options, "keep": config.krum_keep} if cls.choice == "multi_krum" else options
+        return cls(dim, byzantine=config.byzantine, budget_bytes=config.robust_budget_bytes, **more)
+
     @property
     @abstractmethod
     def least(self) -> int:
@@ -117,7 +121,7 @@ class Robust(Strategy):
         """The same as a formula."""
 
     def check(self, config: FederatedConfig) -> None:
-        named = f"strategy {self.setting} with byzantine={self._byzantine}"
+        named = f"strategy {self.choice} with byzantine={self._byzantine}"
         if config.min_clients < self.least:
             raise ConfigError(
                 f"{named} needs {self.bound} = {self.least} updates in every round, but min_clients lets a round end "
@@ -213,7 +217,7 @@ class _Sorting(Robust):
 class CoordinateMedian(_Sorting):
     """The median of each coordinate; of an even number, the mean of the two in the middle."""
 
-    setting = "median"
+    choice = "median"
 
     def _kept(self, num_rows: int) -> range:
         return range((num_rows - 1) // 2, num_rows // 2 + 1)
@@ -222,7 +226,7 @@ class CoordinateMedian(_Sorting):
 class TrimmedMean(_Sorting):
     """The mean of each coordinate without its f largest and its f smallest values."""
 
-    setting = "trimmed_mean"
+    choice = "trimmed_mean"
 
     def _kept(self, num_rows: int) -> range:
         return range(self._byzantine, num_rows - self._byzantine)
@@ -236,7 +240,7 @@ class MultiKrum(Robust):
         chosen: ids of the clients whose updates made the last model.
     """
 
-    setting = "multi_krum"
+    choice = "multi_krum"
 
     def __init__(
         self, dim: int, *, byzantine: int = 1, keep: int | None = None, budget_bytes: int = BUDGET_BYTES
@@ -281,7 +285,7 @@ class MultiKrum(Robust):
 class Krum(MultiKrum):
     """The one update with the smallest score."""
 
-    setting = "krum"
+    choice = "krum"
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
         super().__init__(dim, byzantine=byzantine, keep=1, budget_bytes=budget_bytes)

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.codecs import Parsed
+from gradbus.runtime.choices import Choices, NoOptions
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
@@ -34,7 +37,14 @@ class Strategy(ABC):
         weighs_samples: an update of more samples weighs more. False: their number does not matter.
     """
 
+    choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
+    Options: ClassVar[type[BaseModel]] = NoOptions
     weighs_samples = True
+
+    @classmethod
+    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
+        """Make it as configured; ``options`` are those of its own, checked by :attr:`Options`."""
+        return cls(dim, **options)  # type: ignore[call-arg]
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -79,6 +89,8 @@ class Strategy(ABC):
 
 class FedAvg(Strategy):
     """The mean of the clients' models, weighted by their samples."""
+
+    choice = "fedavg"
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
@@ -131,11 +143,16 @@ class _WithBuffers(FedAvg):
 class FedAvgM(_WithBuffers):
     """FedAvg with momentum at the server."""
 
+    choice = "fedavgm"
     names = ("server_momentum",)
 
     def __init__(self, dim: int, *, lr: float = 1.0, momentum: float = 0.9) -> None:
         super().__init__(dim)
         self._lr, self._momentum = lr, momentum
+
+    @classmethod
+    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
+        return cls(dim, lr=config.server_lr, momentum=config.server_momentum)
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         velocity = self._buffers["server_momentum"][place]
@@ -146,6 +163,7 @@ class FedAvgM(_WithBuffers):
 class FedAdam(_WithBuffers):
     """Adam at the server, without bias correction, as in the paper."""
 
+    choice = "fedadam"
     names = ("server_m", "server_v")
 
     def __init__(
@@ -153,6 +171,12 @@ class FedAdam(_WithBuffers):
     ) -> None:
         super().__init__(dim)
         self._lr, self._beta1, self._beta2, self._tau = lr, beta1, beta2, tau
+
+    @classmethod
+    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
+        return cls(
+            dim, lr=config.server_lr, beta1=config.server_momentum, beta2=config.server_beta2, tau=config.server_tau
+        )
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         m, v = self._buffers["server_m"][place], self._buffers["server_v"][place]
@@ -162,25 +186,12 @@ class FedAdam(_WithBuffers):
         weights.addcdiv_(m, v.sqrt().add_(self._tau), value=self._lr)
 
 
-def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
-    """The strategy that the configuration names."""
-    from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+STRATEGIES: Choices[Strategy] = Choices(
+    "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy"
+)
 
-    f, budget_bytes = config.byzantine, config.robust_budget_bytes
-    match config.strategy:
-        case "fedavg":
-            return FedAvg(dim)
-        case "fedavgm":
-            return FedAvgM(dim, lr=config.server_lr, momentum=config.server_momentum)
-        case "fedadam":
-            return FedAdam(
-                dim, lr=config.server_lr, beta1=config.server_momentum, beta2=config.server_beta2, tau=config.server_tau
-            )
-        case "median":
-            return CoordinateMedian(dim, byzantine=f, budget_bytes=budget_bytes)
-        case "trimmed_mean":
-            return TrimmedMean(dim, byzantine=f, budget_bytes=budget_bytes)
-        case "krum":
-            return Krum(dim, byzantine=f, budget_bytes=budget_bytes)
-        case "multi_krum":
-            return MultiKrum(dim, byzantine=f, keep=config.krum_keep, budget_bytes=budget_bytes)
+
+def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
+    """The strategy that the configuration names. Raises ConfigError: there is none, or its options are wrong."""
+    options = STRATEGIES.options(config.strategy, config.strategy_options)
+    return STRATEGIES.find(config.strategy).from_settings(config, dim, options)

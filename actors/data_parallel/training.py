@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.exchanges.base import Exchange, ExchangeLabel
-from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
-from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange
+from gradbus.actors.data_parallel.exchanges.base import EXCHANGES, Exchange, ExchangeLabel
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
@@ -102,8 +100,6 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 MakeExchange = Callable[[DataParallelConfig, Group, Mapping[str, Tensor]], Exchange]
 """Takes the parameters that are trained, by name, in the order of the model."""
 
-_EXCHANGES: dict[str, type[DenseExchange] | type[DgcExchange]] = {"dense": DenseExchange, "dgc": DgcExchange}
-
 _NO_MORE: Any = object()  # batches() ended; None may be a batch
 
 
@@ -155,7 +151,9 @@ class ShardTraining:
         make_exchange: MakeExchange | None = None,
     ) -> None:  # fmt: skip
         """``make_exchange``: in place of the one that ``config.exchange`` names."""
-        self._make_exchange = make_exchange or _EXCHANGES[config.exchange]
+        self._make_exchange = make_exchange
+        if make_exchange is None:  # what the configuration names is looked for before anything is loaded
+            self._options = EXCHANGES.options(config.exchange, config.exchange_options)
         self._config = config
         self._group = group
         self._task = task
@@ -176,8 +174,12 @@ class ShardTraining:
         trained: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
-        self.exchange = self._make_exchange(self._config, self._group, trained)
-        self.label = ExchangeLabel.of(self.exchange, _EXCHANGES)
+        if self._make_exchange is not None:
+            self.exchange = self._make_exchange(self._config, self._group, trained)
+        else:
+            make: Any = EXCHANGES.find(self._config.exchange)
+            self.exchange = make(self._config, self._group, trained, **self._options)
+        self.label = ExchangeLabel.of(self.exchange, self._config.exchange_options)
         self._buffers = _Buffers(self.model)
         device = next(iter(trained.values())).device
         self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)

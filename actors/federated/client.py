@@ -106,8 +106,8 @@ class Client:
         self._model = FlatModel(self._task.build_model())
         residuals = ResidualStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
-            self._task, self._identity, self._model, residuals, self._bus.memory, self._probe
-        )
+            self._task, self._identity, self._model, residuals, self._bus.memory, self._probe, self._config.rule
+        )  # fmt: skip
         self._replica = ModelReplica(self._model.dim, probe=self._probe, standing=self._bus.standing)
         self._frozen = ModelReplica(self._model.frozen_dim, standing=self._bus.standing, frozen=True)
         self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)

@@ -23,7 +23,7 @@ from torch import nn
 
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limits
-from gradbus.actors.aggregation.strategies import Strategy, make_strategy
+from gradbus.actors.aggregation.strategies import STRATEGIES, Strategy, make_strategy
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
 from gradbus.actors.federated.flat_model import FlatModel
@@ -46,6 +46,7 @@ from gradbus.actors.federated.rounds import (
     Round,
     RoundRules,
 )
+from gradbus.actors.federated.rules.base import CLIENT_RULES
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask
@@ -87,6 +88,9 @@ class Controller:
             on_open: called once the job is this controller's and the state is restored: from then on it is this run.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
         """
+        if strategy is None:  # what the configuration names is looked for before anything starts
+            STRATEGIES.options(config.strategy, config.strategy_options)
+        CLIENT_RULES.options(config.client_rule, config.client_options)
         self._bus = bus
         self._on_open = on_open
         self._task = task

@@ -205,6 +205,7 @@ class Dispatcher:
             next_round=client.from_round, codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
             codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
+            rule=config.client_rule, options=config.client_options,
         )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)

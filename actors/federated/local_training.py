@@ -17,6 +17,7 @@ from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
+from gradbus.actors.federated.rules.base import make_rule
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
@@ -151,11 +152,12 @@ class LocalTraining:
 
     def __init__(
         self, task: FederatedTask, identity: Identity, model: FlatModel, residuals: ResidualStore,
-        memory: PayloadMemory, probe: Probe | None = None,
+        memory: PayloadMemory, probe: Probe | None = None, allowed_rule: str = "",
     ) -> None:  # fmt: skip
         self._probe = probe or no_probe()
         self._probe.note("started", incarnation=identity.incarnation)
         self._task = task
+        self._allowed_rule = allowed_rule
         self._identity = identity
         self._model = model
         self._residuals = residuals
@@ -205,10 +207,12 @@ class LocalTraining:
         self._residuals.start_run(welcome.run_id, self._model.dim)
         started_s = time.perf_counter()
         self._model.write(base)
-        outcome = self._task.train(
-            self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
-            lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop,
-        )  # fmt: skip
+        rule = make_rule(welcome.rule, welcome.options, allowed=self._allowed_rule)
+        with rule.attached(self._model.module):
+            outcome = self._task.train(
+                self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
+                lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop,
+            )  # fmt: skip
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)

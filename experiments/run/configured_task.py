@@ -20,9 +20,9 @@ from gradbus import models
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.experiments.cli.exit_codes import NoData
-from gradbus.experiments.cli.import_object import import_object
 from gradbus.experiments.files import TaskSettings
 from gradbus.experiments.run.lifecycle import stopping
+from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 
 _METHODS = ("build_model", "prepare", "train", "evaluate")

@@ -35,7 +35,8 @@ class DataParallelConfig(Settings):
         epochs: passes over the training set in all, those before a resume included. max_steps: end after so many steps
             in all, if that comes first.
         lr: learning rate. momentum, nesterov, weight_decay: as in ``torch.optim.SGD``. seed: of everything random.
-        exchange: ``dense`` averages whole gradients, ``dgc`` sends the largest of what is owed; see docs/dgc.md.
+        exchange: your own as package.module:Name, with ``exchange_options``; or ``dense`` averages whole gradients,
+            ``dgc`` sends the largest of what is owed; see docs/dgc.md.
         clip_norm: limit of the mean gradient's norm; None: none. With dgc each rank clips its own at
             clip_norm / sqrt(world).
         accumulation_steps: batches whose mean gradient makes one step.
@@ -75,7 +76,8 @@ class DataParallelConfig(Settings):
     nesterov: bool = False
     weight_decay: NonNegative = 0.0
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
-    exchange: Literal["dense", "dgc"] = "dense"
+    exchange: Annotated[str, Field(min_length=1, max_length=256)] = "dense"
+    exchange_options: dict[str, Any] = Field(default_factory=dict)
     clip_norm: Positive | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     max_nonfinite_steps: Annotated[int, Field(ge=0)] = 10

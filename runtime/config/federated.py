@@ -24,6 +24,10 @@ MAX_FILE_MEMORY = 32 << 20  # that reading one may take: tables within tables ta
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+ClientOptions = Annotated[
+    dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=256)]],
+    Field(max_length=32),
+]
 CodecName = Literal["fp32", "q8", "s4", "sq8"]
 
 
@@ -103,6 +107,10 @@ class FederatedConfig(Settings):
             floating-point tensor, in every round.
         strategy: server optimizer: fedavg, fedavgm, fedadam; or, against hostile clients, median, trimmed_mean, krum,
             multi_krum, which hold all updates of a round in memory; see gradbus.actors.aggregation.robust.
+            Your own as package.module:Name. strategy_options: the options of your own.
+        client_rule: how clients train: plain, or your own as package.module:Name, which each client has to name as
+            ``client.rule`` as well: nothing that comes from the wire is imported. client_options: its options, which
+            go to the clients.
         byzantine: how many of the clients of a round these shall bear; it decides the least ``min_clients``.
         krum_keep: updates that multi_krum averages; None: as many as it may.
         robust_budget_bytes: memory that these may take for the updates of a round.
@@ -147,7 +155,10 @@ class FederatedConfig(Settings):
     codec_version: Literal[1, 2] = 2
     downlink_codec: CodecName = "fp32"
     exchange: Literal["trained", "all"] = "trained"
-    strategy: Literal["fedavg", "fedavgm", "fedadam", "median", "trimmed_mean", "krum", "multi_krum"] = "fedavg"
+    strategy: Annotated[str, Field(min_length=1, max_length=256)] = "fedavg"
+    strategy_options: dict[str, Any] = Field(default_factory=dict)
+    client_rule: Annotated[str, Field(min_length=1, max_length=256)] = "plain"
+    client_options: ClientOptions = Field(default_factory=dict)
     byzantine: Annotated[int, Field(ge=0, le=100_000)] = 1
     krum_keep: Annotated[int, Field(ge=1, le=100_000)] | None = None
     robust_budget_bytes: Annotated[int, Field(ge=1)] = 1 << 30
@@ -191,9 +202,11 @@ class ClientConfig(Settings):
         report_failures: send the traceback of a failed training function to the controller.
         full_traceback: show and send all lines of it, also those of gradbus and torch.
         history_dir: where what happened is noted, for ``gradbus check``; None: nowhere.
+        rule: a training rule of your own, as package.module:Name, that a controller may choose for this client.
     """
 
     state_dir: Path | None = None
+    rule: Annotated[str, Field(max_length=256)] = ""
     controller_timeout_s: Positive = 600.0
     report_failures: bool = True
     full_traceback: bool = False

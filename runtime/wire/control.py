@@ -23,6 +23,7 @@ from gradbus.runtime.wire.control_types import (
     Label,
     Lines,
     Name,
+    Options,
     Round,
     Seconds,
     Seqs,
@@ -83,6 +84,7 @@ class Welcome:
         num_clients: clients the run expects, 0 if it does not know.
         heartbeat_s: how often to say Hello.
         memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
+        rule: how to train, and ``options``, of the rule. A client refuses a rule that it does not have or allow.
         frozen: hash over the values of the model that do not travel; whose own are others asks for them, as the model
             of round FROZEN_ROUND. 0: everything travels.
     """
@@ -99,6 +101,8 @@ class Welcome:
     heartbeat_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)]
     memory: Name = ""
     frozen: U64 = 0
+    rule: Name = "plain"
+    options: Options = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -26,4 +26,5 @@ Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_lengt
 Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
 Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
 Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
+Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
 Counts = Annotated[dict[Label, U64], Field(max_length=32)]

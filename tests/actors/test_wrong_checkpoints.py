@@ -88,7 +88,7 @@ def client(directory: Path) -> None:
 def rank(directory: Path, exchange: str) -> None:
     """What rank 0 saves in the midst of an epoch."""
     scene = Scene(exchange=exchange, state_dir=directory, density=0.1)
-    label = ExchangeLabel.of(scene.exchange, {exchange: type(scene.exchange)})
+    label = ExchangeLabel.of(scene.exchange)
     state = WorkerState(scene.config, 0, 1, exchange=label)
     try:
         position = Position(step=3, epoch=1, epoch_step=2, loss_sum=1.5, batches=2, skipped=1, skipped_in_row=1)

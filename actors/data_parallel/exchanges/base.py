@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from gradbus.runtime.choices import Choices
 from gradbus.runtime.collectives import Handle
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
@@ -103,6 +104,11 @@ class Exchange(Protocol):
         """Let go of the parameters."""
 
 
+EXCHANGES: Choices[Exchange] = Choices(
+    "gradbus.actors.data_parallel.exchanges", key="worker.exchange", what="exchange of gradients"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ExchangeLabel:
     """Which exchange a rank uses: ranks compare it when they meet, and with their checkpoint.
@@ -115,21 +121,21 @@ class ExchangeLabel:
     options: str
 
     @classmethod
-    def of(cls, exchange: Exchange, own_names: Mapping[str, type]) -> Self:
+    def of(cls, exchange: Exchange, configured: Mapping[str, Any] | None = None) -> Self:
         """Ask the exchange.
 
         A class of the user's that inherits one of our names is called by its class: what it sends may differ.
 
         Args:
-            own_names: the exchanges that a configuration can name, by name.
+            configured: its options from the configuration, where it reports none itself.
 
         Raises:
             ConfigError: the name or the options are none that can be compared.
         """
         kind = type(exchange)
         called = f"{kind.__module__}:{kind.__qualname__}"
-        name, options = getattr(exchange, "name", None), getattr(exchange, "options", {})
-        if name is None or own_names.get(name, kind) is not kind:
+        name, options = getattr(exchange, "name", None), getattr(exchange, "options", {}) or configured or {}
+        if name is None or EXCHANGES.table.get(name, kind) is not kind:
             name = called
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise ConfigError(f"{called}.name must be text of 1 to {MAX_NAME_CHARS} printable characters, got {name!r}")

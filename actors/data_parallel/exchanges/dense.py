@@ -26,7 +26,7 @@ class DenseExchange:
     equal on all ranks, so all find the same. A rank whose loss is not finite, but whose gradients are, sends NaN.
     """
 
-    name = "dense"
+    name = choice = "dense"
     density = 1.0
     options: ClassVar[Mapping[str, Any]] = {}
 

@@ -39,7 +39,7 @@ class DgcExchange:
     steps before keeps the weight it had then.
     """
 
-    name = "dgc"
+    name = choice = "dgc"
 
     def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those that are trained, by name, in the order of the model."""
