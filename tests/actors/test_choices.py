@@ -109,7 +109,7 @@ def test_a_rule_changes_the_steps_of_its_own_model_alone_and_is_gone_afterwards(
         optimizer.zero_grad()
         module(torch.ones(2)).sum().backward()
         optimizer.step()
-        return [float(value) for value in module.weight.flatten()]
+        return [float(value) for value in module.weight.detach().flatten()]
 
     with make_rule(PROXIMAL, {"mu": 0.5}, allowed=PROXIMAL).attached(model):
         assert (step(model), step(other)) == ([0.0, 0.0], [0.0, 0.0])

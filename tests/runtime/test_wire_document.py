@@ -31,6 +31,7 @@ TYPES = {
     "Ids": "ids",
     "Waits": "waits",
     "Counts": "counts",
+    "Options": "options",
     "bool": "bool",
     "float": "float",
     "Annotated[float, Field(gt=0, le=1)]": "float",
