@@ -21,13 +21,18 @@ from functools import partial
 from typing import Any
 
 from gradbus.runtime import forks
-from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.participant_factory import check_job, closed_on_error, node_maker, open_node, profile_config
+from gradbus.runtime.bus.participant_factory import (
+    check_job,
+    closed_on_error,
+    node_maker,
+    open_node,
+    profile_config,
+    short_switch_interval,
+)
 from gradbus.runtime.bus.raw_endpoints import FramePort
-from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
-from gradbus.runtime.bus.switch_interval import short_switch_interval
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile

@@ -13,12 +13,11 @@ Time is what this process has spent listening. While it was stopped itself, or h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, KeysView
 from dataclasses import dataclass
 
-from gradbus.runtime.bus.writer_registry import Speakers
 from gradbus.runtime.dds import peer_processes
-from gradbus.runtime.wire.messages import Control, PeerGone
+from gradbus.runtime.wire.messages import Control, PeerGone, is_later
 
 LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, this process has not listened
 # A process of this machine that runs and whose writers DDS has lost: after a stop, or a lease that ran out in a busy
@@ -87,7 +86,7 @@ class Liveness:
         self._watch = watch
         self._unwatch = unwatch
         self._is_stopped = is_stopped
-        self._speakers = Speakers()
+        self._registry = WriterRegistry()
         self._known: dict[Sender, _Known] = {}
         self._of_process: dict[str, set[Sender]] = {}  # by claim, of those that are watched
         self._ended: dict[str, None] = {}  # claims of processes that are no more, the last ones
@@ -98,7 +97,7 @@ class Liveness:
     @property
     def writers(self) -> Collection[int]:
         """Handles of the DDS writers through which somebody was heard."""
-        return self._speakers.writers
+        return self._registry.writers
 
     def look(self, clock_s: float) -> list[PeerGone]:
         """Let time pass. ``clock_s``: of one clock. Returns who is gone by now."""
@@ -120,7 +119,7 @@ class Liveness:
 
     def heard(self, writer: int, message: Control) -> None:
         """Something was said."""
-        self._speakers.heard(writer, message)
+        self._registry.heard(writer, message)
         sender = (message.sender, message.incarnation)
         known = self._known.get(sender)
         if known is None:
@@ -146,7 +145,7 @@ class Liveness:
 
     def departed(self, writers: Iterable[int]) -> None:
         """DDS does not know these writers any more."""
-        for gone in self._speakers.left(writers):
+        for gone in self._registry.left(writers):
             known = self._known.get((gone.sender, gone.incarnation))
             if known is not None and known.departed_s < 0:
                 known.departed_s = self._now_s
@@ -165,7 +164,7 @@ class Liveness:
 
     def block_writers(self, writers: Iterable[int], why: str) -> list[PeerGone]:
         """Nothing is taken from these writers any more. Returns who spoke through them."""
-        lost = self._speakers.left(writers, why)
+        lost = self._registry.left(writers, why)
         for gone in lost:
             self._drop((gone.sender, gone.incarnation))
         return lost
@@ -200,3 +199,60 @@ class Liveness:
                 del self._of_process[known.claim]
                 self._unwatch(known.claim)
         return True
+
+
+_MAX_SENDERS = 65_536  # remembered for one writer: it cannot make us grow without end
+_Sender = tuple[int, int]  # and which start of it
+
+
+@dataclass(slots=True)
+class _Said:
+    """Of one sender, through one writer."""
+
+    words: int
+    newest: int  # number of the latest word
+
+    def is_outdone_by(self, other: _Said) -> bool:
+        return other.words > self.words or is_later(other.newest, self.newest)
+
+
+class WriterRegistry:
+    """Which senders have sent through which DDS writer, so that the end of a writer tells which sender is gone.
+    For the receive thread.
+
+    A message cannot be forged, but anybody can send one again through a writer of his own, and then take that writer
+    away. Each is opened once, so he needs messages that did not come here: of those older than this process he may have
+    more than it has received, and he may be faster with the newest. So the end of a writer ends a sender only if no
+    other writer has brought more, or later, messages of it.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[int, dict[_Sender, _Said]] = {}  # by handle of the writer
+
+    @property
+    def writers(self) -> KeysView[int]:
+        """Handles of those through which somebody was heard."""
+        return self._said.keys()
+
+    def heard(self, writer: int, message: Control) -> None:
+        """A word has come through this writer."""
+        senders = self._said.setdefault(writer, {})
+        said = senders.get((message.sender, message.incarnation))
+        if said is not None:
+            said.words += 1
+            if is_later(message.number, said.newest):
+                said.newest = message.number
+        elif len(senders) < _MAX_SENDERS:
+            senders[message.sender, message.incarnation] = _Said(1, message.number)
+
+    def left(self, writers: Iterable[int], why: str = "") -> list[PeerGone]:
+        """These writers are gone, or nothing is taken from them any more: who is gone with them."""
+        lost: dict[_Sender, list[_Said]] = {}
+        for writer in writers:
+            for sender, said in self._said.pop(writer, {}).items():
+                lost.setdefault(sender, []).append(said)
+        return [PeerGone(*sender, why) for sender in sorted(lost) if not self._goes_on(sender, lost[sender])]
+
+    def _goes_on(self, sender: _Sender, lost: Collection[_Said]) -> bool:
+        others = [senders[sender] for senders in self._said.values() if sender in senders]
+        return any(all(said.is_outdone_by(other) for said in lost) for other in others)

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,3 +110,30 @@ async def closed_on_error(node: Node) -> AsyncIterator[None]:
     except BaseException:
         await asyncio.to_thread(node.close)
         raise
+
+
+_lock = threading.Lock()
+_users = 0
+_before_s = 0.005
+
+
+@contextlib.contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Let threads hand over the GIL every 0.5 ms instead of 5 ms while a bus is open in this process.
+
+    With a thread that computes in Python, a 64-byte round trip falls from 6 ms to 0.14 ms. This is the one setting of
+    the whole process that a bus changes; the last bus to close puts it back.
+    """
+    global _users, _before_s
+    with _lock:
+        if _users == 0:
+            _before_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(0.0005, _before_s))
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                sys.setswitchinterval(_before_s)

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.receiver import Receiver
+from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Pause, Sender
 from gradbus.runtime.bus.wait_loop import SPIN_S
 from gradbus.runtime.dds.participant import Node, Writer

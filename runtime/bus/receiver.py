@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from gradbus.runtime.bus.channel import Channel
-from gradbus.runtime.bus.dropped_samples import Rejections
 from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.dds import peer_processes
@@ -17,6 +16,7 @@ from gradbus.runtime.dds.idl_types import SampleError
 from gradbus.runtime.dds.participant import Periodic, Reader, Waiter, Writer
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
+from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import Closing
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
@@ -103,7 +103,7 @@ class Receiver:
         self.thread.add_periodic(self._liveness_call)
         self.on_new_readers: Callable[[], None] = _nothing
         self.before_deletion: Callable[[Sequence[Writer]], None] = _nothing_before
-        self.rejections = Rejections()
+        self.rejections = DroppedSamples()
         self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
 
@@ -342,3 +342,66 @@ def _nothing() -> None:
 
 def _nothing_before(writers: Sequence[Writer]) -> None:
     pass
+
+
+class Channel:
+    """One topic on its way in. The thread counts what it took, the loop what was consumed; nobody needs a lock."""
+
+    def __init__(
+        self, reader: Reader, deliver: Callable[[list[Message]], None], *, take: Callable[[Frame], None] | None = None
+    ) -> None:
+        """``deliver`` gets messages on the loop; ``take``, where given, frames one by one on the receive thread."""
+        self.reader = reader
+        self.deliver = deliver
+        self.take = take
+        self.limit = reader.topic.inbox
+        self.taken = 0  # written by the thread
+        self.consumed = 0  # written by the loop
+        self.paused = False  # written by the thread
+        self.number = 0  # in the wait set: this one for data, the next one for status
+        self.sources: set[int] = set()
+
+    @property
+    def room(self) -> int:
+        return self.limit - (self.taken - self.consumed)
+
+
+DOUBT_S = 10.0  # how often at most to say that something is not understood
+
+_DOUBTS = frozenset({"sealed", "not sealed", "other key", "other level"})  # of other settings, or of nobody's business
+
+log = get_logger("bus")
+
+
+class DroppedSamples:
+    """Samples that came in and were not used, by reason, with a warning where they tell of a wrong configuration.
+
+    Attributes:
+        counts: by reason.
+        doubt: what was wrong with samples of processes that are set up in another way.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.doubt = ""
+        self._doubted_s = -DOUBT_S
+
+    def refused(self, error: FrameError) -> None:
+        """A sample is no message. What makes us doubt that its sender is set up as we are, is said if it is news:
+        anybody can send such samples, as many as he likes."""
+        self.counts[error.reason] += 1
+        if error.reason not in _DOUBTS or str(error) == self.doubt:
+            return
+        self.doubt = str(error)
+        if time.monotonic() > self._doubted_s + DOUBT_S:
+            self._doubted_s = time.monotonic()
+            with contextlib.suppress(Exception):  # its stream is the host's
+                log.warning("samples are not understood", reason=error.reason, why=self.doubt)
+
+    def failed(self, topic: str) -> None:
+        """Who takes the frames of a topic has raised. A mistake of ours: one frame must not end the whole bus. Called
+        while the exception is handled; only the first one is told, as others will be many of the same."""
+        self.counts["handler failed"] += 1
+        if self.counts["handler failed"] == 1:
+            with contextlib.suppress(Exception):  # the log itself may be what failed
+                log.exception("frame not handled", topic=topic)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from gradbus.runtime.bus.channel import Channel
+from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire.messages import Message
 

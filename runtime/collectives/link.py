@@ -10,8 +10,8 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gradbus.runtime.bus.channel import Channel
 from gradbus.runtime.bus.raw_endpoints import FramePort, Parts
+from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.collectives.chunk_sender import Outgoing
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending

@@ -1,6 +1,6 @@
 """DDS entities: topics, readers and writers with the quality of service that each topic asks for.
 
-Only this module, ``domains``, ``discovery``, ``c_topics``, ``ddsc`` and ``idl_types`` know ``cyclonedds``.
+Only the files of this folder that tests/test_layers.py lists import ``cyclonedds``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from cyclonedds.util import duration
 from gradbus.runtime import forks
 from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
 from gradbus.runtime.dds.access_policy import Standing
-from gradbus.runtime.dds.encryption_protocol import Seals
 from gradbus.runtime.dds.exclusion import Claim, Exclusion
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.log_sink import dds_log
@@ -532,3 +531,26 @@ def _run_self_test(participant: Any) -> str | None:
     finally:
         for entity in reversed(made):  # a subscriber or publisher takes what is below it along
             domains.delete(entity)
+
+
+class Envelope(Protocol):
+    """What a sample is put into on its way out: a header, and the sealed sample behind it.
+
+    Attributes:
+        header: in clear. size: octets of both.
+    """
+
+    header: bytes
+    size: int
+
+    def seal_into(self, room: memoryview) -> None:
+        """Put the sealed sample there; ``room`` has its size, and nothing in it yet."""
+
+    def octets(self) -> bytes:
+        """Header and sealed sample, in memory of their own."""
+
+    def written(self) -> None:
+        """DDS has taken it."""
+
+
+Seals = Callable[[tuple[Any, ...], tuple[Any, ...]], Envelope]  # the fields of a sample, and the parts of its octets

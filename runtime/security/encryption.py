@@ -20,10 +20,18 @@ from gradbus.runtime import forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, Header
-from gradbus.runtime.security.inbound_stream import GENERATION_BITS, Derives, Incoming, open_into, open_small
+from gradbus.runtime.security.inbound_stream import (
+    GENERATION_BITS,
+    Derives,
+    Incoming,
+    StreamKey,
+    open_into,
+    open_small,
+    salt_of,
+    stream_key,
+)
 from gradbus.runtime.security.job_key import JobKey
 from gradbus.runtime.security.peers import Peer, Peers
-from gradbus.runtime.security.stream_key import StreamKey, salt_of, stream_key
 
 _SMALL_BYTES = 4096
 # Memory of NumPy begins at a multiple of 16. So much later, payload of collectives lies at one, as in an envelope

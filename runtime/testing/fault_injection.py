@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.encryption_protocol import Seals
-from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.dds.participant import Seals, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusError, FrameError
 from gradbus.runtime.logs import get_logger

@@ -1,41 +1,41 @@
-"""Control messages: their schema and limits. :mod:`gradbus.runtime.wire.control_codec` says how they become bytes."""
+"""Control messages: their schema and limits. :mod:`.bounded_msgpack` says how they become bytes."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from gradbus.runtime.wire.bounded_msgpack import Limits, unpack
-from gradbus.runtime.wire.control_codec import pack_body, read_body
-from gradbus.runtime.wire.control_groups import GroupHello as GroupHello
-from gradbus.runtime.wire.control_groups import GroupLeave as GroupLeave
-from gradbus.runtime.wire.control_groups import Pulse as Pulse
-from gradbus.runtime.wire.control_types import MAX_SEQS as MAX_SEQS
-from gradbus.runtime.wire.control_types import (
-    STRICT,
-    U32,
-    U64,
-    Counts,
-    Ids,
-    Label,
-    Lines,
-    Name,
-    Options,
-    Round,
-    Seconds,
-    Seqs,
-    Text,
-    Waits,
-)
+from gradbus.runtime.plain_text import plain_line, plain_text
+from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 
 PROTOCOL = 2
 FROZEN_ROUND = 0x7FFF_FFFF  # a round that never comes: what goes by it is what does not change in any round
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
+MAX_SEQS = 256
 _LIMITS = Limits(MAX_BODY_BYTES, text_bytes=MAX_BODY_BYTES, binary_bytes=0, items=MAX_SEQS, fields=64, containers=16)
+
+STRICT = ConfigDict(strict=True, extra="ignore")
+
+U32 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF)]
+World = Annotated[int, Field(ge=1, le=1024)]  # as many ranks as a group may have
+U64 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF_FFFF_FFFF)]
+Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
+Name = Annotated[str, Field(max_length=256)]
+# What a peer says for people to read is made plain here, so that no error, log or table has to think of it.
+Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
+Text = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_line)]
+Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Ranks = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
+Seqs = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 20)]], Field(max_length=MAX_SEQS)]
+Ids = Annotated[list[U32], Field(max_length=MAX_SEQS)]
+Waits = Annotated[list[Seconds], Field(max_length=MAX_SEQS)]
+Options = Annotated[dict[Annotated[str, Field(max_length=64)], bool | int | float | Name], Field(max_length=32)]
+Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
@@ -302,48 +302,87 @@ class Closing:
     reason: Text
 
 
-Body = (
-    Hello
-    | Welcome
-    | Refused
-    | Status
-    | Offer
-    | Grant
-    | Receipt
-    | NeedUpdate
-    | ModelHere
-    | NeedModel
-    | Failed
-    | Leave
-    | Bye
-    | Closing
-    | GroupHello
-    | GroupLeave
-    | Pulse
-)
+@dataclass(frozen=True, slots=True, config=STRICT)
+class GroupHello:
+    """Rank to all: I want to form this group. Said until the group is formed, and to whoever still says it.
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Hello,
-        Welcome,
-        Refused,
-        Status,
-        Offer,
-        Grant,
-        Receipt,
-        NeedUpdate,
-        ModelHere,
-        NeedModel,
-        Failed,
-        Leave,
-        Bye,
-        Closing,
-        GroupHello,
-        GroupLeave,
-        Pulse,
-    )
-}
+    Attributes:
+        group: its name. world: how many ranks it shall have.
+        members: hash over the incarnations of all ranks, 0 while some have not been heard.
+        linked: frames of all other ranks of ``members`` have come, over every topic.
+        formed: all ranks have said ``linked`` for the same ``members``.
+        options: hash over what all ranks must have set alike.
+        host: host name and process id, for people.
+        memory: where on this machine my shared memory is; empty: there is none.
+        attached: ranks of ``members`` whose shared memory I have mapped.
+    """
+
+    group: Name
+    world: World
+    members: U64
+    linked: bool
+    formed: bool
+    options: U64
+    host: Label
+    memory: Name
+    attached: Ranks
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class GroupLeave:
+    """Rank to all: I leave this group; all that I have sent has arrived.
+
+    Attributes:
+        members: which forming of the group.
+        ok: in order; if not, the others need not wait for what I owe.
+        lost: ranks that I know to be gone, which may be why.
+    """
+
+    group: Name
+    members: U64
+    ok: bool
+    reason: Text
+    lost: Ranks
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Pulse:
+    """Rank to all, once a second: where I stand, for whoever looks on. The other ranks make no use of it.
+
+    Attributes:
+        group: its name. world: how many ranks it has. host: host name and process id, for people.
+        up_s: since the group has formed.
+        step, epoch: that the worker is in, -1 where there is none. steps_per_s: since the last pulse.
+        bytes_out, bytes_in: payload of collectives since the group has formed.
+        pending: collectives that have not ended. oldest: the name of the one that waits longest, oldest_s: for so long,
+            missing: ranks that it waits for and that have not made the call, as far as this rank knows.
+        lost: ranks that I know to be gone.
+        dropped: frames that were not used, by reason.
+    """
+
+    group: Name
+    world: World
+    host: Label
+    up_s: Seconds
+    step: Round = -1
+    epoch: Round = -1
+    steps_per_s: float = 0.0
+    bytes_out: U64 = 0
+    bytes_in: U64 = 0
+    pending: U32 = 0
+    oldest: Label = ""
+    oldest_s: Seconds = 0.0
+    missing: Ranks = dataclasses.field(default_factory=list)
+    lost: Ranks = dataclasses.field(default_factory=list)
+    dropped: Counts = dataclasses.field(default_factory=dict)
+
+
+Body = (
+    Hello | Welcome | Refused | Status | Offer | Grant | Receipt | NeedUpdate | ModelHere | NeedModel | Failed | Leave
+    | Bye | Closing | GroupHello | GroupLeave | Pulse
+)  # fmt: skip
+
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
 
 
 def encode(body: Body) -> bytes:

@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire import frames
-from gradbus.runtime.wire.bounded_msgpack import Limits
-from gradbus.runtime.wire.control_codec import pack_body, read_body
+from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
 VERSION = 2  # 1 named its messages otherwise

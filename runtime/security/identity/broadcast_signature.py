@@ -15,7 +15,7 @@ from typing import Any
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.identity.key import SIGNATURE_BYTES, NodeKey, verified
-from gradbus.runtime.security.replay import ReplayWindow
+from gradbus.runtime.security.inbound_stream import ReplayWindow
 
 _NUMBER = struct.Struct("<Q")
 TRAILER_BYTES = _NUMBER.size + SIGNATURE_BYTES

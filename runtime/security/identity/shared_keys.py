@@ -15,9 +15,8 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import Envelope, Sealer
 from gradbus.runtime.security.envelope import Header
-from gradbus.runtime.security.inbound_stream import GENERATION_BITS, Incoming, open_into
+from gradbus.runtime.security.inbound_stream import GENERATION_BITS, Incoming, StreamKey, open_into, salt_of, stream_key
 from gradbus.runtime.security.job_key import derive
-from gradbus.runtime.security.stream_key import StreamKey, salt_of, stream_key
 
 SECRET_BYTES = 32
 _LAST_GENERATION = 1  # of a key that is shared with all: its epoch ends after 2**32 envelopes, or soon after

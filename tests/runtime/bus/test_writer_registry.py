@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradbus.runtime.bus.writer_registry import Speakers
+from gradbus.runtime.bus.liveness import WriterRegistry
 from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.messages import Control, PeerGone
 
@@ -10,9 +10,9 @@ TRUE, OTHER, THIRD = 1, 2, 3  # handles of writers
 BODY = Leave("x")
 
 
-def speakers(*words: tuple[int, int, int]) -> Speakers:
+def speakers(*words: tuple[int, int, int]) -> WriterRegistry:
     """``words``: through which writer, of which sender, its number."""
-    made = Speakers()
+    made = WriterRegistry()
     for writer, sender, number in words:
         made.heard(writer, Control(sender, 10, BODY, number))
     return made

@@ -14,8 +14,8 @@ from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.bus.channel import Channel
 from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.collectives import Group, membership
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.membership import REPLY_S, Membership

@@ -15,8 +15,8 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import PskKeys, Seal, Sealer
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, Header
+from gradbus.runtime.security.inbound_stream import WINDOW, ReplayWindow
 from gradbus.runtime.security.job_key import new_job_key
-from gradbus.runtime.security.replay import WINDOW, ReplayWindow
 
 KEY = new_job_key()
 JOB, TOPIC = "mnist", "train/control"
