@@ -32,7 +32,7 @@ from gradbus.runtime.collectives.tensors import Bytes, as_bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, chunk_count
-from gradbus.torch.tensor_exchange import Exchange
+from gradbus.torch.tensor_exchange import TensorExchange
 
 CHUNK_BYTES = 64
 NUMEL = 150  # of int32: ten chunks, and four in each of three shards
@@ -104,16 +104,16 @@ def sent(kind: type, rank: int) -> Operation:
 
 def exchanged(rank: int) -> Operation:
     into = {other: blank() for other in range(WORLD)}
-    operation = Exchange("all_gather", rank, WORLD, to_all=vector(rank), into=into)
+    operation = TensorExchange("all_gather", rank, WORLD, to_all=vector(rank), into=into)
     operation.convert = lambda value: [into[other] for other in range(WORLD) if other != rank]
     return operation
 
 
 def exchanged_from_root(rank: int) -> Operation:
     if rank == 1:
-        return Exchange("broadcast 1", rank, WORLD, to_all=vector(1), receipts=True)
+        return TensorExchange("broadcast 1", rank, WORLD, to_all=vector(1), receipts=True)
     into = blank()
-    operation = Exchange("broadcast 1", rank, WORLD, into={1: into}, receipts=True)
+    operation = TensorExchange("broadcast 1", rank, WORLD, into={1: into}, receipts=True)
     operation.convert = lambda value: into
     return operation
 
