@@ -50,7 +50,7 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Messa
 
 LOOK_AROUND_S = 1.0  # what discovery has found: in a crowd there is news every millisecond
 _MAX_JOBS = 16
-_MAX_VOICES = 4096  # senders that others are told of when the bus closes
+_MAX_SENDERS = 4096  # whose end is announced when the bus closes
 
 
 class Bus:
@@ -81,7 +81,7 @@ class Bus:
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[None]] = []
         self._messages_out = 0
-        self._voices: dict[Identity, None] = {}  # who has spoken through it
+        self._senders: dict[Identity, None] = {}  # that have sent through it
         self._closed = False
         self._made_in = forks.generation
         self._thread.start()
@@ -115,8 +115,8 @@ class Bus:
             kind, sample = TrainCmd, (astuple(message), ())
         else:
             kind, sample = Control, self._control_sample(sender, message)
-            if len(self._voices) < _MAX_VOICES:
-                self._voices[sender] = None
+            if len(self._senders) < _MAX_SENDERS:
+                self._senders[sender] = None
         self.open_writer(kind)
         self._check_open()
         writer = self._writers[kind]
@@ -133,17 +133,17 @@ class Bus:
         (frame,) = frames.split(key, control.encode(message), chunk_bytes=control.MAX_BODY_BYTES)
         return (), frame
 
-    def _say_closing(self) -> None:
-        """Tell the others, who would otherwise have to wait and see: what DDS says of a process that lives is a doubt.
-        Who does not take it at once finds out so."""
+    def _announce_closing(self) -> None:
+        """Announce the end of each sender, as what DDS says of a process that lives is no proof. A peer that does
+        not take this at once finds out by its lease."""
         writer = self._writers.get(Control)
         if writer is None:
             return
         with contextlib.suppress(GradbusError):  # the writer may be what has failed
-            for sender in self._voices:
+            for sender in self._senders:
                 if not writer.write(*self._control_sample(sender, control.Closing("its bus was closed"))):
                     break
-        self._voices.clear()
+        self._senders.clear()
 
     async def drain(self, kind: type[Any], timeout_s: float) -> bool:
         """Whether all readers have taken over what was published on a topic, within so long."""
@@ -206,8 +206,8 @@ class Bus:
         self._port_bytes.update(port.inline_bytes)
 
     def claim(self, group: str) -> None:
-        """Note that this bus holds a rank of a group. Raises ConfigError: it holds one already. It does not hear itself
-        on the topics of a group, so two ranks of one bus would wait for each other for ever."""
+        """Register a rank of a group. Raises ConfigError: this bus holds one already. It does not receive its own
+        samples on the topics of a group, so two ranks of one bus would wait for each other for ever."""
         self._check_open()
         self.standing.check_rank()
         if group in self._groups:
@@ -215,7 +215,7 @@ class Bus:
         self._groups.add(group)
 
     def release(self, group: str) -> None:
-        """Note that it holds none any more."""
+        """Unregister the rank of a group."""
         self._groups.discard(group)
 
     # Receiving
@@ -269,7 +269,7 @@ class Bus:
             raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s, doubt=self.doubt) from None
 
     def _on_fault(self) -> None:
-        """The receive thread has ended: nothing will come any more, so whoever waits for something is told."""
+        """The receive thread has ended: nothing will come any more, so all that wait get the error."""
         self._subscriptions.close(fault=f"the receive thread ended with {self._thread.fault!r}")
         self._on_matched()
 
@@ -293,8 +293,8 @@ class Bus:
 
     @property
     def doubt(self) -> str:
-        """Why this process is not let in, or what was heard of others of this job that cannot be understood: the first
-        thing to look at when nobody is found. Empty: nothing."""
+        """Why this process is not admitted, or which samples of this job could not be decoded: the first thing to look
+        at when no peer is found. Empty: nothing."""
         return self.standing.refusal or self._receiver.rejections.doubt
 
     @property
@@ -335,7 +335,7 @@ class Bus:
                         for _ in range(_MAX_JOBS):  # all slots are ours: all jobs are done
                             await self._slots.acquire()
         finally:
-            self._say_closing()
+            self._announce_closing()
             self._subscriptions.close()
             self._on_matched()
             self._sender.stop()

@@ -71,7 +71,7 @@ class Reachability:
 
 
 class Liveness:
-    """Of one bus. Only the receive thread uses it."""
+    """The senders of one bus, and which of them are gone. For the receive thread."""
 
     def __init__(
         self, lease_s: float, watch: Callable[[str], bool], unwatch: Callable[[str], None],
@@ -96,7 +96,7 @@ class Liveness:
 
     @property
     def writers(self) -> Collection[int]:
-        """Handles of the DDS writers through which somebody was heard."""
+        """Handles of the DDS writers through which messages have come."""
         return self._registry.writers
 
     def look(self, clock_s: float) -> list[PeerGone]:
@@ -118,7 +118,7 @@ class Liveness:
         self._looked_s = clock_s
 
     def heard(self, writer: int, message: Control) -> None:
-        """Something was said."""
+        """A message of a sender has come through a DDS writer."""
         self._registry.heard(writer, message)
         sender = (message.sender, message.incarnation)
         known = self._known.get(sender)
@@ -159,7 +159,7 @@ class Liveness:
         return [PeerGone(*sender) for sender in sorted(self._of_process.get(claim, ())) if self._drop(sender)]
 
     def closed(self, sender: Sender) -> list[PeerGone]:
-        """A sender has said that its bus closes."""
+        """A sender has announced that its bus closes."""
         return [PeerGone(*sender)] if self._drop(sender) else []
 
     def block_writers(self, writers: Iterable[int], why: str) -> list[PeerGone]:
@@ -170,7 +170,7 @@ class Liveness:
         return lost
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching processes."""
         for claim in list(self._of_process):
             self._unwatch(claim)
         self._of_process.clear()

@@ -1,4 +1,4 @@
-"""What consumers get from the bus: each a bounded queue that never drops."""
+"""Subscriptions of a bus: bounded queues of messages, one for each consumer, that never drop one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Subscription:
         self, consumed: Callable[[Item], None], closed: Callable[[Subscription], None],
         only: Callable[[Message], bool] | None = None,
     ) -> None:  # fmt: skip
-        """``consumed``: a message was taken. ``closed``: nothing more is wanted. Both are the bus's. ``only``: what is
-        put here; None: all."""
+        """``consumed``: called when a message was taken. ``closed``: called when this is closed. ``only``: whether a
+        message is put here; None: each is."""
         self.only = only
         self._consumed = consumed
         self._on_close = closed
@@ -102,7 +102,7 @@ class Subscription:
 
 
 class Subscriptions:
-    """All of one bus."""
+    """All subscriptions of one bus."""
 
     def __init__(self, consumed: Callable[[Channel, int], None]) -> None:
         """``consumed``: so many messages of a channel have been taken by all who wanted them."""

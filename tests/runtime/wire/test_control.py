@@ -62,7 +62,7 @@ EXAMPLES: list[Body] = [
 
 LATER: dict[type[Any], dict[str, Any]] = {
     Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0},
-    Welcome: {"memory": "", "frozen": 0},
+    Welcome: {"memory": "", "frozen": 0, "rule": "plain", "options": {}},
     Failed: {"reason": "training failed"},
     ModelHere: {"signature": ""},
     Status: {
@@ -188,6 +188,7 @@ NOT_WRONG: dict[str, list[Any]] = {
     "out": [[1 << 20]],
     "silent_s": [[1 << 20], [0.5]],
     "dropped": [{}, {"a": 1}],
+    "options": [{}, {"a": 1}],
 }
 
 
