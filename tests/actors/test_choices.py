@@ -90,6 +90,11 @@ def test_a_choice_that_is_wrong_is_refused_with_what_to_do(name: str, options: d
         make_strategy(FederatedConfig(strategy=name, strategy_options=options), 3)
 
 
+def test_an_exchange_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"worker\.exchange: there is no .* 'sparse'; .*dense, dgc, or your own"):
+        EXCHANGES.find("sparse")
+
+
 def test_a_client_imports_no_rule_but_the_one_that_its_own_configuration_names(tmp_path: Path) -> None:
     for allowed in ("", "other:Rule"):
         with pytest.raises(ConfigError, match=r"does not allow.*client\.rule"):

@@ -179,7 +179,7 @@ def test_the_int8_baseline_skips_a_step_that_is_not_finite_on_a_rank() -> None:
         group, weight = Messages(), torch.zeros(3, requires_grad=True)
         exchange = Int8Exchange(DataParallelConfig(), group, {"weight": weight})  # type: ignore[arg-type]
         exchange.begin(0, 2)
-        exchange.arm(torch.tensor(finite))
+        exchange.enable_overlap(torch.tensor(finite))
         weight.grad = torch.ones(3) * factor
         exchange.send(has_data=True)
         exchanges.append(exchange)

@@ -24,7 +24,6 @@ def test_a_warmup_is_a_name_a_number_of_epochs_or_a_list(given: Any, kept: Any) 
         ),
         ({"lr": 0}, "lr: input should be greater than 0, got 0"),
         ({"nesterov": True, "momentum": 0}, "nesterov=true needs momentum > 0"),
-        ({"exchange": "sparse"}, "exchange: input should be 'dense' or 'dgc', got 'sparse'"),
         ({"bucket_byte": 5}, "did you mean 'bucket_bytes'?"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),
         ({"max_steps": 0}, "max_steps"),

@@ -128,7 +128,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(overrides: list[str]
 
 
 def test_an_unknown_key_that_is_near_to_nothing_is_answered_with_all_that_are_known() -> None:
-    assert "known here: controller_timeout_s, full_traceback, history_dir, report_failures, state_dir" in refused(
+    assert "known here: controller_timeout_s, full_traceback, history_dir, report_failures, rule, state_dir" in refused(
         ClientConfig, values={"zzz": 1}
     )
 
@@ -188,7 +188,6 @@ OUT_OF_RANGE = [
     ("density", float("nan")),
     ("chunk_elems", 0),
     ("codec_version", 3),
-    ("strategy", "sgd"),
     ("server_momentum", 1.0),
     ("keep_checkpoints", 0),
     ("eval_every", -1),
