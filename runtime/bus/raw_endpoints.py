@@ -118,9 +118,9 @@ class FramePort:
         self._sender.submit(job)
         return job
 
-    def rouse(self) -> None:
+    def wake_sender(self) -> None:
         """What frames that are submitted wait for may have come."""
-        self._sender.rouse()
+        self._sender.wake()
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         """See :meth:`.wait_loop.WaitLoop.poll_inline`."""

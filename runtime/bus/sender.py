@@ -56,7 +56,7 @@ class Sender(threading.Thread):
         self._jobs: deque[Job] = deque()
         self._wakeup = threading.Condition()
         self._stop_flag = False
-        self._roused = False
+        self._woken = False
         self.sent_bytes: Counter[str] = Counter()
 
     def submit(self, job: Job) -> None:
@@ -67,10 +67,10 @@ class Sender(threading.Thread):
             self._jobs.append(job)
             self._wakeup.notify()
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Ask the jobs that pause now: what they wait for may have come."""
         with self._wakeup:
-            self._roused = True
+            self._woken = True
             self._wakeup.notify()
 
     def stop(self) -> None:
@@ -88,10 +88,10 @@ class Sender(threading.Thread):
         while True:
             with self._wakeup:
                 if pauses and len(pauses) >= len(self._jobs) and not self._stop_flag:
-                    if not self._roused:
+                    if not self._woken:
                         longest_s = max(pauses.values())  # many must not take more time to ask than one
                         self._wakeup.wait(max(longest_s, min(sum(pauses.values()), _LAP_S)))
-                    self._roused = False
+                    self._woken = False
                     pauses.clear()
                 while not self._jobs and not self._stop_flag:
                     self._wakeup.wait()

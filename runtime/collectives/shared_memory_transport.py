@@ -101,7 +101,7 @@ class LetterProgress:
             self._letters.visit(done, until_s, self._work)
         finally:
             if not self._work.idle:  # the writer thread has left it to this one
-                self._port.rouse()
+                self._port.wake_sender()
 
     def spin(self, done: Callable[[], bool]) -> None:
         """See :class:`.engine.Progress`."""

@@ -107,16 +107,16 @@ def test_a_job_that_pauses_is_asked_again(sender: Sender) -> None:
     assert writer.names == ["a"]
 
 
-def test_who_rouses_the_thread_ends_all_pauses_also_one_that_begins_just_then(sender: Sender) -> None:
+def test_to_wake_the_thread_ends_all_pauses_also_one_that_begins_just_then(sender: Sender) -> None:
     writer = Recording()
 
-    def waiting(*, rouses: bool) -> Iterator[Sample | Pause]:
-        if rouses:
-            sender.rouse()
+    def waiting(*, wakes: bool) -> Iterator[Sample | Pause]:
+        if wakes:
+            sender.wake()
         yield WAIT_S
         yield from samples("a", 1)
 
-    ends = [start(sender, writer, waiting(rouses=rouses))[1] for rouses in (False, True)]
+    ends = [start(sender, writer, waiting(wakes=wakes))[1] for wakes in (False, True)]
     sender.start()
     assert all(ended.wait(WAIT_S / 2) for ended in ends)
     assert writer.names == ["a", "a"]

@@ -240,12 +240,12 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("is_left", [True, False])
-def test_who_has_pushed_rouses_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
-    ranks, roused = Ranks(), []
-    port: Any = SimpleNamespace(rouse=lambda: roused.append(1))
+def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
+    ranks, woken = Ranks(), []
+    port: Any = SimpleNamespace(wake_sender=lambda: woken.append(1))
     work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
     LetterProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
-    assert roused == [1] * is_left
+    assert woken == [1] * is_left
 
 
 def test_a_payload_whose_reader_gets_no_more_slots_does_not_hold_up_the_next_one() -> None:
