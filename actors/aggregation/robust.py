@@ -60,7 +60,7 @@ def sorting_network(num_rows: int, wanted: frozenset[int]) -> tuple[tuple[int, i
 
 def sort_rows(rows: Sequence[NDArray[Any]], spare: NDArray[Any], wanted: Collection[int]) -> Rows:
     """The rows, such that those with the ``wanted`` indices hold what they would hold if each column were sorted in
-    ascending order. What the others hold is not said.
+    ascending order. What the others hold is not defined.
 
     Args:
         rows: one-dimensional arrays of one length, without NaN. They are used up.

@@ -42,8 +42,8 @@ def check_equal(what: str, of_ranks: Sequence[Mapping[str, Any]]) -> None:
         usual = max(Counter(found).items(), key=lambda item: (item[1], item[0] == found[0]))[0]
         odd = [rank for rank, value in enumerate(found) if value != usual]
         if odd:
-            told = ", ".join(f"rank {rank} has {found[rank]}" for rank in odd)
-            raise ConfigError(f"{what} must be equal on all ranks: {key} is {usual}, but {told}")
+            differing = ", ".join(f"rank {rank} has {found[rank]}" for rank in odd)
+            raise ConfigError(f"{what} must be equal on all ranks: {key} is {usual}, but {differing}")
 
 
 def check_equal_layouts(of_ranks: Sequence[Sequence[str]]) -> None:
@@ -71,7 +71,7 @@ class Replicas:
     def __init__(
         self, group: Group, compute: ComputeThread, model: nn.Module, probe: Probe | None = None, *, timeout_s: float
     ) -> None:
-        """``timeout_s``: of each exchange. ``probe``: is told of the hashes that are compared."""
+        """``timeout_s``: of each exchange. ``probe``: records the hashes that are compared."""
         self._probe = probe or no_probe()
         self._group = group
         self._compute = compute

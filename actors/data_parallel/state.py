@@ -208,9 +208,9 @@ def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
     """
     common = set(steps[0]).intersection(*steps[1:])
     if any(steps) and not common:
-        told = "; ".join(f"rank {rank}: {list(own) or 'none'}" for rank, own in enumerate(steps))
+        found = "; ".join(f"rank {rank}: {list(own) or 'none'}" for rank, own in enumerate(steps))
         raise CheckpointError(
-            f"there is no step that all ranks have a checkpoint of ({told}). Give each rank the state_dir it had, or "
+            f"there is no step that all ranks have a checkpoint of ({found}). Give each rank the state_dir it had, or "
             f"move all of them away to start afresh"
         )
     return sorted(common, reverse=True)
@@ -332,7 +332,7 @@ async def find_checkpoint(
 
 def _check_one_run(step: int, run_ids: list[Any]) -> None:
     if len(set(run_ids)) > 1:
-        told = ", ".join(f"rank {rank} of run {run}" for rank, run in enumerate(run_ids))
+        found = ", ".join(f"rank {rank} of run {run}" for rank, run in enumerate(run_ids))
         raise CheckpointError(
-            f"the checkpoints of step {step} are of different runs: {told}. Give each rank the state_dir it had"
+            f"the checkpoints of step {step} are of different runs: {found}. Give each rank the state_dir it had"
         )

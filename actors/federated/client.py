@@ -63,7 +63,7 @@ log = get_logger("client")
 
 
 class Client:
-    """Trains on its own data when told to, and sends what it learnt."""
+    """Trains on its own data when commanded, and sends what it learnt."""
 
     def __init__(self, bus: Bus, task: FederatedTask, *, client_id: int, config: ClientConfig | None = None) -> None:
         """A client that has not started.
@@ -97,7 +97,7 @@ class Client:
 
     @property
     def from_round(self) -> int | None:
-        """The first round that it takes part in, as the controller said last; None before it is welcomed."""
+        """The first round that it takes part in, as the controller announced last; None before it is welcomed."""
         return self._session.from_round
 
     def _open(self) -> None:
@@ -131,7 +131,7 @@ class Client:
 
         Raises:
             JoinRefused: the controller does not want this client; the text says why.
-            BarrierTimeout: no controller was heard for ``controller_timeout_s``.
+            BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed, here or on the other clients.
         """
         try:
@@ -161,7 +161,7 @@ class Client:
             self._probe.end(rounds=self._rounds, refused=self._refused, rejected=dict(self._bus.rejected))
         return ClientSummary(self._rounds, self._refused, self._sender.bytes_up, self._training.train_s)
 
-    # What it hears
+    # Messages
 
     async def _listen(self, inbox: Subscription, group: asyncio.TaskGroup) -> None:
         while True:
@@ -251,8 +251,8 @@ class Client:
         if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
             self._changed.set()
 
-    async def _read_model(self, key: FrameKey, said: ModelHere) -> None:
-        payload = await self._memory.read(key, said)
+    async def _read_model(self, key: FrameKey, notice: ModelHere) -> None:
+        payload = await self._memory.read(key, notice)
         if payload is not None:
             await self._take_model(key, payload)
             return
@@ -260,7 +260,7 @@ class Client:
             await self._heartbeat.send_hello()  # so that it is not counted on
         self._changed.set()
 
-    # What it does
+    # Work
 
     async def _work(self) -> None:
         current = self._session
@@ -337,7 +337,7 @@ class Client:
         self._status.set("idle")
 
     async def _wait(self, timeout_s: float) -> None:
-        """Until something was heard, or the time is over. Raises BarrierTimeout: no controller for too long."""
+        """Until a message came, or the time is over. Raises BarrierTimeout: no controller for too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
@@ -395,22 +395,22 @@ class Client:
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:
         current = self._session
         current.mark_handled(command)
-        text, told = traceback_with_place(error, full=self._config.full_traceback), str(user_error(error))
-        facts = {"client": self.client_id, "round": command.round_id, "error": told}
-        if told == self._failure:  # in the next attempt, or in the next round
+        text, summary = traceback_with_place(error, full=self._config.full_traceback), str(user_error(error))
+        facts = {"client": self.client_id, "round": command.round_id, "error": summary}
+        if summary == self._failure:  # in the next attempt, or in the next round
             log.info("training failed again", **facts)
         else:
             log.error("training failed", **facts, traceback=text)
-        self._failure = told
+        self._failure = summary
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
         if current.command is command:
             reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
             current.failure = Failed(welcome.run_id, command.round_id, sent, reason)
             await self._heartbeat.send_hello()
 
-    def _ended_by_failure(self, said: Bye) -> TrainingFailed:
+    def _ended_by_failure(self, end: Bye) -> TrainingFailed:
         if not self._failure:
-            return TrainingFailed(f"the run has ended: {plain_line(said.reason)}")
+            return TrainingFailed(f"the run has ended: {plain_line(end.reason)}")
         return TrainingFailed(
             f"training failed here: {self._failure}. That has ended the run. Mend it, start the clients and then the "
             f"controller again: the run goes on from the last committed model", [self.client_id],

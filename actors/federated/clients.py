@@ -1,8 +1,8 @@
-"""Who takes part: a pure table of clients, fed with what was heard and when.
+"""Who takes part: a pure table of clients, fed with messages and their times.
 
-Death and silence are two things. That a process is dead is told by the kernel or by DDS, whose threads need no
+Death and silence are two things. That a process is dead is reported by the kernel or by DDS, whose threads need no
 interpreter; then its client is removed. One that merely says nothing hangs, or its interpreter is held by a call into
-C: it stays a member, but is not waited for, until it is heard again. And while it says that it trains, not even that:
+C: it stays a member, but is not waited for, until it sends again. And while it reports that it trains, not even that:
 training may hold the interpreter for as long as it likes, and the deadline of the round bounds it.
 """
 
@@ -21,7 +21,7 @@ BUSY_PHASES = frozenset({"preparing", "training"})  # the user's own code runs, 
 
 
 class HelloAnswer(Enum):
-    """What to say to a client that has said Hello."""
+    """The answer to a Hello."""
 
     NOTHING = "nothing"
     WELCOME = "welcome"
@@ -30,15 +30,15 @@ class HelloAnswer(Enum):
 
 @dataclass(slots=True)
 class ClientRecord:
-    """One client, as last heard.
+    """One client, as it reported last.
 
     Attributes:
-        hello: the last thing it has said of itself, and ``number``: of that message.
+        hello: its newest Hello, and ``number``: of that message.
         from_round: the first round it takes part in.
-        heard_s: when it was heard last, and ``excused_s``: for how long since then the controller could not hear.
+        heard_s: when it sent last, and ``excused_s``: for how long since then the controller could not receive.
         model_round: the round of the newest model that it is known to have held in this session; -1: none.
         out_until: before this round it must not take part, whoever is missing.
-        silent: nothing was heard for longer than ``dead_after_s``, and it does not train: it is not waited for.
+        silent: nothing came for longer than ``dead_after_s``, and it does not train: it is not waited for.
         quiet: the same of one that trains. is_doubted: DDS has lost it while the controller itself stood still.
     """
 
@@ -61,12 +61,12 @@ class ClientRecord:
         self.silent = self.quiet = self.is_doubted = False
 
     def silent_for_s(self, now_s: float) -> float:
-        """For how long nothing was heard of it, as far as the controller could hear."""
+        """For how long nothing came from it, as far as the controller could receive."""
         return now_s - self.heard_s - self.excused_s
 
     @property
     def is_busy(self) -> bool:
-        """Whether the user's own code runs in it, as it said last."""
+        """Whether the user's own code runs in it, as it reported last."""
         return self.hello.phase in BUSY_PHASES and not self.is_doubted
 
 
@@ -83,7 +83,7 @@ class ClientRegistry:
     """The clients of a controller.
 
     A client that comes again with a higher incarnation replaces its older start as soon as that one is known to be
-    gone, or has been silent for ``dead_after_s``. While the older one still talks, the newcomer is told that the id is
+    gone, or has been silent for ``dead_after_s``. While the older one still sends, the newcomer is refused: the id is
     taken: two processes must not train under one id. In between, where the older one lives and says nothing, the
     newcomer waits.
     """
@@ -97,7 +97,7 @@ class ClientRegistry:
         Args:
             dim: size of the model; layout: its hash. Clients that differ are refused.
             session: this start of the controller. A client is ready only once it has been welcomed by it: then it
-                has forgotten what an earlier start told it.
+                has forgotten what an earlier start sent.
             dead_after_s: a client that is silent for so long hangs, unless it says that it trains.
             duplicate_after_s: when an id is used twice, how long after the newcomer's first word it is decided at the
                 earliest whether the older one still talks.
@@ -109,7 +109,7 @@ class ClientRegistry:
         self._layout = layout
         self._session = session
         self._dead_after_s = dead_after_s
-        self._rival_after_s = duplicate_after_s
+        self._duplicate_after_s = duplicate_after_s
         self._memory = memory
         self._members: dict[int, ClientRecord] = {}
         self._duplicates: dict[int, _Duplicate] = {}
@@ -131,7 +131,7 @@ class ClientRegistry:
         return None if member is None else member.incarnation
 
     def last_seen_at_s(self, client_id: int) -> float | None:
-        """When this client was heard last."""
+        """When this client sent last."""
         member = self._members.get(client_id)
         return None if member is None else member.heard_s
 
@@ -172,7 +172,7 @@ class ClientRegistry:
             number: of the message. What a later one has overtaken shows that its client lives, and nothing else: it may
                 say of one that has been welcomed since that it is not ready.
             next_round: the first round that whoever is new takes part in, and ``out_until`` this client.
-            is_stalled: the controller stood still just now: what others have said meanwhile it may have yet to hear.
+            is_stalled: the controller stood still just now: what others sent meanwhile may be yet to come.
         """
         if hello.protocol != PROTOCOL:
             return (
@@ -214,12 +214,12 @@ class ClientRegistry:
         self, member: ClientRecord, incarnation: int, hello: Hello, now_s: float, next_round: int, number: int,
         out_until: int, is_stalled: bool,
     ) -> tuple[HelloAnswer, str]:  # fmt: skip
-        rival = self._duplicates.get(member.client_id)
-        if rival is None or rival.incarnation != incarnation:
-            rival = self._duplicates[member.client_id] = _Duplicate(incarnation, now_s, hello.host)
-        if now_s - rival.since_s < self._rival_after_s:
+        duplicate = self._duplicates.get(member.client_id)
+        if duplicate is None or duplicate.incarnation != incarnation:
+            duplicate = self._duplicates[member.client_id] = _Duplicate(incarnation, now_s, hello.host)
+        if now_s - duplicate.since_s < self._duplicate_after_s:
             return HelloAnswer.NOTHING, ""  # wait and see whether the older one is still there
-        if member.heard_s > rival.since_s + self._rival_after_s / 2:
+        if member.heard_s > duplicate.since_s + self._duplicate_after_s / 2:
             del self._duplicates[member.client_id]
             return (
                 HelloAnswer.REFUSE,
@@ -272,21 +272,21 @@ class ClientRegistry:
         return found
 
     def wait_for(self, client_id: int, incarnation: int, now_s: float) -> None:
-        """It is said to be gone, which may not be so: from now on it has its full time to say something."""
+        """It is reported as gone, which may not be so: from now on it has its full time to send something."""
         member = self.get(client_id, incarnation)
         if member is not None:
             member.excused_s = now_s - member.heard_s
             member.is_doubted = True
 
     def excuse_silence(self, seconds: float, now_s: float) -> None:
-        """The controller stood still: what its clients have said meanwhile, it has yet to hear. Who is waited for has
+        """The controller stood still: what its clients sent meanwhile is yet to come. Who is waited for has
         been given that time already."""
         for member in self._members.values():
             member.excused_s = min(member.excused_s + seconds, now_s - member.heard_s)
 
     def ready(self, round_id: int) -> list[int]:
         """Ids of the clients that can take part in the round, ascending. Not those that are silent, nor those that have
-        said nothing since they began to train for a round before: as soon as such a one is heard, it takes part."""
+        sent nothing since they began to train for a round before: as soon as such a one sends, it takes part."""
         return sorted(
             member.client_id
             for member in self._members.values()
@@ -300,7 +300,7 @@ class ClientRegistry:
         return {m.client_id for m in self._members.values() if m.from_round <= round_id and not m.silent}
 
     def silent_ids(self, round_id: int) -> set[int]:
-        """Ids of those that could take part in this round if only they were heard."""
+        """Ids of those that could take part in this round if only they sent something."""
         return {
             m.client_id for m in self._members.values() if (m.silent or m.quiet) and self._may_take_part(m, round_id)
         }

@@ -224,7 +224,7 @@ class Controller:
                 running.cancel()
                 await asyncio.wait([running])  # and not "await running": a cancel of ours must not get lost in it
                 if not running.cancelled():
-                    running.exception()  # it was told to stop: nobody is left to hear
+                    running.exception()  # it was asked to stop: nobody waits for the error
 
     async def _run(self, on_report: Callable[[RoundReport], None]) -> None:
         reason = ["the controller was stopped"]
@@ -322,7 +322,7 @@ class Controller:
     def client_failed(self, client_id: int, report: Failed) -> None:
         round_id = report.round_id
         if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
-            return  # said before: it is repeated until the next command
+            return  # known already: it is repeated until the next command
         reason = report.reason if report.reason in FAILURES else TRAINING_FAILED
         self._failures.note(client_id, round_id, report.text, reason)
         self._round.fail(client_id, reason)

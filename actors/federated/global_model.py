@@ -41,7 +41,7 @@ class ModelReplica:
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``frozen``: this is what no round changes, and not what every round does.
-        ``probe``: is told of the models. ``standing``: says whether they are the controller's."""
+        ``probe``: records the models. ``standing``: says whether they are the controller's."""
         self._probe = probe or no_probe()
         self._standing = standing or Standing()
         self._dim = dim
@@ -212,7 +212,7 @@ def _dense(payload: memoryview, dim: int) -> Tensor:
 
 
 LAST_READ_S = 1.0  # so long the controller is kept waiting, and its memory open, for who reads the last model
-READ_TRIES = 3  # so often a model is asked for that is not where it is said to be
+READ_TRIES = 3  # so often a model is asked for that is not where it was announced
 
 
 class SharedModelReader:
@@ -251,23 +251,23 @@ class SharedModelReader:
         if self._reading:
             await asyncio.wait(self._reading, timeout=LAST_READ_S)
 
-    def expect(self, session: int, said: ModelHere) -> FrameKey | None:
+    def expect(self, session: int, notice: ModelHere) -> FrameKey | None:
         """The controller of this session has a model in its memory. Its key, if it is to be read."""
-        flags = Flags.DELTA if said.delta else Flags.NONE
+        flags = Flags.DELTA if notice.delta else Flags.NONE
         key = FrameKey(
-            Kind.MODEL, said.run_id, said.round_id, CONTROLLER, session, said.transfer, said.signature
+            Kind.MODEL, notice.run_id, notice.round_id, CONTROLLER, session, notice.transfer, notice.signature
         )  # fmt: skip
-        wanted = self.here and is_here(said.memory) and self._copy.expect(key, int(flags), said.total_bytes)
+        wanted = self.here and is_here(notice.memory) and self._copy.expect(key, int(flags), notice.total_bytes)
         return key if wanted else None
 
-    async def read(self, key: FrameKey, said: ModelHere) -> memoryview | None:
+    async def read(self, key: FrameKey, notice: ModelHere) -> memoryview | None:
         """The payload of that model. None: it has to be asked for, if it is still wanted.
 
         It may be gone, for a newer one or with the controller: that says nothing of the next one. If memory cannot be
         opened from here, or the same model is not there again and again, no other is read that way, which is logged.
         """
         try:
-            payload = await self._thread.run(read, said.memory, said.total_bytes)
+            payload = await self._thread.run(read, notice.memory, notice.total_bytes)
         except SharedMemoryFault as error:
             if self._copy.give_up(key) and self.here and not self._ended and not self._worth_asking(key, error):
                 self.here = ""

@@ -25,7 +25,7 @@ from gradbus.runtime.wire.control import Bye, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
 
-MAX_NAMED = 64  # clients of each list, and half as many reasons: it is said twice a second
+MAX_NAMED = 64  # clients of each list, and half as many reasons: it is sent twice a second
 
 
 def make_status(
@@ -38,7 +38,7 @@ def make_status(
     host: str,
     now_s: float,
 ) -> Status:
-    """What to say now.
+    """The status to publish now.
 
     Args:
         round_: the open one, if there is one.
@@ -70,11 +70,11 @@ def _silent_s(members: ClientRegistry, client_id: int, now_s: float) -> float:
 LISTEN_S = 0.25  # with nobody there: discovery takes some tens of milliseconds
 HEARTBEATS = 3.5  # of ours, at least, with somebody there who says nothing
 _TICK_S = 0.05  # of listening at a time: however long one takes where this process stands still, it counts as no more
-_TIMES = 2  # heard once may be the last word of one that is gone
+_TIMES = 2  # one message may be the last of a controller that is gone
 
 
 class DuplicateControllers:
-    """Which other controllers are heard, as a pure object."""
+    """Finds another controller of the job by its messages. Pure: no bus, no clock."""
 
     def __init__(self, job: str, identity: Identity) -> None:
         self._job = job
@@ -82,7 +82,7 @@ class DuplicateControllers:
         self._heard: dict[int, int] = {}
 
     def observe(self, message: Message) -> JobTaken | None:
-        """What another controller's word means: the error that says who holds the job, if that is sure."""
+        """The error that names the holder of the job, once another controller is certain."""
         if not isinstance(message, Control) or message.sender != CONTROLLER:
             return None
         other = message.incarnation
@@ -112,14 +112,14 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
 
     Args:
         heartbeat_s: how often a controller says where it stands.
-        hangs_after_s: one that lives and has said nothing for so long hangs, and its job is taken over. An evaluation
+        hangs_after_s: one that lives and has sent nothing for so long hangs, and its job is taken over. An evaluation
             in one call into C may hold its interpreter for seconds.
 
     Raises:
         JobTaken: somebody does.
         ConfigError: this process is not the controller, as its key says.
     """
-    rivals = DuplicateControllers(bus.job, identity)
+    duplicates = DuplicateControllers(bus.job, identity)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
     looked_s = time.monotonic()
     heard_s = 0.0  # for how long this process has listened
@@ -135,7 +135,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
                 until_s = min(longest_s, heard_s + LISTEN_S)  # for one that has died it is over when DDS knows
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(until_s - heard_s, _TICK_S)):
-                    if (taken := rivals.observe(await inbox.get())) is not None:
+                    if (taken := duplicates.observe(await inbox.get())) is not None:
                         raise taken
 
 
@@ -154,7 +154,7 @@ def tolerate_write_timeout(what: str, round_id: int) -> Iterator[None]:
 
 
 async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
-    """Say for a while that all rounds of this run are done, to clients that have not heard it. Raises JobTaken: the job
+    """Announce for a while that all rounds of this run are done, to clients that missed it. Raises JobTaken: the job
     is another controller's by now."""
     identity = Identity(CONTROLLER, new_incarnation())
     await claim_job(bus, identity, heartbeat_s)

@@ -1,6 +1,6 @@
 """The global model on its way to the clients: in full or as a compressed difference, resent where it is missing.
 
-Clients of this machine that say they read the controller's memory find it there, once for all of them, and are told
+Clients of this machine that report to read the controller's memory find it there, once for all of them, and are told
 where. Frames go out only if there are others, or nobody yet. Whoever does not get at it asks, and gets frames.
 """
 
@@ -150,7 +150,7 @@ class ModelPublisher:
     Attributes:
         held: float32, shape (D,): the model that the clients hold; the base of their updates. With a lossless codec
             this *is* the weights.
-        notified: how many clients were last told where the model lies in memory.
+        notified: how many clients were last notified where the model lies in memory.
         residual_norm: L2 norm of what the newest message left out; 0 with a lossless codec.
         queue: what clients have requested, and is to be sent again.
     """
@@ -393,7 +393,7 @@ class ModelPublisher:
 
     def _hide_earlier(self) -> None:
         """Give back the models before the newest one that all who read memory hold, and those before the last two: a
-        client that is told of one while others make up the quorum still has a round's time to read it."""
+        client that is notified of one while others make up the quorum still has a round's time to read it."""
         earlier, self._earlier = self._earlier, []
         for round_id, sealed in earlier:
             if round_id <= self._round_id - 2 or (round_id < self._round_id and self._registry.all_hold(round_id)):

@@ -46,13 +46,13 @@ class ClientTimeline:
     Attributes:
         client_id: who. num_bytes: of the encoded update.
         commanded_s: the command that it answers was given; later than 0 when the round was tried again.
-        offered_s: its offer came in. granted_s: it was told to send; None if its update was read without sending.
+        offered_s: its offer came in. granted_s: it got its grant; None if its update was read without sending.
         received_s: all of the update was there. adding_s: its turn to be decoded and added. counted_s: it was in the
             sum.
         wait_s: from hearing the command to the start of training: for the model, or for work before to end.
         train_s: training. encode_s: encoding. These three are durations by the client's clock, in this order.
         update_norm: L2 norm of the difference that training made. residual_norm: of what the codec still owes after
-            this update. None where the client did not say, or said nothing finite.
+            this update. None where the client sent none, or nothing finite.
     """
 
     client_id: int
@@ -141,7 +141,7 @@ class RoundTiming:
             self._marks[client_id] = _Marks((incarnation, offer.transfer), self._clock())
 
     def granted(self, client_id: int) -> None:
-        """The client is told to send; said again, it counts from the first time on."""
+        """The grant is sent; when it is repeated, it counts from the first time on."""
         marks = self._marks.get(client_id)
         if marks is not None and marks.granted_s is None:
             marks.granted_s = self._clock()
@@ -190,9 +190,9 @@ class RoundTiming:
         return self._clock() if self._origin_s is None else self._origin_s
 
 
-def _norm(said: float) -> float | None:
-    """What a client said, if it is a norm at all; -1 stands for none."""
-    return said if math.isfinite(said) and said >= 0 else None
+def _norm(value: float) -> float | None:
+    """What a client reported, if it is a norm at all; -1 stands for none."""
+    return value if math.isfinite(value) and value >= 0 else None
 
 
 TIMELINES_IN_MEMORY = 16  # newest rounds whose timelines stay in a list of reports; run directories keep all

@@ -14,7 +14,7 @@ CLIENT_SILENT = "client silent"
 TRAINING_FAILED = "training failed"
 NON_FINITE_LOSS = "non-finite loss"
 NON_FINITE_MODEL = "non-finite model"
-FAILURES = (TRAINING_FAILED, NON_FINITE_LOSS, NON_FINITE_MODEL)  # as the clients themselves have told
+FAILURES = (TRAINING_FAILED, NON_FINITE_LOSS, NON_FINITE_MODEL)  # as the clients themselves report
 
 
 class Outcome(Enum):
@@ -91,7 +91,7 @@ class Round:
             return "repeated"
         if client_id not in self.expected:
             return "not expected"
-        # One that said its training failed may have said so of the attempt before: an update says more.
+        # One that reported a failure may have done so of the attempt before: an update counts for more.
         return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in FAILURES else None
 
     def accept(self, client_id: int, now_s: float) -> None:
@@ -110,7 +110,7 @@ class Round:
 
     def follow(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
         """The table of members has changed. Who is no longer ``present`` is lost; of the ``silent`` ones that only
-        until they are heard.
+        until they send again.
 
         Returns:
             Those that were lost, and those that were found again, both ascending.

@@ -22,15 +22,15 @@ class ControllerSession:
 
     Attributes:
         welcome: of the controller that is believed; None: this client has to be welcomed, or welcomed anew.
-        command: the newest one. commanded_s: when it was heard, by ``time.perf_counter``.
-        failure: why nothing came of it; said again with each heartbeat, until the next command.
-        ended: the controller's last word, when all rounds are done.
+        command: the newest one. commanded_s: when it came, by ``time.perf_counter``.
+        failure: why nothing came of it; sent again with each heartbeat, until the next command.
+        ended: the controller's last message, when all rounds are done.
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
         counted_round: the last round in which an update of ours counted, in this session.
     """
 
     def __init__(self, controller_timeout_s: float) -> None:
-        """``controller_timeout_s``: without a word of a controller for so long, this client gives up."""
+        """``controller_timeout_s``: without a message of a controller for so long, this client gives up."""
         self._controller_timeout_s = controller_timeout_s
         self._handled = False  # the command has been answered, without success
         self._session_heard_s = 0.0

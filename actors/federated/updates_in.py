@@ -67,7 +67,7 @@ class OfferedUpdate(NamedTuple):
         return self.key == other.key and all(getattr(self.offer, n) == getattr(other.offer, n) for n in names)
 
 
-class Refusal(NamedTuple):
+class UpdateRefusal(NamedTuple):
     """Why an update does not count. ``is_strike``: no honest client sends such an update."""
 
     reason: str
@@ -103,20 +103,20 @@ class UpdateAdmission:
         self.budget_bytes = budget_bytes
         self._max_samples = max_samples
 
-    def refusal(self, update: OfferedUpdate, round_: Round | None) -> Refusal | None:
+    def refusal(self, update: OfferedUpdate, round_: Round | None) -> UpdateRefusal | None:
         """Why this offer is refused while this round is open; None: its update may come."""
         client_id, offer = update.client_id, update.offer
         if round_ is None or offer.run_id != self.run_id or offer.round_id != round_.round_id:
-            return Refusal("stale", f"round {offer.round_id} is not open")
+            return UpdateRefusal("stale", f"round {offer.round_id} is not open")
         if (why := self.quarantine.exclusion_reason(client_id, offer.round_id)) is not None:
-            return Refusal("quarantine", why)
+            return UpdateRefusal("quarantine", why)
         if (why := round_.may_send(client_id)) is not None:
-            return Refusal("unexpected", f"client {client_id} is {why} in this round")
+            return UpdateRefusal("unexpected", f"client {client_id} is {why} in this round")
         if not 1 <= offer.num_samples <= self._max_samples:
-            return Refusal("samples", f"{offer.num_samples} samples are out of range", True)
+            return UpdateRefusal("samples", f"{offer.num_samples} samples are out of range", True)
         if not 0 < offer.total_bytes <= self._max_bytes:
             text = f"{offer.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
-            return Refusal("oversized", text, True)
+            return UpdateRefusal("oversized", text, True)
         return None
 
     def has_room(self, offer: Offer, granted: Iterable[Offer]) -> bool:
@@ -364,13 +364,13 @@ class UpdateReceiver:
         try:
             await self._context.compute.run(self._add, update, payload, weight)
         except NonFiniteError as error:
-            await self._reject(update, Refusal("non-finite", str(error), True))
+            await self._reject(update, UpdateRefusal("non-finite", str(error), True))
         except CodecError as error:
-            await self._reject(update, Refusal("malformed", str(error), True))
+            await self._reject(update, UpdateRefusal("malformed", str(error), True))
         except NoRoom as error:
-            await self._reject(update, Refusal("no room", str(error)))
+            await self._reject(update, UpdateRefusal("no room", str(error)))
         except ValueError as error:
-            await self._reject(update, Refusal("refused", str(error), True))
+            await self._reject(update, UpdateRefusal("refused", str(error), True))
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory)
@@ -444,7 +444,7 @@ class UpdateReceiver:
             self._complete.remove(transfer)
         self._assembler.forget(key)
 
-    async def _reject(self, update: OfferedUpdate, refusal: Refusal) -> None:
+    async def _reject(self, update: OfferedUpdate, refusal: UpdateRefusal) -> None:
         """The update does not count, and its client need not be waited for in this round."""
         client_id, round_id = update.client_id, update.offer.round_id
         log.warning("update dropped", client=client_id, round=round_id, reason=refusal.reason, detail=refusal.text)
@@ -457,7 +457,7 @@ class UpdateReceiver:
             if strike is not None:
                 await self._on_strike(strike)
 
-    async def _refuse(self, update: OfferedUpdate, refusal: Refusal) -> None:
+    async def _refuse(self, update: OfferedUpdate, refusal: UpdateRefusal) -> None:
         self.dropped[refusal.reason] += 1
         if self.dropped[refusal.reason] <= _NOTED:  # endless offers fill no disk; the count is noted with the round
             facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}

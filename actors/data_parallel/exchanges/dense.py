@@ -112,7 +112,7 @@ class DenseExchange:
         return OwnState()
 
     def load_own_state(self, state: OwnState) -> None:
-        """Nothing is owed: all that is computed is sent."""
+        """There is no residual: all that is computed is sent."""
 
     def close(self) -> None:
         self._buckets.close()

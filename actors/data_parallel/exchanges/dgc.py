@@ -34,8 +34,8 @@ def warmup_schedule(config: DataParallelConfig) -> tuple[float, ...]:
 class DgcExchange:
     """DGC, and its optimizer without a momentum of its own. See :class:`.exchange.Exchange`.
 
-    A rank without data sends what it owes. The gradients of the others are multiplied by world / active before they
-    are accumulated, so that their mean over the world is the mean over those that have data, and what is owed from
+    A rank without data sends its residual. The gradients of the others are multiplied by world / active before they
+    are accumulated, so that their mean over the world is the mean over those that have data, and the residual of
     steps before keeps the weight it had then.
     """
 
