@@ -3,7 +3,7 @@
 import ast
 import codecs
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -49,6 +49,8 @@ RUNTIME_ORDER = (
 )  # fmt: skip
 # Files that still import each other in a ring, also inside functions and for types alone. This set may only shrink.
 IN_A_RING: set[str] = set()
+# Class names that two files still use. This set may only shrink.
+IN_TWO_FILES = {"Envelope", "Hello", "Kind", "Refusal", "Welcome"}
 READ_THEIR_OWN = ("experiments/bench",)
 
 Rule = Callable[[PurePosixPath, str], list[str]]
@@ -266,6 +268,28 @@ def test_no_files_import_each_other_in_a_ring() -> None:
     rings = {path for path in imported if reaches_itself(path)}
     assert rings - IN_A_RING == set(), "files that import each other: have one of them given what it needs"
     assert IN_A_RING - rings == set(), "no longer in a ring: take them out of IN_A_RING"
+
+
+def class_names_in_two_files(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of classes, also those inside of functions, that more than one of these sources defines, with the paths."""
+    places: dict[str, set[str]] = {}
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(path)
+    return {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """A name with an underscore is private to its file, and may be used in others."""
+    found = class_names_in_two_files({str(path): source for folder in FOLDERS for path, source in sources(folder)})
+    new = {name: paths for name, paths in found.items() if name not in IN_TWO_FILES}
+    assert new == {}, "rename one of the classes, or have both files use the same"
+
+
+def test_a_class_name_in_two_files_is_found() -> None:
+    files = {"a.py": "class One: ...\nclass _Own: ...", "b.py": "def f():\n    class One: ...\nclass _Own: ..."}
+    assert class_names_in_two_files(files) == {"One": ["a.py", "b.py"]}
 
 
 def file_of(name: str) -> str | None:

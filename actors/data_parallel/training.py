@@ -15,7 +15,7 @@ from gradbus.actors.data_parallel.exchanges.base import EXCHANGES, Exchange, Exc
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.profiling.profile import StepProfile
 
@@ -115,7 +115,7 @@ class SentGradients:
         handles: to await. sent_s: ``time.perf_counter`` when the last one was started and nothing was left to compute.
     """
 
-    handles: Sequence[Handle[Any]]
+    handles: Sequence[CollectiveHandle[Any]]
     sent_s: float
 
     @property

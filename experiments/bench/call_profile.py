@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gradbus.experiments.bench.cells import Cell
-from gradbus.experiments.bench.processes import TRANSPORTS, RankPlace, Transport, run_ranks
+from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, Transport, run_ranks
 from gradbus.experiments.bench.timing import block, calls_for, size_text
 
 _TASKS = Path("/proc/self/task")
@@ -59,14 +59,14 @@ class Watched(NamedTuple):
     seconds: float
 
 
-def _start(place: RankPlace) -> tuple[dict[str, dist.ProcessGroup], Cell, float]:
+def _start(place: BenchRank) -> tuple[dict[str, dist.ProcessGroup], Cell, float]:
     spec: Watched = place.spec
     groups, cell = place.start_both(), Cell(place, spec.collective, spec.size)
     cell.check(groups)
     return groups, cell, spec.seconds
 
 
-def watch_threads(place: RankPlace) -> dict[str, Any]:
+def watch_threads(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: what every thread does in some seconds of calls, through dds and through gloo, per call.
 
     Its spec: Watched.
@@ -131,7 +131,7 @@ def _function(code: Any) -> str:
     return f"{path.parent.name}/{path.name}:{code.co_firstlineno} {code.co_qualname}"
 
 
-def watch_functions(place: RankPlace) -> dict[str, Any]:
+def watch_functions(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: in which functions the threads are while it calls dds, per call. Its spec: Watched."""
     profiles = _Profiles()
     groups, cell, seconds = _start(place)

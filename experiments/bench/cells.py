@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradbus.experiments.bench.processes import RankPlace, dds_group, unsealed_group
+from gradbus.experiments.bench.processes import BenchRank, dds_group, unsealed_group
 from gradbus.experiments.bench.timing import block, size_text, timed
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives import Group, join_group
@@ -33,7 +33,7 @@ class Cells(NamedTuple):
 class Cell:
     """One collective at one size, on one rank."""
 
-    def __init__(self, place: RankPlace, collective: str, size: int) -> None:
+    def __init__(self, place: BenchRank, collective: str, size: int) -> None:
         self.collective = collective
         self.size = size
         self._place = place
@@ -88,7 +88,7 @@ def _values(rank: int, size: int) -> Tensor:
 class _GroupApi:
     """A Group on the bus that the process group has already, called from this thread."""
 
-    def __init__(self, place: RankPlace) -> None:
+    def __init__(self, place: BenchRank) -> None:
         self._bus = acquire_bus(dist.distributed_c10d._get_default_store(), dist.get_rank())
         self._stack = AsyncExitStack()
         joining = join_group(self._bus.bus, rank=place.rank, world=place.world, name="bench")
@@ -104,7 +104,7 @@ class _GroupApi:
         background.release(self._bus)
 
 
-def time_cells(place: RankPlace) -> dict[str, Any]:
+def time_cells(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: medians of each repeat, for each cell, and its segments of shared memory. Spec: Cells."""
     before = _shared_segments()
     spec: Cells = place.spec

@@ -27,7 +27,7 @@ from gradbus.experiments.bench.cells import Cells, time_cells
 from gradbus.experiments.bench.ddp_step import step_rows
 from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, failed, shown
 from gradbus.experiments.bench.multicast import multicast_rows
-from gradbus.experiments.bench.processes import TRANSPORTS, ProcessFailed, RankPlace, Transport, run_ranks
+from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, ProcessFailed, Transport, run_ranks
 from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.timing import (
     KIB,
@@ -171,7 +171,7 @@ def _rows_of(cell: Sequence[dict[str, Any]], setup: Setup) -> list[Row]:
     return [row, seals, shown("  the same on Group, no torch", statistics.median(ratios["Group"]), "x gloo", note)]
 
 
-def reduce_big(place: RankPlace) -> dict[str, Any]:
+def reduce_big(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: one collective on a large tensor, and the memory of the process meanwhile. Spec: its bytes.
 
     Raises:

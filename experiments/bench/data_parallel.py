@@ -27,7 +27,7 @@ from gradbus import codecs, models
 from gradbus.experiments.bench import limits
 from gradbus.experiments.bench.codecs import entropy_bits
 from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, shown
-from gradbus.experiments.bench.processes import RankPlace, run_ranks
+from gradbus.experiments.bench.processes import BenchRank, run_ranks
 from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.timing import in_turns, one_thread
 from gradbus.experiments.bench.training import Data, Training, train
@@ -93,7 +93,7 @@ def _worker_steps(run: Training, skip: int) -> dict[str, list[list[float]]]:
     }
 
 
-def gloo_steps(place: RankPlace) -> list[float]:
+def gloo_steps(place: BenchRank) -> list[float]:
     """The role of a rank: seconds of each step of DistributedDataParallel. Its spec: StepsPlan."""
     plan: StepsPlan = place.spec
     malloc.keep_memory()  # as every process with a bus: it saves training page faults that are not gloo's doing

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradbus.experiments.bench.limits import Row, Taken, at_most, failed
-from gradbus.experiments.bench.processes import TRANSPORTS, ProcessFailed, RankPlace, Transport, run_ranks
+from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, ProcessFailed, Transport, run_ranks
 from gradbus.experiments.bench.timing import block, in_turns, ratio_note, ratios_of
 
 LIMITS: dict[Transport, float] = {"one-host": 1.0, "dds-only": 1.1}
@@ -49,7 +49,7 @@ class Steps(NamedTuple):
 class _Trained:
     """One model, data parallel on a process group. Same model and data for every group."""
 
-    def __init__(self, place: RankPlace, group: dist.ProcessGroup) -> None:
+    def __init__(self, place: BenchRank, group: dist.ProcessGroup) -> None:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(MODELS[place.spec.model](), process_group=group)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
@@ -64,7 +64,7 @@ class _Trained:
         self._optimizer.step()
 
 
-def time_steps(place: RankPlace) -> dict[str, Any]:
+def time_steps(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: medians of each repeat. Its spec: Steps.
 
     Raises:

@@ -19,7 +19,7 @@ import torch
 import gradbus
 from gradbus.experiments.bench.cells import Cell, Cells
 from gradbus.experiments.bench.limits import Row, Taken, at_least, failed, shown
-from gradbus.experiments.bench.processes import DOMAIN, ProcessFailed, RankPlace, run_ranks
+from gradbus.experiments.bench.processes import DOMAIN, BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.timing import KIB, MIB, ratio_note, ratios_of, size_text, timed
 from gradbus.runtime.collectives import Group
 from gradbus.runtime.dds.network import NetworkConfig
@@ -32,7 +32,7 @@ _COUNTED_BYTES = 4 * MIB
 COLLECTIVES = ("broadcast", "all_gather", "all_reduce")
 
 
-def time_both(place: RankPlace) -> dict[str, Any]:
+def time_both(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: medians of each repeat, for each cell, and what rank 0 sent by multicast. Its spec: Cells."""
     gloo, spec = place.start("gloo"), place.spec
     found = []
@@ -52,7 +52,7 @@ def time_both(place: RankPlace) -> dict[str, Any]:
     return {"cells": found, "by_multicast": sent}
 
 
-async def _join(stack: AsyncExitStack, place: RankPlace) -> dict[str, Group]:
+async def _join(stack: AsyncExitStack, place: BenchRank) -> dict[str, Group]:
     joined = {}
     for number, name in enumerate(("unicast", "multicast")):
         network = NetworkConfig(multicast=name == "multicast", lease_s=_LEASE_S, shared_memory=False)

@@ -1,7 +1,7 @@
 """The processes of a benchmark: forked from a server that has imported everything, and ended with the benchmark.
 
 Imports are no part of any figure and take seconds: so eight processes start in one. Each has one torch thread.
-:class:`Processes` starts any work; :func:`run_ranks` starts the ranks of one group, each with its :class:`RankPlace`.
+:class:`Processes` starts any work; :func:`run_ranks` starts the ranks of one group, each with its :class:`BenchRank`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _live(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class BenchRank:
     """The place of a rank process in its run.
 
     Attributes:
@@ -200,7 +200,7 @@ def unsealed_group() -> dist.ProcessGroup:
 
 
 def run_ranks(
-    role: Callable[[RankPlace], Any], world: int, spec: Any = None, *, transport: Transport = "one-host",
+    role: Callable[[BenchRank], Any], world: int, spec: Any = None, *, transport: Transport = "one-host",
     timeout_s: float = 120.0,
 ) -> list[Any]:  # fmt: skip
     """Start all ranks and return what they found, in rank order.
@@ -217,11 +217,11 @@ def run_ranks(
     work = _async_rank if iscoroutinefunction(role) else _rank
     with Processes() as processes:
         for rank in range(world):
-            processes.start(f"rank {rank}", work, role, RankPlace(rank, world, job, store.port, transport, spec))
+            processes.start(f"rank {rank}", work, role, BenchRank(rank, world, job, store.port, transport, spec))
         return processes.results(timeout_s)
 
 
-def _prepare(place: RankPlace) -> None:
+def _prepare(place: BenchRank) -> None:
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN), "GRADBUS_BUS__LEASE_S": f"{LEASE_S:g}",
     }  # fmt: skip
@@ -230,11 +230,11 @@ def _prepare(place: RankPlace) -> None:
         os.environ[_SHARED_MEMORY] = "false"
 
 
-def _rank(role: Callable[[RankPlace], Any], place: RankPlace) -> Any:
+def _rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
     _prepare(place)
     return role(place)
 
 
-async def _async_rank(role: Callable[[RankPlace], Any], place: RankPlace) -> Any:
+async def _async_rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
     _prepare(place)
     return await role(place)

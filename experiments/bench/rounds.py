@@ -128,7 +128,7 @@ async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
     cpu_at: dict[int, float] = {}
     first_command_s = 0.0
 
-    class Task(NoopTask):
+    class ConstantTask(NoopTask):
         """Notes the processor time at the start of each round."""
 
         def train(self, model: Any, **arguments: Any) -> Any:
@@ -141,7 +141,7 @@ async def _clients(job: RoundsJob, client_ids: Sequence[int]) -> dict[str, Any]:
         empty, opened_s = memory_bytes("VmRSS"), time.time()
         async with loop_gaps(job.gaps) as gaps, asyncio.TaskGroup() as group:
             for client_id in client_ids:
-                client = gradbus.Client(bus, Task(job.dim, delta="constant"), client_id=client_id)
+                client = gradbus.Client(bus, ConstantTask(job.dim, delta="constant"), client_id=client_id)
                 group.create_task(client.run(), name=f"client {client_id}")
     return {
         "opened_s": opened_s, "first_command_s": first_command_s, "cpu_s": cpu_at,

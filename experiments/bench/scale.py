@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import gradbus
-from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, RankPlace, run_ranks
+from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, BenchRank, run_ranks
 from gradbus.experiments.bench.results import Effort, Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
 from gradbus.experiments.bench.timing import KIB, MIB, cpu_s, size_text
@@ -86,7 +86,7 @@ def _above(process: dict[str, Any], base: str) -> float:
     return float(process["peak_bytes"] - process[base]) / 1e6
 
 
-async def grow(place: RankPlace) -> dict[str, Any]:
+async def grow(place: BenchRank) -> dict[str, Any]:
     """The role of a rank: seconds, and processor seconds, of each formation and of a call of each collective.
 
     Groups form one after the other, each on a bus of its own. Its spec: RanksPlan.

@@ -117,7 +117,7 @@ def _make_keys(folder: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class SealingProcess:
     """One process of a start.
 
     Attributes:
@@ -159,7 +159,7 @@ class Member:
         return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)
 
 
-async def _client(member: Member) -> None:
+async def _client(member: SealingProcess) -> None:
     async def take_part(level: str) -> None:
         async with member.connect(level) as bus:
             await gradbus.Client(bus, NoopTask(DIM), client_id=member.number).run()
@@ -194,7 +194,7 @@ class _Turns:
 class _BlockTask(NoopTask):
     """Is evaluated at the end of each block, and so holds up the next round until it is its turn."""
 
-    def __init__(self, level: str, turns: _Turns, member: Member) -> None:
+    def __init__(self, level: str, turns: _Turns, member: SealingProcess) -> None:
         super().__init__(DIM)
         self._level = level
         self._turns = turns
@@ -209,7 +209,7 @@ class _BlockTask(NoopTask):
         self._began_cpu_s = self._member.cpu_s()
 
 
-async def _controller(member: Member) -> list[TimedBlock]:
+async def _controller(member: SealingProcess) -> list[TimedBlock]:
     turns = _Turns(member.case.blocks)
     blocks: dict[str, list[TimedBlock]] = {}
 
@@ -228,7 +228,7 @@ async def _controller(member: Member) -> list[TimedBlock]:
     return [one for turn in zip(*(blocks[level] for level in LEVELS), strict=True) for one in turn]
 
 
-async def _rank(member: Member) -> list[TimedBlock]:
+async def _rank(member: SealingProcess) -> list[TimedBlock]:
     tensor = torch.ones(ELEMENTS)
     blocks = []
     async with contextlib.AsyncExitStack() as opened:
@@ -255,14 +255,14 @@ async def _rank(member: Member) -> list[TimedBlock]:
     return blocks
 
 
-async def _live(member: Member) -> Any:
+async def _live(member: SealingProcess) -> Any:
     """The whole life of a process."""
     if member.host is not None:
         enter_namespace(member.host.name)  # before any thread of DDS
     return await _ROLES[member.role](member)
 
 
-_ROLES: dict[str, Callable[[Member], Awaitable[Any]]] = {
+_ROLES: dict[str, Callable[[SealingProcess], Awaitable[Any]]] = {
     "controller": _controller, "client": _client, "rank": _rank,
 }  # fmt: skip
 
@@ -273,7 +273,7 @@ def _blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
     with contextlib.ExitStack() as opened:
         hosts = opened.enter_context(two_hosts()) if case.two_hosts else ()
         here, there = hosts or (None, None)
-        member = partial(Member, case=case, folder=folder, job=job, peers=tuple(host.address for host in hosts))
+        member = partial(SealingProcess, case=case, folder=folder, job=job, peers=tuple(host.address for host in hosts))
         processes = opened.enter_context(Processes())
         pids = tuple(
             processes.start(f"{role} {number}", _live, member(role=role, number=number, host=there))

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradbus
 from gradbus import models
-from gradbus.experiments.bench.processes import RankPlace, run_ranks
+from gradbus.experiments.bench.processes import BenchRank, run_ranks
 
 Data = Literal["mnist", "glyphs"]
 
@@ -47,7 +47,7 @@ class Training:
         return models.DataSplit(split.train.subset(torch.arange(self.samples)), split.test)
 
 
-async def _train(place: RankPlace) -> dict[str, Any]:
+async def _train(place: BenchRank) -> dict[str, Any]:
     run: Training = place.spec
     async with place.group() as group:
         worker = gradbus.Worker(group, run.task(), gradbus.DataParallelConfig(**run.config))

@@ -19,13 +19,13 @@ from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
 from gradbus.experiments.figures.index import CATALOGUE, install, write_index
 from gradbus.experiments.figures.plan import FULL, QUICK, FigurePlan, make_plan
 from gradbus.experiments.figures.runs import execute
-from gradbus.experiments.figures.store import FinishedRun, Store
+from gradbus.experiments.figures.store import Store, StoredRun
 from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
 from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError, GradbusError
 
 
-def do_runs(plan: FigurePlan, store: Store) -> list[tuple[str, FinishedRun]]:
+def do_runs(plan: FigurePlan, store: Store) -> list[tuple[str, StoredRun]]:
     """All runs of the plan; those that are done already are not run again. Raises RunFailed."""
     runs, finished = list(plan.runs()), []
     for number, (group, run) in enumerate(runs, start=1):
@@ -36,13 +36,13 @@ def do_runs(plan: FigurePlan, store: Store) -> list[tuple[str, FinishedRun]]:
     return finished
 
 
-def find_runs(plan: FigurePlan, store: Store) -> list[tuple[str, FinishedRun]]:
+def find_runs(plan: FigurePlan, store: Store) -> list[tuple[str, StoredRun]]:
     """Those runs of the plan that are done, by any version of the code."""
     found = [(group, store.find_any(run)) for group, run in plan.runs()]
     return [(group, done) for group, done in found if done is not None]
 
 
-def write_tables(finished: Sequence[tuple[str, FinishedRun]], folder: Path) -> dict[str, list[TableRow]]:
+def write_tables(finished: Sequence[tuple[str, StoredRun]], folder: Path) -> dict[str, list[TableRow]]:
     """The tables of these runs, as they are read back from their files. Raises BadData."""
     tables: dict[str, list[TableRow]] = {}
     for name, rows in collect(finished).items():

@@ -14,7 +14,7 @@ from PIL import Image
 from gradbus.experiments.figures import federated, parallel
 from gradbus.experiments.figures.canvas import source
 from gradbus.experiments.figures.plan import Scale
-from gradbus.experiments.figures.store import FinishedRun
+from gradbus.experiments.figures.store import StoredRun
 from gradbus.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def make_command(scale: Scale) -> str:
 
 
 def write_index(
-    out: Path, scale: Scale, finished: Sequence[tuple[str, FinishedRun]], failures: Mapping[str, str], *, code: str
+    out: Path, scale: Scale, finished: Sequence[tuple[str, StoredRun]], failures: Mapping[str, str], *, code: str
 ) -> Path:
     """Write ``index.md`` beside the figures.
 
@@ -124,7 +124,7 @@ def write_index(
     return path
 
 
-def _about(scale: Scale, finished: Sequence[FinishedRun], code: str) -> list[str]:
+def _about(scale: Scale, finished: Sequence[StoredRun], code: str) -> list[str]:
     if not finished:
         return ["No run is done yet."]
     dates = sorted(str(done.machine.get("date", "")) for done in finished)

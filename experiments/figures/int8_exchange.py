@@ -17,7 +17,7 @@ from torch import Tensor
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs.base import are_finite
 from gradbus.codecs.quantize import quantize
-from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CollectiveError
 
@@ -42,14 +42,14 @@ class Int8Exchange:
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._step, self._active = 0, group.world
         self._finite: Tensor | None = None  # the loss of this step, on this rank
-        self._handle: Handle[list[bytes]] | None = None
+        self._handle: CollectiveHandle[list[bytes]] | None = None
         self._optimizer = torch.optim.SGD(
             self._parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
             weight_decay=config.weight_decay,
         )  # fmt: skip
 
     @property
-    def in_flight(self) -> Sequence[Handle[list[bytes]]]:
+    def in_flight(self) -> Sequence[CollectiveHandle[list[bytes]]]:
         return () if self._handle is None else (self._handle,)
 
     def start_epoch(self, epoch: int) -> None:
@@ -69,7 +69,7 @@ class Int8Exchange:
         """Always true here: the messages carry it."""
         return True
 
-    def send(self, *, has_data: bool) -> Sequence[Handle[list[bytes]]]:
+    def send(self, *, has_data: bool) -> Sequence[CollectiveHandle[list[bytes]]]:
         payload = self._encode([parameter.grad if has_data else None for parameter in self._parameters])
         self._handle = self._group.all_gather(
             "int8", payload, round_id=self._step, timeout_s=self._config.collective_timeout_s

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradbus
-from gradbus.experiments.bench.processes import ProcessFailed, RankPlace, run_ranks
+from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.training import Training
 from gradbus.experiments.figures.int8_exchange import Int8Exchange
 from gradbus.experiments.figures.plan import AnyRun, FederatedRun, ParallelRun
@@ -105,7 +105,7 @@ def run_parallel(run: ParallelRun, folder: Path) -> None:
         raise RunFailed(f"{run.label}: the ranks ended with different parameters")
 
 
-async def _train(place: RankPlace) -> Any:
+async def _train(place: BenchRank) -> Any:
     """The role of a rank: train to the end, write a line for each epoch, and return the hash of the parameters."""
     run, folder = place.spec
     task = Training(

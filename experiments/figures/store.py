@@ -33,7 +33,7 @@ RUNNING = (
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRun:
+class StoredRun:
     """A run that was done.
 
     Attributes:
@@ -64,17 +64,17 @@ class Store:
         """Where this run belongs."""
         return self.root / f"{run.label}-{_digest(settings_of(run))}-{self.code}"
 
-    def find(self, run: AnyRun) -> FinishedRun | None:
+    def find(self, run: AnyRun) -> StoredRun | None:
         """The run, if this code has done it to its end."""
         return _read(self.folder(run), run)
 
-    def find_any(self, run: AnyRun) -> FinishedRun | None:
+    def find_any(self, run: AnyRun) -> StoredRun | None:
         """The newest that any version of the code has done, this one's first."""
         found = [_read(path, run) for path in self.root.glob(f"{run.label}-{_digest(settings_of(run))}-*")]
         done = sorted((one for one in found if one is not None), key=lambda one: str(one.machine.get("date", "")))
         return self.find(run) or (done[-1] if done else None)
 
-    def ensure(self, run: AnyRun, execute: Callable[[Path], None]) -> tuple[FinishedRun, bool]:
+    def ensure(self, run: AnyRun, execute: Callable[[Path], None]) -> tuple[StoredRun, bool]:
         """The run, and whether it had been done before. ``execute`` gets an empty folder to do it in.
 
         Raises:
@@ -106,10 +106,10 @@ class Store:
             yield
 
 
-def _read(folder: Path, run: AnyRun) -> FinishedRun | None:
+def _read(folder: Path, run: AnyRun) -> StoredRun | None:
     try:
         facts = parse_json((folder / "done.json").read_text(encoding="utf-8"))
-        return FinishedRun(run, folder, str(facts["code"]), float(facts["seconds"]), dict(facts["machine"]))
+        return StoredRun(run, folder, str(facts["code"]), float(facts["seconds"]), dict(facts["machine"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gradbus.experiments.figures.plan import FederatedRun, ParallelRun
-from gradbus.experiments.figures.store import FinishedRun
+from gradbus.experiments.figures.store import StoredRun
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import read_summary
@@ -127,7 +127,7 @@ _COPIED = (
 )  # fmt: skip
 
 
-def collect(finished: Iterable[tuple[str, FinishedRun]]) -> dict[str, list[TableRow]]:
+def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRow]]:
     """All rows of these runs, by table. Each run comes with the name of its group.
 
     Raises:

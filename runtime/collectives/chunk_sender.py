@@ -44,7 +44,7 @@ class Outgoing:
         Args:
             numbers: of the chunks. flags: of frames that carry their data themselves.
             slots: where the data goes; None: it travels in the frames. readers: ranks that it is for.
-            written, finished: as :meth:`.operation.Link.send` has them.
+            written, finished: as :meth:`.operation.Transport.send` has them.
         """
         self.bytes = sum(min(CHUNK_BYTES, len(payload) - number * CHUNK_BYTES) for number in numbers)
         self._key = key

@@ -1,7 +1,7 @@
 """Brings frames and collectives together: by group, round, name and call, never by the order of the calls.
 
 The engine knows no event loop and no DDS: frames come in through :meth:`Engine.receive`, on whatever thread, and go out
-through a :class:`gradbus.runtime.collectives.operation.Link`.
+through a :class:`gradbus.runtime.collectives.operation.Transport`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Protocol
 
 from gradbus.runtime import forks
 from gradbus.runtime.collectives.credit import Credit
-from gradbus.runtime.collectives.operation import LARGE_BYTES, Link, Operation, OperationKey, lane_of
-from gradbus.runtime.collectives.unexpected import EarlyFrames, Envelope
+from gradbus.runtime.collectives.operation import LARGE_BYTES, Operation, OperationKey, Transport, lane_of
+from gradbus.runtime.collectives.unexpected import UnexpectedFrame, UnexpectedQueue
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.wire.frames import Flags, Frame
 
@@ -56,7 +56,7 @@ def _parts_of(wire_name: str) -> tuple[str, str, str, str]:
     return name, signature, rest.partition("\0")[0], lane_of(signature)
 
 
-class Progress(Protocol):
+class ProgressEngine(Protocol):
     """How what comes in is dealt with while somebody waits."""
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
@@ -90,7 +90,9 @@ class _NoProgress:
 class Engine:
     """The collectives of one group on one rank. Every method may be called from any thread."""
 
-    def __init__(self, group: str, rank: int, world: int, link: Link, *, early_bytes: int, early_age_s: float) -> None:
+    def __init__(
+        self, group: str, rank: int, world: int, link: Transport, *, early_bytes: int, early_age_s: float
+    ) -> None:
         """
         Args:
             group: its name, for errors.
@@ -103,7 +105,7 @@ class Engine:
         self.world = world
         self._link = link
         self._lock = threading.Lock()
-        self._early = EarlyFrames(early_bytes, early_age_s)
+        self._early = UnexpectedQueue(early_bytes, early_age_s)
         # So that some collectives may be called by all others before they are called here.
         self._large_bytes = min(LARGE_BYTES, early_bytes // (4 * world))
         self.credit = Credit(world, early_bytes)
@@ -120,7 +122,7 @@ class Engine:
         self.dropped: Counter[str] = Counter()
         self.bytes_in = 0
         self.bytes_out = 0
-        self.progress: Progress = _NoProgress()
+        self.progress: ProgressEngine = _NoProgress()
         # Finds the data of a frame that only says where it lies: a frame for each piece that is there.
         self.look_up: Callable[[Frame], list[Frame]] = no_shared_memory
         # Called, on any thread and with no lock held, when something came that nobody has called for, a rank is gone,
@@ -291,7 +293,7 @@ class Engine:
             operation = self._pending.get(wanted)
             if operation is None:
                 for piece in pieces:
-                    self._put_aside(wanted, Envelope(piece, signature, meta))
+                    self._put_aside(wanted, UnexpectedFrame(piece, signature, meta))
         if operation is None:
             self._tell()
             return
@@ -302,7 +304,7 @@ class Engine:
         if self.on_news is not None:
             self.on_news()
 
-    def _put_aside(self, key: OperationKey, envelope: Envelope) -> None:
+    def _put_aside(self, key: OperationKey, envelope: UnexpectedFrame) -> None:
         if self._closed is not None:
             self.dropped["closed"] += 1
         elif key.call < self._calls.get((key.round_id, key.name, key.lane), 0) and key not in self._starting:

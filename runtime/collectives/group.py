@@ -25,7 +25,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import data_movement
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
-from gradbus.runtime.collectives.handle import Clock, Handle, Looking, TimedOut, collective_timeout
+from gradbus.runtime.collectives.handle import CollectiveHandle, DeadlineTimer, Looking, TimedOut, collective_timeout
 from gradbus.runtime.collectives.membership import DONE, Membership
 from gradbus.runtime.collectives.objects import ObjectCollectives
 from gradbus.runtime.collectives.operation import Operation
@@ -68,9 +68,9 @@ class GroupStats:
 class Group(ObjectCollectives):
     """One rank of a group. Made by :func:`join_group`.
 
-    A collective starts at the call, from whatever thread, and gives a :class:`Handle` to await. It is matched with
-    those of the other ranks by ``name`` and ``round_id``, and by how often that pair was used before: ranks may call in
-    any order, and use a name again. Buffers belong to the collective until its handle has ended.
+    A collective starts at the call, from whatever thread, and returns a :class:`CollectiveHandle` to await. It is
+    matched with those of the other ranks by ``name`` and ``round_id``, and by how often that pair was used before:
+    ranks may call in any order, and use a name again. Buffers belong to the collective until its handle has ended.
 
     Every collective takes ``round_id`` (0 .. 2**32 - 1, part of the name) and ``timeout_s`` (by default the group's).
 
@@ -84,7 +84,7 @@ class Group(ObjectCollectives):
         self._engine = membership.engine
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._clock = Clock(self._loop, lambda: self._engine.progress.resume())
+        self._deadlines = DeadlineTimer(self._loop, lambda: self._engine.progress.resume())
         self._looking = Looking(self._engine, self._loop)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
@@ -128,7 +128,7 @@ class Group(ObjectCollectives):
     def all_reduce(
         self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", out: Tensor | None = None,
         divisor: int | None = None, algorithm: Algorithm = "auto", round_id: int = 0, timeout_s: float | None = None,
-    ) -> Handle[Tensor]:  # fmt: skip
+    ) -> CollectiveHandle[Tensor]:  # fmt: skip
         """Combine the tensors of all ranks elementwise; all get the result, bit-equal.
 
         Sums are taken in rank order, whatever the algorithm. float16 and bfloat16 are added in float32.
@@ -157,7 +157,7 @@ class Group(ObjectCollectives):
     def reduce(
         self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", root: int = 0, round_id: int = 0,
         timeout_s: float | None = None,
-    ) -> Handle[Tensor | None]:  # fmt: skip
+    ) -> CollectiveHandle[Tensor | None]:  # fmt: skip
         """As :meth:`all_reduce`, but only rank ``root`` gets the result, in new memory; the others get None."""
         check_sendable(tensor)
         self._check_rank("root", root)
@@ -168,7 +168,7 @@ class Group(ObjectCollectives):
 
     def reduce_scatter(
         self, name: str, tensor: Tensor, *, op: ReduceOp = "sum", round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[Tensor]:
+    ) -> CollectiveHandle[Tensor]:
         """As :meth:`all_reduce`, but rank r gets part r of ``tensor.tensor_split(world)``, in new memory."""
         check_sendable(tensor)
         if tensor.dim() == 0:
@@ -187,21 +187,21 @@ class Group(ObjectCollectives):
     @overload
     def all_gather(
         self, name: str, payload: Tensor, *, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[Tensor]]: ...
+    ) -> CollectiveHandle[list[Tensor]]: ...
     @overload
     def all_gather(
         self, name: str, payload: bytes | bytearray | memoryview, *, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[bytes]]: ...
+    ) -> CollectiveHandle[list[bytes]]: ...
     def all_gather(
         self, name: str, payload: Any, *, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[Any]]:
+    ) -> CollectiveHandle[list[Any]]:
         """All payloads on all ranks, in rank order. Bytes or tensors; sizes, shapes and dtypes may differ."""
         operation = data_movement.AllGather(payload, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def broadcast(
         self, name: str, payload: Any = None, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[Any]:
+    ) -> CollectiveHandle[Any]:
         """One payload on all ranks.
 
         Args:
@@ -216,7 +216,7 @@ class Group(ObjectCollectives):
 
     def gather(
         self, name: str, payload: Any, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[Any] | None]:
+    ) -> CollectiveHandle[list[Any] | None]:
         """All payloads at rank ``root``, in rank order; the others get None, when the root has theirs."""
         self._check_rank("root", root)
         operation = data_movement.Gather(payload, root, self.rank, self.world, self._max_bytes)
@@ -225,7 +225,7 @@ class Group(ObjectCollectives):
     def scatter(
         self, name: str, payloads: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
         timeout_s: float | None = None,
-    ) -> Handle[Any]:  # fmt: skip
+    ) -> CollectiveHandle[Any]:  # fmt: skip
         """Each rank gets its own of the root's ``payloads``; all others give None. The root's handle ends when all
         have theirs."""
         self._check_rank("root", root)
@@ -234,19 +234,21 @@ class Group(ObjectCollectives):
 
     def all_to_all(
         self, name: str, payloads: Sequence[Any], *, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[Any]]:
+    ) -> CollectiveHandle[list[Any]]:
         """``payloads[r]`` goes to rank r; what comes is in order of its senders. Sizes may differ."""
         operation = data_movement.AllToAll(payloads, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def send(
         self, name: str, payload: Any, *, to: int, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[None]:
+    ) -> CollectiveHandle[None]:
         """A payload for one rank, which receives it by the same name. Ends when that rank has it."""
         self._check_other("to", to)
         return self._start(data_movement.Send(payload, to, self.rank, self.world), name, round_id, timeout_s)
 
-    def recv(self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None) -> Handle[Any]:
+    def recv(
+        self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[Any]:
         """What rank ``source`` sends by this name: bytes or a tensor, as it was sent."""
         self._check_other("source", source)
         operation = data_movement.Receive(source, self.rank, self.world, self._max_bytes)
@@ -254,7 +256,7 @@ class Group(ObjectCollectives):
 
     def barrier(
         self, name: str = "barrier", *, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[tuple[int, ...]]:
+    ) -> CollectiveHandle[tuple[int, ...]]:
         """Wait until all ranks have called it. The value: the ranks that were seen.
 
         Raises (on await):
@@ -293,7 +295,7 @@ class Group(ObjectCollectives):
     def _start(
         self, operation: Operation, name: str, round_id: int, timeout_s: float | None,
         timed_out: TimedOut = collective_timeout,
-    ) -> Handle[Any]:  # fmt: skip
+    ) -> CollectiveHandle[Any]:  # fmt: skip
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {limit_s}")
@@ -303,8 +305,8 @@ class Group(ObjectCollectives):
             on_loop = threading.get_ident() == self._loop_thread
             if not on_loop or not operation.is_sent:
                 engine.progress.resume()
-            self._clock.watch(operation, limit_s, timed_out, on_loop=on_loop)
-        return Handle(operation, self._loop, self._looking)
+            self._deadlines.watch(operation, limit_s, timed_out, on_loop=on_loop)
+        return CollectiveHandle(operation, self._loop, self._looking)
 
     def _arithmetic(self, tensor: Tensor, op: ReduceOp, divisor: int | None) -> Arithmetic:
         if divisor is not None and op != "mean":

@@ -31,7 +31,7 @@ def collective_timeout(operation: Operation, timeout_s: float) -> Exception:
     return CollectiveTimeout(operation.key.name, operation.missing, timeout_s)
 
 
-class Clock:
+class DeadlineTimer:
     """Ends collectives at their deadlines, on the event loop. One for all of a group: most are over long before, so
     what is not awaited any more costs an entry in a list and no timer."""
 
@@ -163,7 +163,7 @@ class Looking:
         self._owes_turn = False
 
 
-class Handle(Generic[T]):
+class CollectiveHandle(Generic[T]):
     """A collective that is running. ``await`` gives its value, as often as asked.
 
     It runs whether awaited or not, and ends at its deadline. When it has ended, well or with an error, its buffers are

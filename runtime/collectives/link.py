@@ -36,7 +36,7 @@ PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic wor
 
 
 class DdsLink:
-    """Readers and writers of one rank of one group. Implements :class:`.operation.Link`.
+    """Readers and writers of one rank of one group. Implements :class:`.operation.Transport`.
 
     Attributes:
         inline_bytes, inline_shared_bytes: what is sent at once, on the thread that has it, over DDS and through shared
@@ -101,7 +101,7 @@ class DdsLink:
         self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
         only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
     ) -> Sending | None:  # fmt: skip
-        """See :class:`.operation.Link`."""
+        """See :class:`.operation.Transport`."""
         readers = self._others if to is None else (to,)
         writer = self._all if to is None else self._inboxes[to]
         size = len(payload)

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from gradbus.runtime.collectives.data_movement import AllGather, Broadcast, Gather, Receive, Scatter, Send
-from gradbus.runtime.collectives.handle import Handle, TimedOut, collective_timeout
+from gradbus.runtime.collectives.handle import CollectiveHandle, TimedOut, collective_timeout
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import bounded_msgpack
@@ -66,7 +66,7 @@ class ObjectCollectives:
     def _start(
         self, operation: Operation, name: str, round_id: int, timeout_s: float | None,
         timed_out: TimedOut = collective_timeout,
-    ) -> Handle[Any]:  # fmt: skip
+    ) -> CollectiveHandle[Any]:  # fmt: skip
         raise NotImplementedError
 
     def _check_rank(self, what: str, rank: int) -> None:
@@ -77,20 +77,20 @@ class ObjectCollectives:
 
     def _start_objects(
         self, operation: Operation, convert: Callable[[Any], Any], name: str, round_id: int, timeout_s: float | None
-    ) -> Handle[Any]:
+    ) -> CollectiveHandle[Any]:
         operation.convert = convert
         return self._start(operation, name, round_id, timeout_s)
 
     def all_gather_object(
         self, name: str, value: Any, *, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[Any]]:
+    ) -> CollectiveHandle[list[Any]]:
         """Everybody's object, in rank order. Raises ValueError: it cannot be sent."""
         operation = AllGather(pack(value), self.rank, self.world, MAX_OBJECT_BYTES)
         return self._start_objects(operation, unpack_all, name, round_id, timeout_s)
 
     def broadcast_object(
         self, name: str, value: Any = None, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[Any]:
+    ) -> CollectiveHandle[Any]:
         """The root's object; what the others give is not looked at. Raises ValueError: it cannot be sent."""
         self._check_rank("root", root)
         payload = pack(value) if self.rank == root else None
@@ -99,7 +99,7 @@ class ObjectCollectives:
 
     def gather_object(
         self, name: str, value: Any, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[list[Any] | None]:
+    ) -> CollectiveHandle[list[Any] | None]:
         """Everybody's object at the root, in rank order; None elsewhere. Raises ValueError: it cannot be sent."""
         self._check_rank("root", root)
         operation = Gather(pack(value), root, self.rank, self.world, MAX_OBJECT_BYTES)
@@ -108,7 +108,7 @@ class ObjectCollectives:
     def scatter_object(
         self, name: str, values: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
         timeout_s: float | None = None,
-    ) -> Handle[Any]:  # fmt: skip
+    ) -> CollectiveHandle[Any]:  # fmt: skip
         """The own one of the root's objects. Raises ValueError: one cannot be sent, or they are not one for each."""
         self._check_rank("root", root)
         payloads = None if values is None else [pack(value) for value in values]
@@ -117,12 +117,14 @@ class ObjectCollectives:
 
     def send_object(
         self, name: str, value: Any, *, to: int, round_id: int = 0, timeout_s: float | None = None
-    ) -> Handle[None]:
+    ) -> CollectiveHandle[None]:
         """An object for one rank. Raises ValueError: it cannot be sent."""
         self._check_other("to", to)
         return self._start(Send(pack(value), to, self.rank, self.world), name, round_id, timeout_s)
 
-    def recv_object(self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None) -> Handle[Any]:
+    def recv_object(
+        self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[Any]:
         """An object of one rank."""
         self._check_other("source", source)
         operation = Receive(source, self.rank, self.world, MAX_OBJECT_BYTES)

@@ -61,7 +61,7 @@ class Sending(Protocol):
 Finished = Callable[[int | Exception], None]
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """The way out to the other ranks."""
 
     def send(
@@ -101,7 +101,7 @@ class Operation:
     value: Any = None
     convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
     error: BaseException | None = None
-    _link: Link | None = None
+    _link: Transport | None = None
     _numbers = 0
     _ended = False
     _is_calling_back = False
@@ -280,7 +280,7 @@ class Operation:
                 owed |= {*(self.others if to is None else [to])} - self._ready
             return tuple(sorted(owed)) or self._missing
 
-    def begin(self, link: Link) -> None:
+    def begin(self, link: Transport) -> None:
         """Set up and send."""
         self._link = link
         try:

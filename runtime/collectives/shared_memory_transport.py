@@ -87,7 +87,7 @@ class Shared:
 
 
 class LetterProgress:
-    """Whoever waits reads letters meanwhile. Implements :class:`.engine.Progress`."""
+    """Whoever waits reads letters meanwhile. Implements :class:`.engine.ProgressEngine`."""
 
     def __init__(self, box: Letters, port: FramePort, work: Work) -> None:
         """``work``: sends what waits for slots."""
@@ -96,7 +96,7 @@ class LetterProgress:
         self._port = port
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
-        """See :class:`.engine.Progress`."""
+        """See :class:`.engine.ProgressEngine`."""
         try:
             self._letters.visit(done, until_s, self._work)
         finally:
@@ -104,14 +104,14 @@ class LetterProgress:
                 self._port.wake_sender()
 
     def spin(self, done: Callable[[], bool]) -> None:
-        """See :class:`.engine.Progress`."""
+        """See :class:`.engine.ProgressEngine`."""
         self._letters.visit(done, time.monotonic() + LOOK_S, None, may_sleep=False)
 
     def nudge(self) -> None:
-        """See :class:`.engine.Progress`."""
+        """See :class:`.engine.ProgressEngine`."""
         self._letters.nudge()
 
     def resume(self) -> None:
-        """See :class:`.engine.Progress`."""
+        """See :class:`.engine.ProgressEngine`."""
         self._letters.resume()
         self._port.resume()

@@ -14,7 +14,7 @@ _MAX_REFUSED = 4096  # keys remembered that something was dropped of
 
 
 @dataclass(slots=True)
-class Envelope:
+class UnexpectedFrame:
     """A frame and what its name field says."""
 
     frame: Frame
@@ -23,12 +23,12 @@ class Envelope:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _UnexpectedMessage:
     since_s: float
-    envelopes: list[Envelope] = field(default_factory=list)
+    envelopes: list[UnexpectedFrame] = field(default_factory=list)
 
 
-class EarlyFrames:
+class UnexpectedQueue:
     """Not thread-safe: its owner holds a lock."""
 
     def __init__(self, max_bytes: int, max_age_s: float) -> None:
@@ -39,7 +39,7 @@ class EarlyFrames:
         """
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._slots: OrderedDict[OperationKey, _Slot] = OrderedDict()
+        self._slots: OrderedDict[OperationKey, _UnexpectedMessage] = OrderedDict()
         self._refused: OrderedDict[OperationKey, None] = OrderedDict()
         self._frames = 0
         self.bytes = 0
@@ -51,7 +51,7 @@ class EarlyFrames:
     def __contains__(self, key: OperationKey) -> bool:
         return key in self._slots
 
-    def keep(self, key: OperationKey, envelope: Envelope) -> bool:
+    def keep(self, key: OperationKey, envelope: UnexpectedFrame) -> bool:
         """Keep a frame. False: there is no room, even without what has become too old."""
         size = len(envelope.frame.data)
         if not self._fits(size):
@@ -61,13 +61,13 @@ class EarlyFrames:
                 return False
         slot = self._slots.get(key)
         if slot is None:
-            slot = self._slots[key] = _Slot(time.monotonic())
+            slot = self._slots[key] = _UnexpectedMessage(time.monotonic())
         slot.envelopes.append(envelope)
         self.bytes += size
         self._frames += 1
         return True
 
-    def take(self, key: OperationKey) -> list[Envelope]:
+    def take(self, key: OperationKey) -> list[UnexpectedFrame]:
         """The frames of a collective, which are then no longer kept."""
         slot = self._slots.pop(key, None)
         if slot is None:
@@ -101,6 +101,6 @@ class EarlyFrames:
             self._refuse(key)
             self.too_old += len(slot.envelopes)
 
-    def _forget(self, slot: _Slot) -> None:
+    def _forget(self, slot: _UnexpectedMessage) -> None:
         self._frames -= len(slot.envelopes)
         self.bytes -= sum(len(envelope.frame.data) for envelope in slot.envelopes)

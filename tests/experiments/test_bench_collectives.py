@@ -16,7 +16,7 @@ from gradbus.experiments.bench.collectives import SETUPS, SIZES, Setup, big_rows
 from gradbus.experiments.bench.ddp_step import step_rows, time_steps
 from gradbus.experiments.bench.limits import Part, at_most
 from gradbus.experiments.bench.multicast import COLLECTIVES, multicast_rows, sent_row
-from gradbus.experiments.bench.processes import ProcessFailed, RankPlace, run_ranks
+from gradbus.experiments.bench.processes import BenchRank, ProcessFailed, run_ranks
 from gradbus.experiments.bench.timing import in_turns, ratios_of, size_text
 
 KIB_4 = 4096
@@ -66,9 +66,9 @@ def test_the_slowest_rank_counts_and_ratios_are_taken_within_a_repeat() -> None:
 
 def test_a_wrong_result_is_noticed(alone: dist.ProcessGroup) -> None:
     for collective in ("all_reduce", "all_gather"):
-        Cell(RankPlace(0, 1, "bench", 0, "one-host", None), collective, KIB_4).check({"gloo": alone})
+        Cell(BenchRank(0, 1, "bench", 0, "one-host", None), collective, KIB_4).check({"gloo": alone})
     of_two = Cell(
-        RankPlace(0, 2, "bench", 0, "one-host", None), "all_reduce", KIB_4
+        BenchRank(0, 2, "bench", 0, "one-host", None), "all_reduce", KIB_4
     )  # whose second rank does not take part
     with pytest.raises(RuntimeError, match="all_reduce of 4 KiB: the result of 'gloo' is wrong"):
         of_two.check({"gloo": alone})

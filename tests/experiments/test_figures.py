@@ -20,7 +20,7 @@ from gradbus.experiments.figures.canvas import published, source
 from gradbus.experiments.figures.index import CATALOGUE, FigureEntry, install
 from gradbus.experiments.figures.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, ParallelRun, make_plan
 from gradbus.experiments.figures.runs import execute
-from gradbus.experiments.figures.store import FinishedRun, Store
+from gradbus.experiments.figures.store import Store, StoredRun
 from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
 from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError
@@ -33,7 +33,7 @@ Tables = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, FinishedRun]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, StoredRun]]:
     """A run of each kind: real processes, over DDS."""
     store = Store(tmp_path_factory.mktemp("runs"))
     return [("timing", store.ensure(FEDERATED, lambda folder: execute(FEDERATED, folder))[0]),
@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Finish
 
 
 @pytest.fixture(scope="module")
-def tables(finished: list[tuple[str, FinishedRun]]) -> Tables:
+def tables(finished: list[tuple[str, StoredRun]]) -> Tables:
     """All series of all figures, with the numbers of the two runs in each."""
     found = collect(finished)
     groups = ("codecs", "skewed", "old_bytes", "timing")
@@ -58,7 +58,7 @@ def tables(finished: list[tuple[str, FinishedRun]]) -> Tables:
     }
 
 
-def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, FinishedRun]]) -> None:
+def test_the_tables_say_what_the_runs_left(finished: list[tuple[str, StoredRun]]) -> None:
     found: Tables = collect(finished)
     reports = [json.loads(line) for line in (finished[0][1].path / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [row.round_id for row in found["rounds"]] == [1, 2]
@@ -167,7 +167,7 @@ def test_published_figures_are_marks_where_they_compare_and_a_sentence_where_not
     ],
 )
 def test_a_file_of_a_run_that_is_wrong_is_named(
-    text: str, complaint: str, finished: list[tuple[str, FinishedRun]], tmp_path: Path
+    text: str, complaint: str, finished: list[tuple[str, StoredRun]], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rounds.jsonl").write_text(f"{text}\n{text}" if text else "", encoding="utf-8")
@@ -179,7 +179,7 @@ def test_a_file_of_a_run_that_is_wrong_is_named(
     ("key", "value"), [("bytes_up", -1), ("seconds", None), ("accuracy", "good"), ("train_s", 1e400)]
 )
 def test_a_number_that_cannot_be_is_named(
-    key: str, value: Any, finished: list[tuple[str, FinishedRun]], tmp_path: Path
+    key: str, value: Any, finished: list[tuple[str, StoredRun]], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     lines = (finished[0][1].path / "run" / "rounds.jsonl").read_text().splitlines()
@@ -189,7 +189,7 @@ def test_a_number_that_cannot_be_is_named(
         collect([("codecs", replace(finished[0][1], path=tmp_path))])
 
 
-def test_a_run_without_its_files_is_named(finished: list[tuple[str, FinishedRun]], tmp_path: Path) -> None:
+def test_a_run_without_its_files_is_named(finished: list[tuple[str, StoredRun]], tmp_path: Path) -> None:
     for (group, done), name in zip(finished, ("rounds.jsonl", "epochs-rank-0.jsonl"), strict=True):
         with pytest.raises(BadData, match=name):
             collect([(group, replace(done, path=tmp_path))])
@@ -204,7 +204,7 @@ def test_a_run_without_its_files_is_named(finished: list[tuple[str, FinishedRun]
     ],
 )
 def test_a_table_that_is_wrong_is_named(
-    change: Any, complaint: str, finished: list[tuple[str, FinishedRun]], tmp_path: Path
+    change: Any, complaint: str, finished: list[tuple[str, StoredRun]], tmp_path: Path
 ) -> None:
     path = tmp_path / "ranks.csv"
     write_table(path, TABLES["ranks"], collect(finished)["ranks"])

@@ -19,9 +19,9 @@ from gradbus.runtime import errors
 from gradbus.runtime.bus.background import settings_from_environment
 from gradbus.runtime.collectives import (
     ALGORITHMS,
+    CollectiveHandle,
     Group,
     GroupStats,
-    Handle,
     chunk_sender,
     engine,
     link,
@@ -165,7 +165,7 @@ def test_facts_of_groups_and_handles_are_there(page: str) -> None:
     for name in re.findall(r"`group\.(\w+)", page):
         assert name in ("rank", "world", "name") or hasattr(Group, name), name
     told = set(re.findall(r"`handle\.(\w+)", page))
-    assert told == {name for name in dir(Handle) if not name.startswith("_")} - {"arm"}
+    assert told == {name for name in dir(CollectiveHandle) if not name.startswith("_")} - {"arm"}
 
 
 def test_every_error_is_one_and_has_what_the_page_says(page: str) -> None:

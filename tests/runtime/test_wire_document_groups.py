@@ -125,7 +125,7 @@ class Recorder(MemoryLink):
 
     sent: list[tuple[str, str, int, int, int | None, int]]
 
-    def send(  # noqa: PLR0913 - the arguments of Link.send
+    def send(  # noqa: PLR0913 - the arguments of Transport.send
         self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
         only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
     ) -> Job | None:  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradbus.experiments.bench.processes import RankPlace
+from gradbus.experiments.bench.processes import BenchRank
 from gradbus.experiments.figures.int8_exchange import Int8Exchange
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
@@ -20,7 +20,7 @@ def gradients(rank: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-async def int8_step(place: RankPlace) -> dict[str, Any]:
+async def int8_step(place: BenchRank) -> dict[str, Any]:
     """Gradients and parameters after a step of SGD at a learning rate of 1, from zeros, and the bytes sent.
 
     The role of a rank; its spec: the rank that has no data, or None.

@@ -39,14 +39,14 @@ class Job:
 
 @dataclass
 class MemoryLink:
-    """The way out of one rank. Implements ``operation.Link``."""
+    """The way out of one rank. Implements ``operation.Transport``."""
 
     net: MemoryNet
     rank: int
     group_id: int = GROUP_ID
     refuses: Exception | None = None  # writing fails with it
 
-    def send(  # noqa: PLR0913 - the arguments of Link.send
+    def send(  # noqa: PLR0913 - the arguments of Transport.send
         self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
         only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
     ) -> Job | None:  # fmt: skip

@@ -9,10 +9,10 @@ from torch import Tensor
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.hooks import wire
 
-OURS = wire.Header(hook=0, rank=1, step=7, parameters=11, options=12)
+OURS = wire.BucketHeader(hook=0, rank=1, step=7, parameters=11, options=12)
 
 
-def message(header: wire.Header) -> Tensor:
+def message(header: wire.BucketHeader) -> Tensor:
     sent = torch.zeros(40, dtype=torch.uint8)
     wire.write_header(sent, header)
     return sent

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbus.runtime.choices import Choices
-from gradbus.runtime.collectives import Handle
+from gradbus.runtime.collectives import CollectiveHandle
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
 MAX_NAME_CHARS = 100
@@ -52,7 +52,7 @@ class Exchange(Protocol):
         """Share of the gradient's entries that is sent."""
 
     @property
-    def in_flight(self) -> Sequence[Handle[Any]]:
+    def in_flight(self) -> Sequence[CollectiveHandle[Any]]:
         """What this step has started: to be cancelled when it fails."""
 
     def start_epoch(self, epoch: int) -> None:
@@ -70,7 +70,7 @@ class Exchange(Protocol):
                 need not be read before the backward pass is done, which would wait for the device.
         """
 
-    def send(self, *, has_data: bool) -> Sequence[Handle[Any]]:
+    def send(self, *, has_data: bool) -> Sequence[CollectiveHandle[Any]]:
         """Send what has not been sent yet. ``has_data``: there was a backward pass on this rank."""
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradbus.actors.data_parallel.buckets import GradientBuckets
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
@@ -48,7 +48,7 @@ class DenseExchange:
             weight_decay=config.weight_decay,
         )  # fmt: skip
 
-    def _launch(self, index: int, flat: Tensor) -> Handle[Tensor]:
+    def _launch(self, index: int, flat: Tensor) -> CollectiveHandle[Tensor]:
         if self._looks:
             self.own_is_finite = are_finite([flat]) and self.own_is_finite
         if self._not_finite is not None:
@@ -59,7 +59,7 @@ class DenseExchange:
         )  # fmt: skip
 
     @property
-    def in_flight(self) -> Sequence[Handle[Tensor]]:
+    def in_flight(self) -> Sequence[CollectiveHandle[Tensor]]:
         return self._buckets.launched
 
     def start_epoch(self, epoch: int) -> None:
@@ -75,7 +75,7 @@ class DenseExchange:
         if self._config.overlap:
             self._buckets.enable_overlap()
 
-    def send(self, *, has_data: bool) -> Sequence[Handle[Tensor]]:
+    def send(self, *, has_data: bool) -> Sequence[CollectiveHandle[Tensor]]:
         return self._buckets.flush()
 
     def decode(self, results: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs import CodecError
-from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, CollectiveError
 
@@ -66,7 +66,7 @@ class DgcExchange:
         self._step, self._active = 0, group.world
         self._payload = b""
         self._finite: Tensor | None = None  # the loss of this step, on this rank
-        self._handle: Handle[list[bytes]] | None = None
+        self._handle: CollectiveHandle[list[bytes]] | None = None
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -74,7 +74,7 @@ class DgcExchange:
         return {"min_numel": self._config.min_numel}
 
     @property
-    def in_flight(self) -> Sequence[Handle[list[bytes]]]:
+    def in_flight(self) -> Sequence[CollectiveHandle[list[bytes]]]:
         return () if self._handle is None else (self._handle,)
 
     def start_epoch(self, epoch: int) -> None:
@@ -89,7 +89,7 @@ class DgcExchange:
         """Which entries are the largest is known only when all are there."""
         self._finite = finite
 
-    def send(self, *, has_data: bool) -> Sequence[Handle[list[bytes]]]:
+    def send(self, *, has_data: bool) -> Sequence[CollectiveHandle[list[bytes]]]:
         gradients = [parameter.grad if has_data else None for parameter in self._parameters]
         if self._active < self._group.world:
             scale = self._group.world / self._active

@@ -179,7 +179,7 @@ class HookState(ABC):
         plan = self._plan(bucket)
         gradients = [gradient.view(-1) for gradient in bucket.gradients()]
         rank, world, size = group.rank(), group.size(), plan.starts[-1]
-        header = wire.Header(wire.HOOKS.index(self.hook), rank, self.steps, plan.digest, self._options_digest)
+        header = wire.BucketHeader(wire.HOOKS.index(self.hook), rank, self.steps, plan.digest, self._options_digest)
         message = torch.zeros(size, dtype=torch.uint8)
         wire.write_header(message, header)
         for member, gradient, section in zip(plan.members, gradients, plan.sections(message), strict=True):
@@ -204,7 +204,7 @@ class HookState(ABC):
         return mean
 
     def _decode_all(
-        self, plan: BucketLayout, header: wire.Header, messages: Tensor, gradients: Sequence[Tensor]
+        self, plan: BucketLayout, header: wire.BucketHeader, messages: Tensor, gradients: Sequence[Tensor]
     ) -> None:
         for rank, message in enumerate(messages):
             wire.check_header(message, header, rank)

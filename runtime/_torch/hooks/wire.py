@@ -36,7 +36,7 @@ _ABSENT, _NON_FINITE = 0x01, 0x02
 _MAX_BYTES = 1 << 32
 
 
-class Header(NamedTuple):
+class BucketHeader(NamedTuple):
     """What the ranks must agree on, and who speaks."""
 
     hook: int
@@ -73,12 +73,12 @@ def lay_out(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def write_header(message: Tensor, header: Header) -> None:
+def write_header(message: Tensor, header: BucketHeader) -> None:
     """Into ``message``: uint8, shape (size,)."""
     _HEADER.pack_into(_bytes(message), 0, MAGIC, *header._replace(step=header.step & 0xFFFF_FFFF))
 
 
-def check_header(message: Tensor, ours: Header, rank: int) -> None:
+def check_header(message: Tensor, ours: BucketHeader, rank: int) -> None:
     """What came from ``rank`` is an answer to what this rank has sent.
 
     Raises:
@@ -87,7 +87,7 @@ def check_header(message: Tensor, ours: Header, rank: int) -> None:
     magic, *fields = _HEADER.unpack_from(_bytes(message), 0)
     if magic != MAGIC:
         raise CollectiveError(f"rank {rank} sent a bucket that starts with {magic!r}, expected {MAGIC!r}; newer peer?")
-    theirs = Header(*fields)
+    theirs = BucketHeader(*fields)
     if theirs == ours._replace(rank=rank, step=ours.step & 0xFFFF_FFFF):
         return
     if theirs.hook != ours.hook:

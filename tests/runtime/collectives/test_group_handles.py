@@ -17,7 +17,7 @@ from bus_helpers import Run
 from group_node import as_ranks
 from patience import eventually
 
-from gradbus.runtime.collectives import Group, Handle
+from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, CollectiveTimeout
 
 both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
@@ -29,7 +29,7 @@ def test_a_handle_says_what_is_owed_and_when_all_is_done(run: Run, place: dict[s
         if group.rank == 0:
             before_s = time.perf_counter()
             handle = group.all_gather("late", b"1234")
-            assert isinstance(handle, Handle)
+            assert isinstance(handle, CollectiveHandle)
             assert (handle.name, handle.done(), handle.missing) == ("late", False, (1,))
             assert before_s <= handle.started_s <= time.perf_counter()
             assert handle.finished_s is None
@@ -131,7 +131,7 @@ def test_at_the_deadline_a_collective_names_the_silent_ranks_and_leaves_nothing_
     ],
 )
 def test_every_collective_names_who_does_not_call_it(
-    run: Run, place: dict[str, Any], call: Callable[..., Handle[Any]]
+    run: Run, place: dict[str, Any], call: Callable[..., CollectiveHandle[Any]]
 ) -> None:
     async def script(group: Group) -> None:
         if group.rank == 0:
@@ -215,14 +215,14 @@ def test_to_cancel_or_time_out_the_task_that_waits_ends_the_collective(run: Run,
     run(lambda: as_ranks(place, 2, script))
 
 
-async def _get(handle: Handle[Any]) -> Any:
+async def _get(handle: CollectiveHandle[Any]) -> Any:
     return await handle
 
 
 @both_loops
 def test_collectives_may_be_started_and_cancelled_in_other_threads(run: Run, place: dict[str, Any]) -> None:
     async def script(group: Group) -> None:
-        handles: list[Handle[Any]] = []
+        handles: list[CollectiveHandle[Any]] = []
 
         def work() -> None:  # as a hook of the backward pass does, in an order that differs from rank to rank
             numbers = range(20) if group.rank else range(19, -1, -1)

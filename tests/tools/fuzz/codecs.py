@@ -102,7 +102,7 @@ def _read_hook(data: bytes) -> None:
     if len(data) < 48:
         return
     message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    ours = hooks_wire.Header(0, 0, 1, 2, 3)
+    ours = hooks_wire.BucketHeader(0, 0, 1, 2, 3)
     try:
         hooks_wire.check_header(message, ours, 1)
         payload = hooks_wire.read_payload(message[32:])
@@ -114,7 +114,7 @@ def _read_hook(data: bytes) -> None:
 
 def _hook_seeds() -> list[bytes]:
     message = torch.zeros(96, dtype=torch.uint8)
-    hooks_wire.write_header(message, hooks_wire.Header(0, 1, 1, 2, 3))
+    hooks_wire.write_header(message, hooks_wire.BucketHeader(0, 1, 1, 2, 3))
     hooks_wire.write_payload(message[32:], b"payload", is_absent=False, is_finite=True)
     return [bytes(message.tolist()), bytes(48)]
 
