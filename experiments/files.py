@@ -1,4 +1,6 @@
-"""Configuration files: what a controller, a client and a worker are told. One file each, with sections.
+"""Configuration files of a controller, a client and a worker: one file each, with sections.
+
+The text below each setting is what ``gradbus config reference`` and ``docs/settings.md`` show.
 
 Weak to strong: the defaults here, the file, the environment (``GRADBUS_FEDERATED__ROUNDS=20``), ``--set
 federated.rounds=20``, other options of the command.
@@ -33,68 +35,69 @@ Options = dict[str, Any]
 
 
 class TaskSettings(Settings):
-    """Model, data and training. Controller and clients must agree on ``model``, ``data``, ``partition`` and ``seed``;
-    workers also on ``batch_size``.
+    """Model, data and training.
 
-    Attributes:
-        model: makes the network, ``package.module:attribute``; called with ``model_options``.
-        data: ``mnist``, ``glyphs`` (digits drawn on the spot), ``auto`` (MNIST, or glyphs where that is not to be had),
-            or ``package.module:attribute`` of a function that returns a ``gradbus.models.DataSplit``; ``data_options``
-            are its arguments.
-        data_root: folder that holds ``MNIST/raw``; else ``GRADBUS_DATA``, else the user's cache.
-        download: fetch MNIST if it is missing.
-        partition: how the training set is shared out: iid, dirichlet, shards, by_label, or an object with a ``kind``
-            and its options: ``{"kind": "dirichlet", "alpha": 0.5}``.
-        num_clients: cut the training set into so many shares, if the controller expects fewer clients or does not know.
-        batch_size: samples of a step of one client or one worker.
-        momentum, weight_decay: of the clients' SGD; that of workers is set in their own section.
-        seed: of the initial weights and the partition.
-        train_fn: a training function in place of SGD, ``package.module:attribute``; see ``gradbus.models.TrainFn``.
-            For clients only.
-        task: a function that returns a whole task of your own, ``package.module:attribute``; see
-            ``gradbus.models.Task``, and for workers ``gradbus.actors.DataParallelTask``. It gets ``task_options``, and
-            all above is then without effect.
-        threads: threads of torch in this process; workers that are not told share the cores of their machine.
-        device: where model and data live.
+    Controller and clients must agree on ``model``, ``data``, ``partition`` and ``seed``, workers also on
+    ``batch_size``.
     """
 
     model: str = "gradbus.models:mnist_cnn"
-    model_options: Options = Field(default_factory=dict)
+    """Function that makes the network, as package.module:attribute. It is called with `model_options`."""
+    model_options: Options = Field(default={})
+    """Arguments of that function."""
     data: str = "auto"
-    data_options: Options = Field(default_factory=dict)
+    """Data set: `mnist`; `glyphs`, digits drawn on the spot; `auto`, MNIST, or glyphs where MNIST cannot be had; or
+    package.module:attribute of a function that returns a gradbus.models.DataSplit."""
+    data_options: Options = Field(default={})
+    """Arguments of that function."""
     data_root: Path | None = None
+    """Folder that contains MNIST/raw. null: the one that the environment variable GRADBUS_DATA names, else the user's
+    cache."""
     download: bool = True
+    """Whether MNIST is fetched if it is missing."""
     partition: str | dict[str, Any] = "iid"
+    """How the training set is divided: iid, dirichlet, shards, by_label, or an object with a `kind` and its options,
+    such as {"kind": "dirichlet", "alpha": 0.5}."""
     num_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Number of shares that the training set is cut into, if the controller expects fewer clients or does not know how
+    many."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Number of samples of a step of one client or one worker."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the clients' SGD. Workers use `worker.momentum`."""
     weight_decay: NonNegative = 0.0
+    """Weight decay of the clients' SGD. Workers use `worker.weight_decay`."""
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    """Seed of the initial weights and of the partition."""
     train_fn: str | None = None
+    """Training function of the clients in place of SGD, as package.module:attribute; see gradbus.models.TrainFn. null:
+    SGD."""
     task: str | None = None
-    task_options: Options = Field(default_factory=dict)
+    """Function that returns a whole task of your own, as package.module:attribute; see gradbus.models.Task, and
+    gradbus.actors.DataParallelTask for workers. The settings above are then without effect. null: none."""
+    task_options: Options = Field(default={})
+    """Arguments of that function."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of torch's threads in this process. Workers without this setting share the cores of their machine."""
     device: str = "cpu"
+    """Device of the model and the data, as torch names it."""
 
 
 class ControllerFile(Settings):
-    """What ``gradbus controller`` reads.
-
-    Attributes:
-        run_dir: where reports, figures and checkpoints go; None: ``runs/<job>-<time>``, anew at each start. A run that
-            is started again with the same directory is continued.
-        tensorboard: folder for scalars of each round; needs the extra ``tensorboard``. None: none.
-    """
+    """A configuration file of a controller."""
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     federated: FederatedConfig = FederatedConfig()
     run_dir: Path | None = None
+    """Directory of reports, figures and checkpoints. A run that is started again with the same directory is continued.
+    null: `runs/JOB-TIME`, a new one at each start."""
     tensorboard: Path | None = None
+    """Directory of TensorBoard scalars of each round; it needs the package tensorboard. null: none."""
 
 
 class ClientFile(Settings):
-    """What ``gradbus client`` reads."""
+    """A configuration file of a client."""
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
@@ -105,23 +108,22 @@ OF_CLIENTS = {"momentum": "worker.momentum", "weight_decay": "worker.weight_deca
 
 
 class WorkerFile(Settings):
-    """What ``gradbus worker`` reads. All ranks may read the same file.
-
-    Attributes:
-        rank, world: which of how many this is; usually not here but on the command line or in the environment.
-        run_dir: rank 0: where reports, figures and checkpoints go; None: ``runs/<job>-<time>``, anew at each start. A
-            run that is started again with the same directory is continued. The other ranks use the same directory where
-            they can see it, else one of that name.
-        tensorboard: rank 0: folder for scalars of each epoch and window; needs the extra ``tensorboard``. None: none.
-    """
+    """A configuration file of workers. All ranks may read the same file."""
 
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
     worker: DataParallelConfig = DataParallelConfig()
     run_dir: Path | None = None
+    """Directory of reports, figures and checkpoints, made by rank 0; the other ranks use the same one where they can
+    see it, else one of that name. A run that is started again with the same directory is continued. null:
+    `runs/JOB-TIME`, a new one at each start."""
     tensorboard: Path | None = None
+    """Directory of TensorBoard scalars of each epoch and window, for rank 0; it needs the package tensorboard. null:
+    none."""
     rank: Annotated[int, Field(ge=0, lt=MAX_WORLD)] | None = None
+    """Number of this rank, from 0. Usually given on the command line or in the environment."""
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] | None = None
+    """Number of ranks. Usually given on the command line or in the environment."""
 
     @model_validator(mode="after")
     def _no_rules_of_clients(self) -> WorkerFile:

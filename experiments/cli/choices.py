@@ -32,6 +32,14 @@ class FileFormat(StrEnum):
     TORCH = "torch"
 
 
+class FileKind(StrEnum):
+    """Commands that read a configuration, as in ``experiments/settings_reference.py``."""
+
+    CONTROLLER = "controller"
+    CLIENT = "client"
+    WORKER = "worker"
+
+
 class LoopName(StrEnum):
     """Event loops."""
 

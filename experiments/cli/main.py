@@ -1,5 +1,5 @@
 """The command line: ``gradbus demo | controller | client | worker | run | report | export | check | status | keys |
-doctor``.
+config | doctor``.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import gradbus
-from gradbus.experiments.cli import inspection, keys, parallel
+from gradbus.experiments.cli import inspection, keys, parallel, settings
 from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecChoice, LogLevel, LogStyle, LoopName
 from gradbus.experiments.cli.import_object import add_current_directory_to_path
 from gradbus.experiments.cli.options import (
@@ -164,7 +164,7 @@ def client(
     raise typer.Exit(guard("client", action, full_traceback=full_traceback))
 
 
-for _commands in (parallel, inspection, keys):
+for _commands in (parallel, inspection, settings, keys):
     _commands.add_to(app)
 
 

@@ -29,87 +29,98 @@ OWN_BUSINESS = frozenset(
 
 
 class DataParallelConfig(Settings):
-    """Rules of a data-parallel run, equal on all ranks.
+    """Settings of a data-parallel run.
 
-    Attributes:
-        epochs: passes over the training set in all, those before a resume included. max_steps: end after so many steps
-            in all, if that comes first.
-        lr: learning rate. momentum, nesterov, weight_decay: as in ``torch.optim.SGD``. seed: of everything random.
-        exchange: your own as package.module:Name, with ``exchange_options``; or ``dense`` averages whole gradients,
-            ``dgc`` sends the largest of what is owed; see docs/dgc.md.
-        clip_norm: limit of the mean gradient's norm; None: none. With dgc each rank clips its own at
-            clip_norm / sqrt(world).
-        accumulation_steps: batches whose mean gradient makes one step.
-        max_nonfinite_steps: a step with NaN or infinity in the loss or the gradients of any rank is skipped by all; so
-            many in a row, or all steps of the last epoch, end the run with an error. 0: never.
-
-        overlap: dense: send a bucket as soon as its gradients are there, while the backward pass goes on.
-        bucket_bytes: dense: a bucket is closed when it holds so much. first_bucket_bytes: the same for the first one,
-            which holds the last layers: small, so that sending starts early.
-        algorithm: dense: how tensors are added up; see ``Group.all_reduce``.
-
-        density: dgc: share of the entries of a tensor that is sent. warmup: that of the first epochs: ``paper`` for
-            25, 6.25, 1.5625, 0.4 %, ``none``, a number of epochs that fall geometrically, or a list of densities.
-        masking, value_dtype, min_numel, sampling, sample_ratio: dgc: as in ``codecs.DgcConfig``.
-
-        hash_every: compare the parameters of all ranks after every so many steps, after the first one, and at the end;
-            0: never.
-        eval_every_epochs: evaluate after every so many epochs, and at the end; 0: never.
-
-        state_dir: where checkpoints go, each rank in a folder of its own below; None: none are made. Either all ranks
-            have one or none.
-        checkpoint_every_steps: 0: at the end of every epoch. The end of the run always makes one.
-        keep_checkpoints: how many. resume: go on from the newest one that all ranks have, if there is one.
-
-        join_timeout_s: how long the ranks wait for each other at the start; also while they load data.
-        collective_timeout_s: how long any later exchange may take. checkpoint_timeout_s: how long a rank waits for the
-            others to save; a large model on a slow disk takes its time.
-        profile_window_steps: steps of one line of means and maxima. profile_dir: where they go; None: in memory only.
-        report_every_steps: a line in the log after every so many steps; 0: none.
-        history_dir: where what happened is noted, for ``gradbus check``; None: nowhere.
+    They are equal on all ranks; only directories, timeouts and the intervals of reports may differ.
     """
 
     epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Number of passes over the training set in all, those before a resume included."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Number of steps in all after which the run ends, if that is before the last epoch's end. null: no limit."""
     lr: Positive = 0.05
+    """Learning rate."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum, as in torch.optim.SGD."""
     nesterov: bool = False
+    """Whether the momentum is Nesterov's, as in torch.optim.SGD."""
     weight_decay: NonNegative = 0.0
+    """Weight decay, as in torch.optim.SGD."""
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    """Seed of all random choices of the run."""
     exchange: Annotated[str, Field(min_length=1, max_length=256)] = "dense"
-    exchange_options: dict[str, Any] = Field(default_factory=dict)
+    """How gradients are exchanged. `dense`: the mean of whole gradients. `dgc`: Deep Gradient Compression, the largest
+    entries of gradient and residual; see docs/dgc.md. Or your own, as package.module:Name."""
+    exchange_options: dict[str, Any] = Field(default={})
+    """Options of an exchange of your own."""
     clip_norm: Positive | None = None
+    """Largest norm of the mean gradient. With dgc each rank clips its own at clip_norm / sqrt(world). null: no
+    clipping."""
     accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Number of batches whose mean gradient makes one step."""
     max_nonfinite_steps: Annotated[int, Field(ge=0)] = 10
+    """Number of steps in a row with NaN or infinity, in the loss or the gradients of any rank, that end the run with an
+    error; all ranks skip such a step. A last epoch of nothing but skipped steps is an error, too. 0: never."""
 
     overlap: bool = True
+    """For dense: whether a bucket is sent as soon as its gradients are there, during the backward pass."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 25 * _MIB
+    """For dense: size, in bytes, at which a bucket is closed."""
     first_bucket_bytes: Annotated[int, Field(ge=1)] = _MIB
+    """For dense: the same size for the first bucket, which holds the last layers. A small one makes sending start
+    early."""
     algorithm: Literal["auto", "direct", "ring", "shards"] = "auto"
+    """For dense: algorithm of the all-reduce; see docs/collectives.md."""
 
     density: Fraction = 0.001
+    """For dgc: share of the entries of a tensor that is sent."""
     warmup: Warmup = "paper"
+    """For dgc: density of the first epochs. `paper`: 25, 6.25, 1.5625 and 0.4 %. `none`: no warm-up. A number: so many
+    epochs that fall geometrically. A list: these densities."""
     masking: bool = True
+    """For dgc: momentum factor masking; an entry that was sent starts again without momentum."""
     value_dtype: Literal["fp32", "fp16"] = "fp32"
+    """For dgc: type of the values on the wire."""
     min_numel: Annotated[int, Field(ge=0)] = 0
+    """For dgc: number of entries below which a tensor is sent dense, as are all of fewer than two dimensions."""
     sampling: Literal["strided", "random", "exact"] = "strided"
+    """For dgc: which entries the threshold is estimated from. `exact`: all."""
     sample_ratio: Fraction = 0.01
+    """For dgc: share of a tensor that the threshold is estimated from."""
 
     hash_every: Annotated[int, Field(ge=0)] = 100
+    """Number of steps between two comparisons of the parameters of all ranks; the first step and the end are compared,
+    too. 0: never."""
     eval_every_epochs: Annotated[int, Field(ge=0)] = 1
+    """Number of epochs between two evaluations; the end of the run is always evaluated. 0: never evaluate."""
 
     state_dir: Path | None = None
+    """Directory of the checkpoints; each rank has a folder of its own in it. Either all ranks have one or none. null:
+    `gradbus worker` uses one in the run directory; a program of your own makes none."""
     checkpoint_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Number of steps between two checkpoints. 0: one at the end of every epoch. The end of the run always makes one.
+    """
     keep_checkpoints: Annotated[int, Field(ge=1)] = 3
+    """Number of checkpoints to keep."""
     resume: bool = True
+    """Whether to continue from the newest checkpoint that all ranks have, if there is one."""
 
     join_timeout_s: Positive = 60.0
+    """Seconds that the ranks wait for each other at the start, loading of data included."""
     collective_timeout_s: Positive = 60.0
+    """Seconds that any later exchange may take."""
     checkpoint_timeout_s: Positive = 600.0
+    """Seconds that a rank waits for the others to save a checkpoint."""
     profile_window_steps: Annotated[int, Field(ge=1)] = 50
+    """Number of steps whose means and maxima make one line of the profile."""
     profile_dir: Path | None = None
+    """Directory of the profile. null: `gradbus worker` uses one in the run directory; a program of your own keeps it in
+    memory."""
     report_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Number of steps between two progress lines in the log. 0: none."""
     history_dir: Path | None = None
+    """Directory of the event journal, for `gradbus check`. null: no journal; `gradbus worker` keeps one in the run
+    directory."""
 
     @field_validator("warmup", mode="before")
     @classmethod

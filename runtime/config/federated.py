@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradbus.runtime.config.job_name import default_job, with_user
+from gradbus.runtime.config.job_name import USER, with_user
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.misuse import WrongKeyword
@@ -55,131 +55,158 @@ class _Explained(ModelMetaclass):
 class Settings(BaseModel, metaclass=_Explained):
     """Base: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
 class BusSettings(Settings):
-    """How to reach the others. See :func:`gradbus.connect`, and docs/security.md for what protects it. In the name of a
-    job, ``{user}`` stands for who runs this process."""
+    """How to reach the other processes of a job; see :func:`gradbus.connect`, and docs/security.md for what protects
+    it."""
 
-    job: Annotated[str, AfterValidator(with_user)] = Field(default_factory=default_job)
+    job: Annotated[str, AfterValidator(with_user)] = Field(default=f"default-{USER}", validate_default=True)
+    """Name of the job. Only processes with the same job and domain see each other. `{user}` stands for the name of the
+    user who runs this process."""
     domain: Annotated[int, Field(ge=0, le=232)] = 0
+    """Number of the DDS domain. It decides the UDP ports."""
     network: Literal["loopback", "network"] = "loopback"
+    """Network profile: `loopback` for one machine, `network` for several, with packets that fit an Ethernet frame."""
     interface: str = "lo"
+    """Name of the network interface that leads to the others. With `lo`, nothing leaves this machine."""
     peers: tuple[str, ...] = ()
+    """Addresses of the other machines, for discovery without multicast."""
     multicast: bool = False
+    """Whether discovery and data use multicast."""
     lease_s: Positive | None = None
+    """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
+    `loopback`, 10 with `network`."""
     stall_timeout_s: Positive = 30.0
+    """Seconds for which a reader may take no data before sending to it is an error."""
     shared_memory: bool = True
+    """Whether processes of one machine pass large data through memory that they share."""
     security: Literal["user", "none", "psk", "identity"] = "user"
+    """What protects the data. `user`: encryption with the key that the process is given, else with that of its user,
+    which is for one machine. `psk`: encryption with the key of the job, which must be given. `identity`: each node has
+    a key of its own. `none`: no protection. See docs/security.md."""
     key_file: Path | None = None
+    """File of the key: that of the job, or with `identity` that of this node. null: the file that the environment
+    variable GRADBUS_KEY_FILE names."""
     controller_key: str = ""
+    """With `identity`, the public key that the controller, or rank 0, must have."""
     allow_file: Path | None = None
+    """With `identity`, at the controller or rank 0, the file that lists the nodes that may take part."""
     insecure: bool = False
+    """Whether unprotected data may leave this machine."""
     faults: str = ""
+    """Faults to inject into what this process sends, for tests; see docs/reliability.md. Empty: none."""
 
 
 class FederatedConfig(Settings):
-    """Rules of a federated run, for its controller.
-
-    Attributes:
-        rounds: rounds in all, those before a resume included.
-        num_clients: clients that are expected; None: nobody knows, start with ``min_clients``.
-        min_clients: updates that suffice when the deadline has passed; also the least to start with.
-        quorum: share of the expected clients whose updates suffice before the deadline, once ``grace_s`` has passed
-            since they came. 1: wait for all that live.
-        grace_s: how long the others may still take after the quorum.
-        start_timeout_s: the run fails when ``min_clients`` are not there after so long.
-        start_grace_s: with enough but not all expected clients there, wait so much longer for the rest.
-        round_timeout_s: deadline of a round, from its command.
-        max_attempts: a round with too few updates is tried so often.
-        heartbeat_s: how often controller and clients say that they live.
-        dead_after_s: a client that lives, does not train, and says nothing for so long hangs: it is not waited for
-            until it is heard again. That a process is dead is told by the kernel, or by DDS when the lease ends. One
-            that trains may be silent for as long as ``round_timeout_s``.
-        subset_size: samples a client trains on in a round; 0: all of its own.
-        epochs: passes over them. lr: learning rate of the clients. seed: of everything random.
-        codec: of the clients' updates. density: share of values kept by s4 and sq8. chunk_elems: values that share a
-            scale in q8 and sq8. codec_version: 2, or 1 for the original bytes.
-        downlink_codec: of the global model on its way to the clients; a lossy one sends differences.
-        exchange: what updates and models hold: ``trained``: the parameters that require a gradient as build_model gives
-            them, and floating-point buffers; frozen ones are sent once, to clients whose own are others. ``all``: every
-            floating-point tensor, in every round.
-        strategy: server optimizer: fedavg, fedavgm, fedadam; or, against hostile clients, median, trimmed_mean, krum,
-            multi_krum, which hold all updates of a round in memory; see gradbus.actors.aggregation.robust.
-            Your own as package.module:Name. strategy_options: the options of your own.
-        client_rule: how clients train: plain, or your own as package.module:Name, which each client has to name as
-            ``client.rule`` as well: nothing that comes from the wire is imported. client_options: its options, which
-            go to the clients.
-        byzantine: how many of the clients of a round these shall bear; it decides the least ``min_clients``.
-        krum_keep: updates that multi_krum averages; None: as many as it may.
-        robust_budget_bytes: memory that these may take for the updates of a round.
-        server_lr, server_momentum, server_beta2, server_tau: its constants; see gradbus.actors.aggregation.strategies.
-        state_dir: where checkpoints go; None: none are made. keep_checkpoints: how many.
-        resume: continue from the newest checkpoint in ``state_dir``, if there is one.
-        init_path: safetensors file with the initial weights: one of our checkpoints, or the named tensors of the model.
-        eval_every: evaluate after every so many rounds, and after the last; 0: never.
-        receive_budget_bytes: updates on their way in at one time, together; one is always let in. Updates that lie in
-            the memory of clients on the same machine are not on their way: they are read there, one at a time.
-        max_samples: an update that says it is of more samples is refused, as a lie.
-        cap_samples: an update of more samples counts as one of so many. ``"median"``: as one of ``cap_times_median``
-            times the median of what the clients have announced; see sample_cap.py. None: samples are taken
-            as they are announced, and one client may decide the model by a lie.
-        cap_times_median: how many typical clients one may weigh at most, with ``cap_samples="median"``.
-        clip_norm: an update whose L2 norm is larger is scaled down to it; None: none is.
-        max_strikes: a client with so many bad updates is kept out; 0: none is.
-        quarantine_rounds: for so many rounds; 0: for good.
-        history_dir: where what happened is noted, for ``gradbus check``; see testing/journal.py. None:
-            nowhere. history_payloads: keep the bytes of all updates and models as well, so that every round can be
-            computed again; for small models.
-    """
+    """Settings of a federated run, for its controller."""
 
     rounds: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Number of rounds in all, those before a resume included."""
     num_clients: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Number of clients that are expected. null: unknown; the run starts with `min_clients`."""
     min_clients: Annotated[int, Field(ge=1)] = 1
+    """Least number of updates that make a round once its deadline has passed, and least number of clients to start
+    with."""
     quorum: Fraction = 1.0
+    """Share of the expected clients whose updates suffice before the deadline, once `grace_s` has passed since they
+    arrived. 1: wait for all clients that are alive."""
     grace_s: NonNegative = 5.0
+    """Seconds that the other clients may still take after the quorum."""
     start_timeout_s: Positive = 120.0
+    """Seconds after which the run fails if there are fewer than `min_clients`."""
     start_grace_s: NonNegative = 10.0
+    """Seconds to wait for the remaining expected clients once there are `min_clients`."""
     round_timeout_s: Positive = 300.0
+    """Deadline of a round, in seconds after its command."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
+    """How often a round is tried that ends with too few updates."""
     heartbeat_s: Positive = 0.5
+    """Seconds between two heartbeats of the controller and of each client."""
     dead_after_s: Positive = 30.0
+    """Silence, in seconds, after which a client that does not train counts as hanging: rounds do not wait for it until
+    its next message. The end of a process is noticed without it, by the kernel or by the DDS lease, and a client that
+    trains may be silent for `round_timeout_s`. At least 3 x `heartbeat_s`."""
     subset_size: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    """Number of samples that a client trains on in a round. 0: all of its own."""
     epochs: Annotated[int, Field(ge=1, le=0x7FFF_FFFF)] = 1
+    """Number of passes of a client over its samples in a round."""
     lr: Positive = 0.01
+    """Learning rate of the clients."""
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
+    """Seed of all random choices of the run."""
     codec: CodecName = "fp32"
+    """Codec of the clients' updates; see docs/codecs.md."""
     density: Fraction = 0.1
+    """Share of the values that `s4` and `sq8` keep."""
     chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
+    """Number of values that share a scale in `q8` and `sq8`."""
     codec_version: Literal[1, 2] = 2
+    """Version of the codecs' format. 1: the original bytes."""
     downlink_codec: CodecName = "fp32"
+    """Codec of the global model on its way to the clients. A lossy one sends differences."""
     exchange: Literal["trained", "all"] = "trained"
+    """What updates and models contain. `trained`: the parameters that require a gradient as the task builds the model,
+    and floating-point buffers; frozen ones are sent once, to clients whose own differ. `all`: every floating-point
+    tensor in every round."""
     strategy: Annotated[str, Field(min_length=1, max_length=256)] = "fedavg"
-    strategy_options: dict[str, Any] = Field(default_factory=dict)
+    """Aggregation: fedavg, fedavgm or fedadam; against hostile clients median, trimmed_mean, krum or multi_krum, which
+    hold all updates of a round in memory; or your own, as package.module:Name. See docs/tuning.md."""
+    strategy_options: dict[str, Any] = Field(default={})
+    """Options of a strategy of your own."""
     client_rule: Annotated[str, Field(min_length=1, max_length=256)] = "plain"
-    client_options: ClientOptions = Field(default_factory=dict)
+    """How clients train: plain, or your own as package.module:Name. Each client has to name it as `client.rule`, too: a
+    client imports nothing that the network names."""
+    client_options: ClientOptions = Field(default={})
+    """Options of the client rule. The controller sends them to the clients."""
     byzantine: Annotated[int, Field(ge=0, le=100_000)] = 1
+    """Number of hostile clients in a round that the robust strategies tolerate. It decides the least `min_clients`."""
     krum_keep: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Number of updates that multi_krum averages. null: as many as it may."""
     robust_budget_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Memory, in bytes, that the robust strategies may take for the updates of a round."""
     server_lr: Positive = 1.0
+    """Learning rate of the server, for fedavgm and fedadam."""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the server, for fedavgm; beta1 of fedadam."""
     server_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the second moment (beta2), for fedadam."""
     server_tau: Positive = 1e-3
+    """Constant that fedadam adds to the denominator (tau)."""
     state_dir: Path | None = None
+    """Directory of the checkpoints. null: `gradbus controller` uses one in the run directory; a program of your own
+    makes none."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 3
+    """Number of checkpoints to keep."""
     resume: bool = True
+    """Whether to continue from the newest checkpoint in `state_dir`, if there is one."""
     init_path: Path | None = None
+    """Safetensors file with the initial weights: a checkpoint of gradbus, or the named tensors of the model."""
     eval_every: Annotated[int, Field(ge=0)] = 1
+    """Number of rounds between two evaluations; the last round is always evaluated. 0: never evaluate."""
     receive_budget_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    """Bytes of updates that may be on their way to the controller at one time; one update is always let in. Updates in
+    shared memory do not count: they are read in place, one at a time."""
     max_samples: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
+    """Largest number of samples that an update may claim. One that claims more is refused."""
     cap_samples: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["median"] | None = "median"
+    """Largest number of samples that an update counts as. `median`: `cap_times_median` times the median of the
+    announced numbers. null: no limit, and one client may decide the model with a false number."""
     cap_times_median: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 4.0
+    """Number of typical clients that one client may weigh at most, with `cap_samples` = `median`."""
     clip_norm: Positive | None = None
+    """L2 norm to which an update with a larger norm is scaled down. null: no clipping."""
     max_strikes: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Number of bad updates after which a client is put into quarantine. 0: never."""
     quarantine_rounds: Annotated[int, Field(ge=0, le=1_000_000)] = 10
+    """Length of the quarantine, in rounds. 0: until the end of the run."""
     history_dir: Path | None = None
+    """Directory of the event journal, for `gradbus check`. null: no journal; `gradbus controller` keeps one in the run
+    directory."""
     history_payloads: bool = False
+    """Whether the journal keeps the bytes of all updates and models, so that every round can be computed again. For
+    small models."""
 
     @model_validator(mode="after")
     def _consistent(self) -> FederatedConfig:
@@ -194,23 +221,20 @@ class FederatedConfig(Settings):
 
 
 class ClientConfig(Settings):
-    """Settings of a client; the rules of the run come from its controller.
-
-    Attributes:
-        state_dir: where the residual of a lossy codec is kept over a restart; None: in memory only.
-        controller_timeout_s: give up when no controller has been heard for so long.
-        report_failures: send the traceback of a failed training function to the controller.
-        full_traceback: show and send all lines of it, also those of gradbus and torch.
-        history_dir: where what happened is noted, for ``gradbus check``; None: nowhere.
-        rule: a training rule of your own, as package.module:Name, that a controller may choose for this client.
-    """
+    """Settings of a federated client. The rules of the run come from its controller."""
 
     state_dir: Path | None = None
+    """Directory that keeps the residual of a lossy codec over a restart. null: in memory only."""
     rule: Annotated[str, Field(max_length=256)] = ""
+    """Training rule of your own, as package.module:Name, that a controller may choose for this client. Empty: none."""
     controller_timeout_s: Positive = 600.0
+    """Silence of the controller, in seconds, after which the client gives up."""
     report_failures: bool = True
+    """Whether the traceback of a failed training function is sent to the controller."""
     full_traceback: bool = False
+    """Whether tracebacks show all lines, also those of gradbus and torch."""
     history_dir: Path | None = None
+    """Directory of the event journal, for `gradbus check`. null: no journal."""
 
 
 _MAX_FAULTS = 20  # that are told; to look for the nearest right key takes its time

@@ -1,0 +1,59 @@
+"""The commands ``gradbus config reference | schema``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from gradbus.experiments.cli.choices import FileKind
+from gradbus.experiments.run.lifecycle import guard
+
+config = typer.Typer(
+    name="config",
+    help="Show all settings of configuration files; docs/settings.md is made by it.",
+    no_args_is_help=True,
+)
+
+
+@config.command()
+def reference(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/settings.md.")] = False,
+) -> None:
+    """Print every setting of controller, client and worker: name, default, type, and what it does."""
+
+    def action() -> None:
+        from gradbus.experiments.settings_reference import as_markdown, as_text
+
+        _print(as_markdown() if markdown else as_text())
+
+    raise typer.Exit(guard("config", action))
+
+
+@config.command()
+def schema(
+    kind: Annotated[FileKind, typer.Argument(help="The command that reads the file.", show_default=False)],
+) -> None:
+    """Print a JSON schema of a configuration file, with which an editor completes and checks it."""
+
+    def action() -> None:
+        from gradbus.experiments.rundir.directory import json_text
+        from gradbus.experiments.settings_reference import json_schema
+
+        _print(json_text(json_schema(kind.value), indent=2) + "\n")
+
+    raise typer.Exit(guard("config", action))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # `head` or a pager has ended; the interpreter's last flush must not fail as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.add_typer(config)

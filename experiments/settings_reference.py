@@ -1,0 +1,168 @@
+"""All settings of the configuration files as a text, as a page, and as JSON schemas: ``gradbus config``.
+
+Everything here is derived from the settings classes, through the JSON schema that pydantic makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile
+from gradbus.runtime.config.federated import Settings
+
+FILES: dict[str, type[Settings]] = {"controller": ControllerFile, "client": ClientFile, "worker": WorkerFile}
+
+_PAGE = """\
+# Settings
+
+Every setting of the files that `gradbus controller`, `gradbus client` and `gradbus worker` read: a JSON or TOML file
+with sections. In a shell in which `. .venv/bin/activate` has run, `gradbus config reference` prints the same list. This
+page is made by it; after a change of the text below a setting in the code, make it anew:
+
+```sh
+gradbus config reference --markdown > docs/settings.md
+```
+
+A setting of a section can also be given in the environment (`GRADBUS_FEDERATED__ROUNDS=20`), every setting on the
+command line (`--set federated.rounds=20`), which is the strongest. Paths are relative to the directory in which the
+command starts; `null` stands for a value that is not given. [operations.md](operations.md) and [tuning.md](tuning.md)
+tell which settings matter when.
+
+`gradbus config schema controller > controller.schema.json` (or `client`, `worker`) writes a JSON schema, with which an
+editor completes keys, shows these texts and marks mistakes: name that file for `controller.json` in the settings of the
+editor.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One line of the reference. ``type`` and ``default`` are texts, the default as JSON."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingsSection:
+    """The settings of one section of the files, and the commands that read it. ``name`` is empty for the top level."""
+
+    name: str
+    commands: tuple[str, ...]
+    text: str
+    settings: tuple[Setting, ...]
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of the file that ``gradbus KIND`` reads."""
+    schema = _tidy(FILES[kind].model_json_schema())
+    for field in schema["properties"].values():
+        if "$ref" in field:  # the settings of the section have their own defaults
+            field.pop("default", None)
+    heading = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"gradbus {kind}"}
+    return {**heading, **{key: value for key, value in schema.items() if key != "title"}}
+
+
+def sections() -> list[SettingsSection]:
+    """All sections: the top level of each file that has settings there, then one for each name."""
+    top: list[SettingsSection] = []
+    named: dict[str, SettingsSection] = {}
+    for kind in FILES:
+        schema = json_schema(kind)
+        here = {name: field for name, field in schema["properties"].items() if "$ref" not in field}
+        if here:
+            settings = tuple(_settings("", here))
+            top.append(SettingsSection(name="", commands=(kind,), text=schema["description"], settings=settings))
+        for name in schema["properties"].keys() - here.keys():
+            inner = schema["$defs"][schema["properties"][name]["$ref"].rpartition("/")[2]]
+            commands = (*(named[name].commands if name in named else ()), kind)
+            settings = tuple(_settings(f"{name}.", inner["properties"]))
+            named[name] = SettingsSection(name=name, commands=commands, text=inner["description"], settings=settings)
+    order = [name for kind in FILES.values() for name in kind.model_fields]
+    return [*top, *sorted(named.values(), key=lambda section: order.index(section.name))]
+
+
+def as_text() -> str:
+    """The reference for a terminal."""
+    lines: list[str] = []
+    for section in sections():
+        lines += [f"# {_heading(section)}. {_readers(section)}".replace("`", ""), ""]
+        for setting in section.settings:
+            lines.append(f"{setting.name} = {setting.default}    ({setting.type})")
+            lines += textwrap.wrap(setting.text, 100, initial_indent="    ", subsequent_indent="    ")
+        lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def as_markdown() -> str:
+    """The page docs/settings.md."""
+    lines = [_PAGE]
+    for section in sections():
+        lines += [f"## {_heading(section)}", "", f"{_linked(section.text)} {_readers(section)}", ""]
+        lines += ["| setting | type | default | what it does |", "|---|---|---|---|"]
+        lines += [
+            f"| `{setting.name}` | {setting.type} | `{setting.default}` | {_linked(setting.text)} |"
+            for setting in section.settings
+        ]
+        lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _heading(section: SettingsSection) -> str:
+    return f"Section {section.name}" if section.name else f"Top level of {section.commands[0]} files"
+
+
+def _readers(section: SettingsSection) -> str:
+    return f"Read by {', '.join(f'`gradbus {command}`' for command in section.commands)}."
+
+
+def _linked(text: str) -> str:
+    """A text for the page: pages of the documentation become links."""
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text).replace("|", "\\|")
+
+
+def _settings(prefix: str, fields: dict[str, Any]) -> Iterator[Setting]:
+    for name, field in fields.items():
+        default = json.dumps(field["default"], ensure_ascii=False)
+        yield Setting(name=prefix + name, type=_type(field), default=default, text=field.get("description", ""))
+
+
+def _type(field: dict[str, Any]) -> str:
+    """The type in words, with its limits."""
+    if "anyOf" in field:
+        return " or ".join(map(_type, field["anyOf"]))
+    if choices := field.get("enum", [field["const"]] if "const" in field else []):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if field["type"] == "array":
+        return f"list of {_type(field['items'])}"
+    if field["type"] == "string":
+        return "path" if field.get("format") == "path" else "text"
+    return f"{field['type']}{_limits(field)}"
+
+
+def _limits(field: dict[str, Any]) -> str:
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [
+        f"{sign} {int(value) if value == int(value) else value}"
+        for name, sign in signs.items()
+        if (value := field.get(name)) is not None
+    ]
+    return f" {', '.join(limits)}" if limits else ""
+
+
+def _tidy(schema: Any) -> Any:
+    """Drop the titles that pydantic makes of names, and put each description into one line, without Sphinx's roles."""
+    if isinstance(schema, list):
+        return [_tidy(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: _tidy(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+    if isinstance(text := kept.get("description"), str):
+        kept["description"] = re.sub(r"(:\w+:)?`+", "`", " ".join(text.split()))
+    return kept

@@ -1,0 +1,89 @@
+"""``gradbus config``: every setting is explained, and docs/settings.md is what the command prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from gradbus.experiments.cli.choices import FileKind
+from gradbus.experiments.settings_reference import FILES, as_markdown, as_text, json_schema, sections
+from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.job_name import default_job
+
+GRADBUS = Path(sys.executable).parent / "gradbus"
+
+
+def gradbus(*words: str) -> str:
+    done = subprocess.run([GRADBUS, "config", *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def names_of(kind: type[BaseModel]) -> set[str]:
+    names: set[str] = set()
+    for name, field in kind.model_fields.items():
+        inner: Any = field.annotation
+        is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
+        names |= {f"{name}.{key}" for key in inner.model_fields} if is_section else {name}
+    return names
+
+
+def test_the_page_is_what_the_command_prints(root: Path) -> None:
+    page = (root / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == gradbus("reference", "--markdown"), "run: gradbus config reference --markdown > docs/settings.md"
+
+
+def test_the_page_and_the_schemas_do_not_depend_on_the_user() -> None:
+    text = as_markdown() + json.dumps([json_schema(kind) for kind in FILES])
+    assert default_job() not in text
+    assert '`"default-{user}"`' in text
+    assert BusSettings().job == default_job()
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_reference_has_every_setting_of_a_file(kind: str) -> None:
+    shown = [setting.name for section in sections() if kind in section.commands for setting in section.settings]
+    assert sorted(shown) == sorted(names_of(FILES[kind]))
+
+
+def test_every_setting_has_a_type_and_is_explained_by_whole_sentences() -> None:
+    for setting in [setting for section in sections() for setting in section.settings]:
+        assert setting.type, setting.name
+        assert setting.text[:1].isupper(), f"{setting.name} has no text below it"
+        assert setting.text.endswith("."), setting.name
+
+
+def test_the_reference_for_a_terminal_shows_name_default_type_and_text() -> None:
+    text = gradbus("reference")
+    assert text == as_text()
+    assert "\nfederated.rounds = 10    (integer >= 1, <= 1000000)\n    Number of rounds in all" in text
+    assert '\nfederated.codec = "fp32"    (`fp32`, `q8`, `s4`, `sq8`)\n' in text
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {GRADBUS} config reference | head -1"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", FileKind)
+def test_a_schema_knows_the_settings_of_its_file_and_no_others(kind: FileKind) -> None:
+    schema = json.loads(gradbus("schema", kind.value))
+    assert schema == json_schema(kind.value)
+    assert schema["properties"].keys() == FILES[kind.value].model_fields.keys()
+    assert schema["additionalProperties"] is False
+    for inner in schema["$defs"].values():
+        assert inner["additionalProperties"] is False
+        assert all(field["description"] for field in inner["properties"].values())
+
+
+def test_there_is_a_schema_for_every_kind_of_file() -> None:
+    assert [kind.value for kind in FileKind] == list(FILES)
