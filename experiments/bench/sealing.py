@@ -44,7 +44,7 @@ from gradbus.experiments.namespaces import Host, NoNamespaces, enter_namespace, 
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.security import Security
-from gradbus.runtime.security.encryption import PskKeys, Seal
+from gradbus.runtime.security.encryption import PskKeys, SessionCipher
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, write_allow_list
 from gradbus.runtime.security.identity.key import new_node_key, public_text
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -175,7 +175,7 @@ class _Turns:
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._all = threading.Barrier(len(LEVELS))
-        self._turn = {level: threading.Semaphore(0) for level in LEVELS}
+        self._advance = {level: threading.Semaphore(0) for level in LEVELS}
         self._seen = dict.fromkeys(LEVELS, 0)
 
     def end(self, level: str) -> None:
@@ -184,10 +184,10 @@ class _Turns:
         if self._seen[level] == 1:  # all have started at once
             self._all.wait(_TIMEOUT_S)
             if level == LEVELS[0]:
-                self._turn[level].release()
+                self._advance[level].release()
         else:
-            self._turn[LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)]].release()
-        if self._seen[level] < self._blocks and not self._turn[level].acquire(timeout=_TIMEOUT_S):
+            self._advance[LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)]].release()
+        if self._seen[level] < self._blocks and not self._advance[level].acquire(timeout=_TIMEOUT_S):
             raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
 
 
@@ -300,21 +300,21 @@ def ratios(blocks: list[TimedBlock], level: str, what: str) -> list[float]:
 def alone_rows() -> Taken:
     """Seconds of one thread to encrypt and to decrypt: the best of some tries, as the machine may be busy."""
     key = new_job_key()
-    ours, theirs = (Seal("bench", PskKeys("bench", key)) for _ in range(2))
-    sealer, opener = ours.sealer("bench"), theirs.opener("bench", ignores_own=True)
+    ours, theirs = (SessionCipher("bench", PskKeys("bench", key)) for _ in range(2))
+    encryptor, decryptor = ours.encryptor("bench"), theirs.decryptor("bench", ignores_own=True)
     rows = []
     for size in (1 << 10, 1 << 16, 1 << 20):
         data = os.urandom(size)
         seal_s, open_s = [], []
         for _ in range(300):
-            envelope = sealer.envelope((data,))
+            envelope = encryptor.envelope((data,))
             octets = memoryview(bytearray(envelope.size))
             start = len(envelope.header)
             octets[:start] = envelope.header
             began_s = time.perf_counter()
             envelope.seal_into(octets[start:])
             sealed_s = time.perf_counter()
-            opener.open(octets)
+            decryptor.open(octets)
             open_s.append(time.perf_counter() - sealed_s)
             seal_s.append(sealed_s - began_s)
         for what, taken_s in (("seal", seal_s), ("open", open_s)):

@@ -69,12 +69,12 @@ def node_maker(
 
 def _sealed_node(level: Level, key_file: Path | None, *, partition: str, **place: Any) -> Node:
     """With the key of the job, or of the user, which may have to be made."""
-    from gradbus.runtime.security.encryption import PskKeys, Seal  # loads cryptography
+    from gradbus.runtime.security.encryption import PskKeys, SessionCipher  # loads cryptography
     from gradbus.runtime.security.node import SealedNode
     from gradbus.runtime.security.user_key import load_key
 
     loaded = load_key(level, key_file)
-    return SealedNode(partition=partition, seal=Seal(partition, PskKeys(partition, *loaded)), **place)
+    return SealedNode(partition=partition, seal=SessionCipher(partition, PskKeys(partition, *loaded)), **place)
 
 
 def _open_node(*, exposed: bool, network: NetworkConfig, **place: Any) -> Node:

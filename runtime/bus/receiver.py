@@ -299,7 +299,7 @@ class Receiver:
 
     def _check(self, channel: Channel, raw: Any, source: int) -> Message | Frame | None:
         try:
-            sample = channel.reader.typed(raw)
+            sample = channel.reader.decode(raw)
             if sample is None:
                 return None
             message = channel.reader.topic.to_message(sample)

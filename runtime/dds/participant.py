@@ -188,7 +188,7 @@ class Reader:
     def take(self, limit: int) -> list[tuple[Any, int]]:
         """Up to ``limit`` samples, not yet looked at, and the handles of their writers.
 
-        A sample is raw bytes on the fast path and, on the other, a typed one or what is wrong with it; :meth:`typed`
+        A sample is raw bytes on the fast path and, on the other, a typed one or what is wrong with it; :meth:`decode`
         makes them one.
         """
         if self._taker is not None:
@@ -207,7 +207,7 @@ class Reader:
 
     def octets(self, raw: Any) -> Any:
         """The octets of a sample, without looking at its other fields. Raises SampleError."""
-        return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.typed(raw).data
+        return self.idl_type.octets(raw) if isinstance(raw, memoryview) else self.decode(raw).data
 
     def owns(self, data: memoryview) -> bool:
         """Whether the octets of a sample of this reader's may be written over: nobody else has them."""
@@ -218,7 +218,7 @@ class Reader:
         domains.delete(self.entity)
         self.deleted()
 
-    def typed(self, raw: Any) -> Any:
+    def decode(self, raw: Any) -> Any:
         """The sample as an object of its IDL type; None: it is not for now. Raises SampleError."""
         if isinstance(raw, idl_types.SampleError):
             raise raw

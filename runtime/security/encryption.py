@@ -19,11 +19,11 @@ import numpy as np
 from gradbus.runtime import forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, Header
+from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, EnvelopeHeader
 from gradbus.runtime.security.inbound_stream import (
     GENERATION_BITS,
     Derives,
-    Incoming,
+    InboundStream,
     StreamKey,
     open_into,
     open_small,
@@ -70,7 +70,7 @@ class Keys(SealingKeys, Protocol):
     def is_in(self) -> bool:
         """Whether there is a key to seal with, so that others are there for this process."""
 
-    def of(self, header: Header) -> Key:
+    def of(self, header: EnvelopeHeader) -> Key:
         """The one for such an envelope. Raises FrameError: this process has none."""
 
     def has(self, key_id: bytes) -> bool:
@@ -101,7 +101,7 @@ class PskKeys:
     def current(self) -> PskKeys:
         return self
 
-    def of(self, header: Header) -> PskKeys:
+    def of(self, header: EnvelopeHeader) -> PskKeys:
         if header.level != self.level:
             raise FrameError("other level", "an envelope of another level of security: all members must use the same")
         if header.key_id != self.key_id or header.epoch != self.epoch:
@@ -127,37 +127,39 @@ class PskKeys:
         return stream_key(self._secret, self._salt, self.epoch, session, topic, generation)
 
 
-class Envelope:
-    """One envelope to be. Implements :class:`.enveloping.Envelope`."""
+class OutboundEnvelope:
+    """One envelope to be. Implements :class:`.participant.Envelope`."""
 
-    __slots__ = ("_context", "_key", "_plain", "_sealer", "counter", "header", "size")
+    __slots__ = ("_context", "_encryptor", "_key", "_plain", "counter", "header", "size")
 
-    def __init__(self, sealer: Sealer, counter: int, key: StreamKey, header: bytes, plain: tuple[Any, ...], size: int):
-        self._sealer = sealer
+    def __init__(
+        self, encryptor: StreamEncryptor, counter: int, key: StreamKey, header: bytes, plain: tuple[Any, ...], size: int
+    ):
+        self._encryptor = encryptor
         self._key = key
-        self._context = header + sealer.context
+        self._context = header + encryptor.context
         self.counter = counter
         self.header = header
         self._plain = plain
         self.size = size
 
     def seal_into(self, room: memoryview) -> None:
-        """See :class:`.enveloping.Envelope`. The GIL is free meanwhile."""
+        """See :class:`.participant.Envelope`. The GIL is free meanwhile."""
         # What is small before the payload goes in one piece: each has a price of its own.
         parts = self._plain if len(self._plain) < 3 else (b"".join(self._plain[:-1]), self._plain[-1])
         self._key.encrypt_parts_into(envelope.nonce(self.counter), parts, self._context, room)
 
     def octets(self) -> bytes:
-        """See :class:`.enveloping.Envelope`."""
+        """See :class:`.participant.Envelope`."""
         sealed = self._key.encrypt(envelope.nonce(self.counter), b"".join(self._plain), self._context)
         return self.header + sealed
 
     def written(self) -> None:
-        """See :class:`.enveloping.Envelope`."""
-        self._sealer.note_written(self.counter)
+        """See :class:`.participant.Envelope`."""
+        self._encryptor.note_written(self.counter)
 
 
-class Sealer:
+class StreamEncryptor:
     """Seals one stream. Any thread may."""
 
     def __init__(
@@ -175,7 +177,7 @@ class Sealer:
         self._counter = itertools.count(start)  # its next() is one step for the interpreter: no thread gets another's
         self._key = (-1, b"", StreamKey(bytes(32)))
 
-    def envelope(self, plain: tuple[Any, ...]) -> Envelope:
+    def envelope(self, plain: tuple[Any, ...]) -> OutboundEnvelope:
         """The next envelope, for what ``plain`` make together.
 
         Raises:
@@ -192,7 +194,7 @@ class Sealer:
             self._key = (generation, key_id, aead)
         size = sum(map(len, plain))
         header = envelope.head(key.level, key.epoch, size, counter, self._session, key_id, moment)
-        return Envelope(self, counter, aead, header, plain, size + OVERHEAD_BYTES)
+        return OutboundEnvelope(self, counter, aead, header, plain, size + OVERHEAD_BYTES)
 
     def seal(self, parts: Sequence[Any]) -> bytes:
         """The octets of the next envelope."""
@@ -222,11 +224,11 @@ class Opened(NamedTuple):
     """What was in an envelope."""
 
     peer: Peer
-    header: Header
+    header: EnvelopeHeader
     data: memoryview
 
 
-class Seal:
+class SessionCipher:
     """The keys of one bus at work."""
 
     def __init__(self, job: str, keys: Keys, session: bytes | None = None) -> None:
@@ -237,13 +239,13 @@ class Seal:
         self.peers = Peers(self.session)
         self._made_in = forks.generation
         self._began_s = time.monotonic()
-        self._sealers: dict[str, Sealer] = {}
+        self._encryptors: dict[str, StreamEncryptor] = {}
 
-    def sealer(self, topic: str) -> Sealer:
+    def encryptor(self, topic: str) -> StreamEncryptor:
         """The sealer of a topic; the same for all its writers, so that they share its counter."""
         forks.check(self._made_in, f"the session that seals topic {topic!r}")
-        made = Sealer(self.keys, self.job, self.session, topic, began_s=self._began_s)
-        return self._sealers.setdefault(topic, made)  # one step: whoever comes second takes the first one's
+        made = StreamEncryptor(self.keys, self.job, self.session, topic, began_s=self._began_s)
+        return self._encryptors.setdefault(topic, made)  # one step: whoever comes second takes the first one's
 
     @property
     def moment(self) -> int:
@@ -253,18 +255,18 @@ class Seal:
     @property
     def retained(self) -> dict[str, int]:
         """The oldest counter that DDS may still have, of each topic that it retains."""
-        oldest = {name: sealer.oldest for name, sealer in list(self._sealers.items())}
+        oldest = {name: encryptor.oldest for name, encryptor in list(self._encryptors.items())}
         return {name: counter for name, counter in oldest.items() if counter is not None}
 
-    def opener(self, topic: str, *, ignores_own: bool) -> Opener:
+    def decryptor(self, topic: str, *, ignores_own: bool) -> StreamDecryptor:
         """What opens envelopes of a topic."""
-        return Opener(self, topic, ignores_own=ignores_own)
+        return StreamDecryptor(self, topic, ignores_own=ignores_own)
 
 
-class Opener:
+class StreamDecryptor:
     """Opens the envelopes of one topic. Only the receive thread does."""
 
-    def __init__(self, seal: Seal, topic: str, *, ignores_own: bool) -> None:
+    def __init__(self, seal: SessionCipher, topic: str, *, ignores_own: bool) -> None:
         self._keys = seal.keys
         self._peers = seal.peers
         self._topic = topic
@@ -296,7 +298,7 @@ class Opener:
         if peer is not None and peer.is_old(self._topic, header):
             raise FrameError("old", f"an envelope on {self._topic} is from before its sender had heard of this process")
         is_known = stream is not None
-        stream = stream or Incoming(key, header.session, self._topic)
+        stream = stream or InboundStream(key, header.session, self._topic)
         aead = stream.key_for(header.counter)
         if header.size <= _SMALL_BYTES and not in_place:
             plain = memoryview(open_small(aead, header, view, self._context, self._topic))
@@ -317,7 +319,7 @@ class Opener:
             self._keys.heard(key, header.session)
         return Opened(peer, header, plain)
 
-    def _keep(self, peer: Peer, key: Key, stream: Incoming) -> None:
+    def _keep(self, peer: Peer, key: Key, stream: InboundStream) -> None:
         """The first envelope of this topic with this key. Of keys with which nothing is opened any more, none stays."""
         over = [one for one in peer.streams if one[0] == self._topic and not self._keys.has(one[1])]
         for one in over:
@@ -325,4 +327,14 @@ class Opener:
         peer.streams[self._topic, key.key_id] = stream
 
 
-__all__ = ["Envelope", "Key", "Keys", "Opened", "Opener", "PskKeys", "Seal", "Sealer", "SealingKeys"]
+__all__ = [
+    "Key",
+    "Keys",
+    "Opened",
+    "OutboundEnvelope",
+    "PskKeys",
+    "SealingKeys",
+    "SessionCipher",
+    "StreamDecryptor",
+    "StreamEncryptor",
+]

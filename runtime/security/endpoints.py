@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from gradbus.runtime.dds.participant import Reader, Writer
 from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.security.encryption import Envelope, Keys, Opened, Opener, Seal, Sealer
+from gradbus.runtime.security.encryption import (
+    Keys,
+    Opened,
+    OutboundEnvelope,
+    SessionCipher,
+    StreamDecryptor,
+    StreamEncryptor,
+)
 from gradbus.runtime.security.peers import MAX_SOURCES
 
 # Fields beside the octets, by DDS type.
@@ -26,7 +33,7 @@ def wire_topic(topic: Topic) -> Topic:
     return replace(topic, name=f"{topic.name}_sealed", idl_type="Frame")
 
 
-class Entrance(Protocol):
+class KeyGate(Protocol):
     """What lets a process talk to others: its keys, or its side of a bus."""
 
     @property
@@ -37,12 +44,12 @@ class Entrance(Protocol):
 class MatchedWhileIn:
     """Of a process that has no key yet, an endpoint has nobody to talk to."""
 
-    _entrance: Entrance
+    _key_gate: KeyGate
     _matched: int
 
     @property
     def matched(self) -> int:
-        return self._matched if self._entrance.is_in else 0
+        return self._matched if self._key_gate.is_in else 0
 
     @matched.setter
     def matched(self, count: int) -> None:
@@ -52,16 +59,16 @@ class MatchedWhileIn:
 class SealedWriter(MatchedWhileIn, Writer):
     """Seals every sample. What is said before there is a key, nobody could be told: it is gone."""
 
-    def __init__(self, topic: Topic, wire: Writer, fast: bool, sealer: Sealer, keys: Keys) -> None:
-        self._entrance = keys
+    def __init__(self, topic: Topic, wire: Writer, fast: bool, encryptor: StreamEncryptor, keys: Keys) -> None:
+        self._key_gate = keys
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
-        self._sealer = sealer
+        self._encryptor = encryptor
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """See :meth:`.dds.Writer.write`. A sample that is written again is sealed again, as a new envelope."""
-        return not self._entrance.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
+        return not self._key_gate.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
 
     @property
     def refused_since_s(self) -> float:
@@ -72,22 +79,22 @@ class SealedWriter(MatchedWhileIn, Writer):
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
         self._wire.delete()
 
-    def _envelope(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> Envelope:
+    def _envelope(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> OutboundEnvelope:
         if not parts:
-            return self._sealer.envelope((self.idl_type(*fields).serialize(),))
+            return self._encryptor.envelope((self.idl_type(*fields).serialize(),))
         prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
-        return self._sealer.envelope((prefix, *parts))
+        return self._encryptor.envelope((prefix, *parts))
 
 
 class SealedReader(MatchedWhileIn, Reader):
     """Opens every envelope, and gives the samples of sessions that are proven."""
 
-    def __init__(self, topic: Topic, wire: Reader, seal: Seal, opener: Opener) -> None:
-        self._entrance = seal.keys
+    def __init__(self, topic: Topic, wire: Reader, seal: SessionCipher, decryptor: StreamDecryptor) -> None:
+        self._key_gate = seal.keys
         super().__init__(topic, wire.entity, fast=False)
         self._wire = wire
         self._seal = seal
-        self._opener = opener
+        self._decryptor = decryptor
         self._released: deque[tuple[Any, int]] = deque()
 
     def delete(self) -> None:
@@ -100,17 +107,17 @@ class SealedReader(MatchedWhileIn, Reader):
             return [self._released.popleft() for _ in range(min(limit, len(self._released)))]
         return [((raw, source), source) for raw, source in self._wire.take(limit)]
 
-    def typed(self, raw: Any) -> Any:
-        """See :meth:`.dds.Reader.typed`. Opened one by one, so that each is used while it is in the processor's caches.
+    def decode(self, raw: Any) -> Any:
+        """See :meth:`.dds.Reader.decode`. Each is opened just before its use, in the processor's caches.
 
         Raises:
-            FrameError: as :meth:`.Opener.open`.
+            FrameError: as :meth:`.StreamDecryptor.open`.
         """
         if not isinstance(raw, tuple):
             return raw
         wire, source = raw
         data = self._wire.octets(wire)
-        opened = self._opener.open(data, in_place=self._wire.owns(data))
+        opened = self._decryptor.open(data, in_place=self._wire.owns(data))
         if len(opened.peer.sources) < MAX_SOURCES:
             opened.peer.sources.add(source)
         sample = self.idl_type.deserialize(opened.data)
@@ -119,9 +126,9 @@ class SealedReader(MatchedWhileIn, Reader):
     def _accept(self, opened: Opened, sample: Any, source: int) -> bool:
         """Whether the sample is to be handed over now."""
         peer = opened.peer
-        if not peer.proven:
+        if not peer.authenticated:
             self._seal.peers.hold(peer, self.topic.name, opened.header, sample, source, self._release)
-        return peer.proven
+        return peer.authenticated
 
     def _release(self, sample: Any, source: int) -> None:
         self._released.append((sample, source))

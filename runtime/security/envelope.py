@@ -27,7 +27,7 @@ PSK, GROUP, MEMBER = 1, 2, 3  # levels, as the header has them
 _LEVELS = (PSK, GROUP, MEMBER)
 
 
-class Header(NamedTuple):
+class EnvelopeHeader(NamedTuple):
     """What stands in clear.
 
     Attributes:
@@ -51,16 +51,16 @@ class Header(NamedTuple):
 
 
 def head(level: int, epoch: int, size: int, counter: int, session: bytes, key_id: bytes, moment: int) -> bytes:
-    """Bytes of a header, from the fields of :class:`Header`."""
+    """Bytes of a header, from the fields of :class:`EnvelopeHeader`."""
     return _HEAD.pack(MAGIC, VERSION, level, 0, epoch, size, counter, session, key_id, moment)
 
 
-def pack(header: Header) -> bytes:
+def pack(header: EnvelopeHeader) -> bytes:
     """Bytes of a header."""
     return head(*header)
 
 
-def parse(view: memoryview) -> Header:
+def parse(view: memoryview) -> EnvelopeHeader:
     """Header of the envelope in ``view``. Sizes and limits are checked, the tag is not; nothing is allocated.
 
     Raises:
@@ -75,7 +75,7 @@ def parse(view: memoryview) -> Header:
         raise FrameError("version", f"envelope of version {version}, level {level}; this program knows {VERSION}")
     if size > MAX_PLAIN_BYTES or len(view) != size + OVERHEAD_BYTES or not counter:
         raise FrameError("limits", f"envelope {counter} of {len(view)} bytes says that it holds {size}")
-    return Header(level, epoch, size, counter, session, key_id, moment)
+    return EnvelopeHeader(level, epoch, size, counter, session, key_id, moment)
 
 
 def nonce(counter: int) -> bytes:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from gradbus.runtime import forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.envelope import HEADER_BYTES, Header
+from gradbus.runtime.security.envelope import HEADER_BYTES, EnvelopeHeader
 from gradbus.runtime.security.job_key import derive
 
 GENERATION_BITS = 32  # a key seals less than 2**32 envelopes
@@ -27,7 +27,7 @@ class Derives(Protocol):
         """The key of a stream."""
 
 
-class Incoming:
+class InboundStream:
     """Of one session, on one topic, under one secret.
 
     Two steps, so that a forgery changes nothing: :meth:`key_for` before the tag is checked, :meth:`note` after.
@@ -71,7 +71,7 @@ class Incoming:
         self._window.note(counter)
 
 
-def open_into(plain: Any, key: StreamKey, header: Header, view: memoryview, context: bytes, topic: str) -> None:
+def open_into(plain: Any, key: StreamKey, header: EnvelopeHeader, view: memoryview, context: bytes, topic: str) -> None:
     """Put there what is in an envelope. Raises FrameError: ``tag``."""
     try:
         key.decrypt_into(
@@ -81,7 +81,7 @@ def open_into(plain: Any, key: StreamKey, header: Header, view: memoryview, cont
         raise _changed(topic) from None
 
 
-def open_small(key: StreamKey, header: Header, view: memoryview, context: bytes, topic: str) -> bytes:
+def open_small(key: StreamKey, header: EnvelopeHeader, view: memoryview, context: bytes, topic: str) -> bytes:
     """What is in an envelope, in memory that the cipher makes. Raises FrameError: ``tag``."""
     try:
         return key.decrypt(envelope.nonce(header.counter), view[HEADER_BYTES:], bytes(view[:HEADER_BYTES]) + context)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from gradbus.runtime.dds.participant import IoThread, Periodic
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security.encryption import Opened, Seal
+from gradbus.runtime.security.encryption import Opened, SessionCipher
 from gradbus.runtime.security.endpoints import SealedReader, SealedWriter
-from gradbus.runtime.security.peers import GREETING_TOPIC, LEEWAY_S, Peer
+from gradbus.runtime.security.peers import CHALLENGE_TOPIC, LEEWAY_S, Peer
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message, ModelBlob, TrainCmd
 
@@ -36,7 +36,7 @@ _VERSION = 2
 _RETAINED = (TOPICS[TrainCmd].name, TOPICS[ModelBlob].name)
 
 
-class Greeting(NamedTuple):
+class ChallengeMessage(NamedTuple):
     """What a process says.
 
     Attributes:
@@ -54,7 +54,7 @@ class Greeting(NamedTuple):
     participant: bytes
 
 
-def pack_greeting(said: Greeting) -> bytes:
+def pack_challenge(said: ChallengeMessage) -> bytes:
     """Bytes of a greeting, of which the newest ``MAX_ANSWERS`` answers are told."""
     told = list(said.answers.items())[-MAX_ANSWERS:]
     name = said.label.encode()[:MAX_LABEL_BYTES]
@@ -62,7 +62,7 @@ def pack_greeting(said: Greeting) -> bytes:
     return b"".join((head, *(_ANSWER.pack(*answer) for answer in told), name))
 
 
-def parse_greeting(data: memoryview) -> Greeting:
+def parse_challenge(data: memoryview) -> ChallengeMessage:
     """What a greeting says. Raises FrameError: ``greeting``."""
     if len(data) < _HEAD.size:
         raise FrameError("greeting", f"greeting of {len(data)} bytes, at least {_HEAD.size}")
@@ -74,31 +74,33 @@ def parse_greeting(data: memoryview) -> Greeting:
     ):  # fmt: skip
         raise FrameError("greeting", f"greeting of {len(data)} bytes, version {version}, says {count} answers")
     answers = dict(_ANSWER.iter_unpack(data[_HEAD.size : answers_end]))
-    return Greeting(challenge, answers, (command, model), str(data[answers_end:], "utf-8", "replace"), participant)
+    return ChallengeMessage(
+        challenge, answers, (command, model), str(data[answers_end:], "utf-8", "replace"), participant
+    )
 
 
 def _none(sample: Any) -> Message | Frame:
     raise FrameError("greeting", "greetings are not messages")
 
 
-SESSION_TOPIC = Topic(GREETING_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
+SESSION_TOPIC = Topic(CHALLENGE_TOPIC, "Frame", True, False, 4096, 0, 0.01, False, _none)
 
 
-class GreetingReader(SealedReader):
+class ChallengeReader(SealedReader):
     """Gives what it opens to the greeter, and nothing to anybody else."""
 
-    greeter: Greeter
+    liveness: LivenessChallenge
 
     def _accept(self, opened: Opened, sample: Any, source: int) -> bool:
-        self.greeter.hear(opened.peer, sample.data)
+        self.liveness.receive(opened.peer, sample.data)
         return False
 
 
-class Greeter:
+class LivenessChallenge:
     """Greets for one bus, on its receive thread."""
 
     def __init__(
-        self, seal: Seal, participant: bytes, reader: GreetingReader, writer: SealedWriter, thread: IoThread
+        self, seal: SessionCipher, participant: bytes, reader: ChallengeReader, writer: SealedWriter, thread: IoThread
     ) -> None:
         """Greet soon for the first time. ``participant``: prefix of this one's GUIDs. ``reader``, ``writer``: of
         :data:`SESSION_TOPIC`."""
@@ -108,56 +110,56 @@ class Greeter:
         self._label = f"{socket.gethostname()} (process {os.getpid()})"
         self._participant = participant
         self._is_due = True
-        self._greeted_s = -REPEAT_S
-        reader.greeter = self
+        self._announced_s = -REPEAT_S
+        reader.liveness = self
         self._writer = writer
-        self._seal.peers.on_unproven = self._ask
+        self._seal.peers.on_unauthenticated = self._ask
         self._seal.peers.dropped = self._count
         thread.add_reader(reader)
-        thread.add_periodic(Periodic(self._greet))
+        thread.add_periodic(Periodic(self._announce))
 
-    def hear(self, peer: Peer, data: memoryview) -> None:
+    def receive(self, peer: Peer, data: memoryview) -> None:
         """A greeting of a session. Raises FrameError."""
         if peer is self._seal.peers.own:
             return
-        said = parse_greeting(data)
+        said = parse_challenge(data)
         peer.label, peer.participant = said.label, said.participant
         heard_at = said.answers.get(self._seal.peers.challenge)
-        if heard_at is not None and not peer.proven:
+        if heard_at is not None and not peer.authenticated:
             peer.floor = max(0, heard_at - LEEWAY_S)
             peer.retained = dict(zip(_RETAINED, said.retained, strict=True))
-            self._seal.peers.prove(peer)
+            self._seal.peers.authenticate(peer)
             self._thread.take_again()
         if said.challenge not in self._answers:
             self._answers[said.challenge] = self._seal.moment
             while len(self._answers) > MAX_ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._is_due = True
-            self._thread.add_periodic(Periodic(self._greet))
+            self._thread.add_periodic(Periodic(self._announce))
 
-    def greet_again(self) -> None:
+    def announce_again(self) -> None:
         """There is another key, or the first one: who comes later can read only what is sealed with it."""
         self._is_due = True
-        self._thread.add_periodic(Periodic(self._greet))
+        self._thread.add_periodic(Periodic(self._announce))
 
     def _ask(self) -> None:
         """There is data of a session that is not proven: perhaps it has not heard this process."""
-        if time.monotonic() > self._greeted_s + REPEAT_S:
+        if time.monotonic() > self._announced_s + REPEAT_S:
             self._is_due = True
-            self._thread.add_periodic(Periodic(self._greet))
+            self._thread.add_periodic(Periodic(self._announce))
 
     def _count(self, why: str, samples: int) -> None:
         self._thread.rejected[why] += samples
 
-    def _greet(self) -> bool:
+    def _announce(self) -> bool:
         """Greet, if it is due and time. Whether to try again soon."""
         now_s = time.monotonic()
-        if self._is_due and now_s > self._greeted_s + _PACE_S * (len(self._seal.peers) // _PACE_PEERS):
+        if self._is_due and now_s > self._announced_s + _PACE_S * (len(self._seal.peers) // _PACE_PEERS):
             kept = self._seal.retained
             retained = (kept.get(_RETAINED[0], 1), kept.get(_RETAINED[1], 1))
-            said = Greeting(self._seal.peers.challenge, self._answers, retained, self._label, self._participant)
-            body = pack_greeting(said)
+            said = ChallengeMessage(self._seal.peers.challenge, self._answers, retained, self._label, self._participant)
+            body = pack_challenge(said)
             self._is_due = not self._writer.write((), (body,))
             # A write that DDS does not take has held up this thread for 10 ms: others need it more.
-            self._greeted_s = now_s + REPEAT_S * self._is_due
+            self._announced_s = now_s + REPEAT_S * self._is_due
         return self._is_due

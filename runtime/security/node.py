@@ -7,10 +7,10 @@ from typing import TypeVar, overload
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.security.encryption import Seal
+from gradbus.runtime.security.encryption import SessionCipher
 from gradbus.runtime.security.endpoints import SealedReader, SealedWriter, wire_topic
 from gradbus.runtime.security.foreign_readers import ForeignReaders
-from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, Greeter, GreetingReader
+from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, ChallengeReader, LivenessChallenge
 
 SomeReader = TypeVar("SomeReader", bound=SealedReader)
 
@@ -19,7 +19,7 @@ class SealedNode(Node):
     """A participant whose writers seal and whose readers open."""
 
     def __init__(
-        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None, seal: Seal
+        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None, seal: SessionCipher
     ) -> None:
         """See :class:`.dds.Node`."""
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
@@ -28,13 +28,13 @@ class SealedNode(Node):
 
     def start(self, thread: IoThread) -> None:
         """Prove to others that this process is alive, and watch for readers of those who do not."""
-        self.start_greeter(thread)
+        self.start_liveness_challenge(thread)
         ForeignReaders(self, thread, self.members)
 
-    def start_greeter(self, thread: IoThread) -> Greeter:
+    def start_liveness_challenge(self, thread: IoThread) -> LivenessChallenge:
         """Open the topic of the liveness challenge."""
-        reader = self.topic_reader(SESSION_TOPIC, GreetingReader)
-        return Greeter(self.seal, self.prefix, reader, self.topic_writer(SESSION_TOPIC), thread)
+        reader = self.topic_reader(SESSION_TOPIC, ChallengeReader)
+        return LivenessChallenge(self.seal, self.prefix, reader, self.topic_writer(SESSION_TOPIC), thread)
 
     def members(self) -> set[bytes] | None:
         """See :class:`.foreign_readers.Members`."""
@@ -44,8 +44,8 @@ class SealedNode(Node):
         """See :meth:`.dds.Node.topic_writer`."""
         wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
         if topic.retained:
-            self.seal.sealer(topic.name).retain(1 if topic.keep_last else retained_samples)
-        return SealedWriter(topic, wire, self.fast, self.seal.sealer(topic.name), self.seal.keys)
+            self.seal.encryptor(topic.name).retain(1 if topic.keep_last else retained_samples)
+        return SealedWriter(topic, wire, self.fast, self.seal.encryptor(topic.name), self.seal.keys)
 
     @overload
     def topic_reader(self, topic: Topic) -> SealedReader: ...
@@ -56,4 +56,4 @@ class SealedNode(Node):
     def topic_reader(self, topic: Topic, kind: type[SealedReader] = SealedReader) -> SealedReader:
         """See :meth:`.dds.Node.topic_reader`."""
         wire = super().topic_reader(wire_topic(topic))
-        return kind(topic, wire, self.seal, self.seal.opener(topic.name, ignores_own=topic.ignore_local))
+        return kind(topic, wire, self.seal, self.seal.decryptor(topic.name, ignores_own=topic.ignore_local))

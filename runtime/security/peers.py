@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security.envelope import Header
-from gradbus.runtime.security.inbound_stream import Incoming
+from gradbus.runtime.security.envelope import EnvelopeHeader
+from gradbus.runtime.security.inbound_stream import InboundStream
 
 CHALLENGE_BYTES = 16
-GREETING_TOPIC = "train/session"
+CHALLENGE_TOPIC = "train/session"
 LEEWAY_S = 2  # what was sealed so shortly before a challenge was heard is taken: processes find each other in any order
 MAX_PEERS = 4096
 MAX_SOURCES = 1024  # of one session: it has one for each topic
@@ -37,7 +37,7 @@ class _Held(NamedTuple):
     sample: Any
     source: int
     topic: str
-    header: Header
+    header: EnvelopeHeader
 
 
 @dataclass(slots=True, eq=False)
@@ -45,21 +45,21 @@ class Peer:
     """One session."""
 
     session: bytes
-    proven: bool = False
+    authenticated: bool = False
     label: str = ""  # host and process, as it says itself
     participant: bytes = b""  # what the GUIDs of its DDS participant begin with, as it says itself
     floor: int = 0  # moment of the session: what it sealed before is old
     retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
-    heard_s: float = 0.0
+    last_seen_s: float = 0.0
     # By topic and id of the key, with a window each: who was removed has the former key for a while, and one envelope
     # that he makes up with a high counter would keep out all that the session seals with the next one.
-    streams: dict[tuple[str, bytes], Incoming] = field(default_factory=dict)
+    streams: dict[tuple[str, bytes], InboundStream] = field(default_factory=dict)
     sources: set[int] = field(default_factory=set)  # handles of the DDS writers that it speaks through
     held: deque[_Held] = field(default_factory=deque)
 
-    def is_old(self, topic: str, header: Header) -> bool:
+    def is_old(self, topic: str, header: EnvelopeHeader) -> bool:
         """Whether an envelope is from before this process was heard of, and is not what DDS retains."""
-        if header.moment >= self.floor or topic == GREETING_TOPIC:
+        if header.moment >= self.floor or topic == CHALLENGE_TOPIC:
             return False
         oldest = self.retained.get(topic)
         return oldest is None or header.counter < oldest
@@ -70,13 +70,13 @@ class Peers:
 
     def __init__(self, own_session: bytes) -> None:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self.own = Peer(own_session, proven=True)
+        self.own = Peer(own_session, authenticated=True)
         self.removed: dict[bytes, None] = {}  # sessions of which nothing is taken any more
         self._peers = {own_session: self.own}
         self._held = 0
         self._held_bytes = 0
         self.dropped: Callable[[str, int], None] = _count_nowhere  # gets why, and how many that were held in vain
-        self.on_unproven: Callable[[], None] = _nothing
+        self.on_unauthenticated: Callable[[], None] = _nothing
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -84,7 +84,7 @@ class Peers:
     @property
     def participants(self) -> set[bytes]:
         """Of the sessions that are proven. Any thread may ask."""
-        return {peer.participant for peer in list(self._peers.values()) if peer.proven and peer.participant}
+        return {peer.participant for peer in list(self._peers.values()) if peer.authenticated and peer.participant}
 
     def get(self, session: bytes) -> Peer | None:
         """The session, if an envelope of it was opened."""
@@ -101,10 +101,10 @@ class Peers:
         """Make room. Who is forgotten has to prove itself again, and with a new challenge: to the one before there may
         be a recorded answer."""
         others = [peer for peer in self._peers.values() if peer is not self.own]
-        oldest = min(others, key=lambda peer: (peer.proven, peer.heard_s))
+        oldest = min(others, key=lambda peer: (peer.authenticated, peer.last_seen_s))
         del self._peers[oldest.session]
         self._drop_held(oldest)
-        if oldest.proven:
+        if oldest.authenticated:
             self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
 
     def remove(self, session: bytes) -> set[int]:
@@ -118,18 +118,20 @@ class Peers:
         self._drop_held(peer)
         return peer.sources
 
-    def hold(self, peer: Peer, topic: str, header: Header, sample: Any, source: int, release: Release) -> None:
+    def hold(self, peer: Peer, topic: str, header: EnvelopeHeader, sample: Any, source: int, release: Release) -> None:
         """Keep a sample of a session until that is proven.
 
         Of recordings of earlier runs it is kept in vain. Where room is needed, the session goes first that was heard
         first: who is alive is proven within milliseconds.
 
         Raises:
-            FrameError: ``unproven``: too much of this session is held already.
+            FrameError: ``unauthenticated``: too much of this session is held already.
         """
-        self.on_unproven()
+        self.on_unauthenticated()
         if len(peer.held) >= MAX_HELD_EACH:
-            raise FrameError("unproven", f"a session has sent {MAX_HELD_EACH} samples and not proven to be alive")
+            raise FrameError(
+                "unauthenticated", f"a session has sent {MAX_HELD_EACH} samples and not proven to be alive"
+            )
         while self._held and (self._held >= MAX_HELD or self._held_bytes + header.size > MAX_HELD_BYTES):
             self._drop_held(next(one for one in self._peers.values() if one.held))
         self._held += 1
@@ -137,14 +139,14 @@ class Peers:
         peer.held.append(_Held(release, sample, source, topic, header))
 
     def _drop_held(self, peer: Peer) -> None:
-        self.dropped("unproven", len(peer.held))
+        self.dropped("unauthenticated", len(peer.held))
         self._held -= len(peer.held)
         self._held_bytes -= sum(held.header.size for held in peer.held)
         peer.held.clear()
 
-    def prove(self, peer: Peer) -> None:
+    def authenticate(self, peer: Peer) -> None:
         """It has answered the challenge: hand over what was held."""
-        peer.proven = True
+        peer.authenticated = True
         while peer.held:
             held = peer.held.popleft()
             self._held -= 1
@@ -156,7 +158,7 @@ class Peers:
 
     def note(self, peer: Peer) -> None:
         """An envelope of it has been opened."""
-        peer.heard_s = time.monotonic()
+        peer.last_seen_s = time.monotonic()
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Budget:
+class TokenBucket:
     """So much a second, and so much at once. The time is told, in seconds of any clock that goes forward."""
 
     def __init__(self, per_s: float, burst: int) -> None:

@@ -32,7 +32,7 @@ def scene() -> tuple[Hall, ModelReplica, FrameKey]:
     copy = ModelReplica(DIM, standing=MemberStanding(hall.nodes[0]))
     copy.start(RUN)
     key = of(1, 2)
-    return hall, copy, key._replace(name=ControllerStanding(hall.door).sign_model(key, 0, MODEL))
+    return hall, copy, key._replace(name=ControllerStanding(hall.controller).sign_model(key, 0, MODEL))
 
 
 def give(copy: ModelReplica, some: list[ModelBlob]) -> bool:
@@ -47,8 +47,8 @@ def give(copy: ModelReplica, some: list[ModelBlob]) -> bool:
 def forged(hall: Hall, honest: FrameKey) -> dict[str, FrameKey]:
     """Keys of transfers that a member can make up."""
     far = of(1 << 31, 1)
-    epoch = hall.door.group.key.epoch
-    own = sign_model(hall.door.job, ONE, hall.door.session, epoch, far, 0, MODEL)
+    epoch = hall.controller.group.key.epoch
+    own = sign_model(hall.controller.job, ONE, hall.controller.session, epoch, far, 0, MODEL)
     return {
         "no name": far, "zeros": far._replace(name="0" * 200), "own key": far._replace(name=own),
         "another's name": far._replace(name=honest.name), "another transfer": honest._replace(transfer=99),

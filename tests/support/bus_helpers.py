@@ -9,7 +9,7 @@ from typing import Any
 
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.subscription import Subscription
-from gradbus.runtime.security.peers import GREETING_TOPIC
+from gradbus.runtime.security.peers import CHALLENGE_TOPIC
 from gradbus.runtime.wire.assembler import Assembler, Verdict
 from gradbus.runtime.wire.control import Bye, Hello, Leave, NeedUpdate, Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -38,7 +38,7 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
 
 def topics_of(bus: Bus) -> list[str]:
     """Names of the topics that are open, but for the one on which processes prove that they are alive."""
-    return [name for name in bus._node.topics.names if name != GREETING_TOPIC]
+    return [name for name in bus._node.topics.names if name != CHALLENGE_TOPIC]
 
 
 async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:

@@ -110,7 +110,7 @@ def bus_and_group() -> None:
     os.environ["GRADBUS_KEY"] = new_job_key().text
     buses, groups = loop.run(two_ranks(stack, security=Security(level="psk")))
     seal = buses[0]._node.seal
-    sealer, early = seal.sealer("t"), seal.sealer("t").envelope((b"payload",))
+    encryptor, early = seal.encryptor("t"), seal.encryptor("t").envelope((b"payload",))
     message = Status(1, 2, "training", 3, 4)
     say("before", works=loop.run(still_works(groups, "before")))
     say(
@@ -122,9 +122,9 @@ def bus_and_group() -> None:
                 "all_reduce": lambda: groups[0].all_reduce("in the child", torch.ones(1 << 20)),
                 "barrier": lambda: groups[0].barrier(),
                 "another bus": lambda: asyncio.run(open_one()),
-                "seal": lambda: sealer.seal((b"payload",)),
+                "seal": lambda: encryptor.seal((b"payload",)),
                 "seal what was begun": lambda: early.octets(),
-                "seal another topic": lambda: seal.sealer("u").seal((b"payload",)),
+                "seal another topic": lambda: seal.encryptor("u").seal((b"payload",)),
                 "leave": lambda: asyncio.run(groups[0]._membership.close(ok=True, reason="in the child")),
                 "close": lambda: asyncio.run(buses[0].close()),
             }
@@ -135,7 +135,7 @@ def bus_and_group() -> None:
     process.start()
     process.join(CHILD_S)
     say("multiprocessing", exit=process.exitcode)
-    say("at the end", works=loop.run(still_works(groups, "end")), sealed=len(sealer.seal((b"payload",))) > 0)
+    say("at the end", works=loop.run(still_works(groups, "end")), sealed=len(encryptor.seal((b"payload",))) > 0)
     loop.run(stack.aclose())
     say("closed")
     # Once all is closed, a child may open a bus of its own.

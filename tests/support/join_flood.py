@@ -24,10 +24,10 @@ from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.join_messages import (
     STAMP_BYTES,
     Beacon,
-    Hello,
+    JoinHello,
+    JoinRefusal,
+    JoinWelcome,
     Message,
-    Refusal,
-    Welcome,
     pack,
     parse,
 )
@@ -46,24 +46,24 @@ def hellos_of_strangers(job: str, server: Beacon) -> list[bytes]:
     made = []
     for number in range(64):
         key = new_node_key(f"stranger-{number}")
-        hello = Hello(
+        hello = JoinHello(
             os.urandom(16), server.session, 1, 1, os.urandom(32), os.urandom(32), key.public, server.public, 0, key.name
         )
         made.append(handshake.signed(job, key, hello) + FORGED[:STAMP_BYTES])
     return made
 
 
-def said(job: str, server: Beacon, name: str, public: bytes, others: list[Hello]) -> Iterator[tuple[str, bytes]]:
+def said(job: str, server: Beacon, name: str, public: bytes, others: list[JoinHello]) -> Iterator[tuple[str, bytes]]:
     strangers = itertools.cycle(hellos_of_strangers(job, server))
     for number in itertools.count():
         some = number.to_bytes(16, "little")
-        in_its_name = Hello(some, server.session, number, 1, bytes(32), bytes(32), public, server.public, 0, name)
+        in_its_name = JoinHello(some, server.session, number, 1, bytes(32), bytes(32), public, server.public, 0, name)
         yield "hello", forged(in_its_name)
         yield "hello", next(strangers)
         yield "beacon", forged(Beacon(some, server.start + number, server.public))
         for other in others[-2:]:
-            yield "welcome", forged(Welcome(other.session, server.session, server.start, 1, bytes(32), bytes(32)))
-            yield "refusal", forged(Refusal(other.session, server.session, bytes(32), "no"))
+            yield "welcome", forged(JoinWelcome(other.session, server.session, server.start, 1, bytes(32), bytes(32)))
+            yield "refusal", forged(JoinRefusal(other.session, server.session, bytes(32), "no"))
 
 
 def main() -> None:
@@ -73,19 +73,19 @@ def main() -> None:
     readers = [node.topic_reader(topic) for topic in deaf.values()]
     writers = {topic.name: node.topic_writer(replace(topic, retained=False)) for topic in deaf.values()}
     servers: list[Beacon] = []
-    others: list[Hello] = []
+    others: list[JoinHello] = []
     over = threading.Event()
 
     def listen() -> None:
         for reader in readers:
             for raw, _ in reader.take(64):
                 try:
-                    message = parse(memoryview(reader.typed(raw).data).cast("B")).message
+                    message = parse(memoryview(reader.decode(raw).data).cast("B")).message
                 except FrameError:
                     continue
                 if isinstance(message, Beacon):
                     servers.append(message)
-                elif isinstance(message, Hello):
+                elif isinstance(message, JoinHello):
                     others.append(message)
 
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security.encryption import Opener, Seal
+from gradbus.runtime.security.encryption import SessionCipher, StreamDecryptor
 from gradbus.runtime.security.identity import key_epoch
-from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, Role
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key import NodeKey, new_node_key
 from gradbus.runtime.security.identity.rank_keys import RankKeys
 from gradbus.runtime.security.identity.stamp import Stamps
@@ -32,46 +32,46 @@ class Hall:
 
     def __init__(self, *nodes: NodeKey, allowed: AllowList = LIST) -> None:
         self.now_s = 100.0
-        self.door = self.new_door(allowed)
-        self.nodes = [Applicant(JOB, key, SERVER.public, self.role) for key in nodes]
+        self.controller = self.new_controller(allowed)
+        self.nodes = [JoinClient(JOB, key, SERVER.public, self.role) for key in nodes]
         self.said: list[bytes] = []
         self.wrong: list[str] = []
         for node in self.nodes:
             self.meet(node)
 
-    def new_door(self, allowed: AllowList) -> Door:
+    def new_controller(self, allowed: AllowList) -> Admission:
         """A start of the controller."""
-        return Door(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s)
+        return Admission(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s)
 
-    def meet(self, node: Applicant) -> None:
+    def meet(self, node: JoinClient) -> None:
         """The node hears that the controller is there."""
-        beacon = self.door.beacon
-        self.pass_on(node.hear_beacon(memoryview(beacon), 1, self.now_s), node)
+        beacon = self.controller.beacon
+        self.pass_on(node.receive_beacon(memoryview(beacon), 1, self.now_s), node)
 
-    def pass_on(self, said: list[bytes], by: Applicant | Door) -> None:
+    def pass_on(self, said: list[bytes], by: JoinClient | Admission) -> None:
         """All hear it, and answer."""
         queue = [(by, one) for one in said]
         while queue:
             speaker, data = queue.pop(0)
             self.said.append(data)
-            for party in (self.door, *self.nodes):
+            for party in (self.controller, *self.nodes):
                 if party is not speaker:
                     try:
-                        queue += [(party, one) for one in party.hear(memoryview(data), self.now_s)]
+                        queue += [(party, one) for one in party.receive(memoryview(data), self.now_s)]
                     except FrameError as error:
                         self.wrong.append(error.reason)
 
     def later(self, seconds: float) -> None:
         self.now_s += seconds
-        for party in (self.door, *self.nodes):
+        for party in (self.controller, *self.nodes):
             self.pass_on(party.tick(self.now_s), party)
 
     def tell(self, topic: str, text: bytes, to: int | None = None) -> bytes:
-        sealed = self.door.seal(topic, (text,), to)
+        sealed = self.controller.seal(topic, (text,), to)
         assert sealed is not None
         return sealed.octets()
 
-    def heard(self, node: Applicant, topic: str, data: bytes) -> str:
+    def heard(self, node: JoinClient, topic: str, data: bytes) -> str:
         """What a node makes of it: the text, a reason why not, or nothing."""
         try:
             plain = node.open(topic, data, self.now_s)
@@ -82,7 +82,7 @@ class Hall:
     def taken(self, topic: str, data: bytes) -> str:
         """What the controller makes of it: who said what."""
         try:
-            opened = self.door.open(topic, data, self.now_s)
+            opened = self.controller.open(topic, data, self.now_s)
         except FrameError as error:
             return error.reason
         return "its own" if opened is None else f"{opened[1].name}: {bytes(opened[0]).decode()}"
@@ -99,46 +99,46 @@ class RankHall(Hall):
     role = "worker"
 
     def __init__(self, *nodes: NodeKey, allowed: AllowList = RANKS) -> None:
-        self._seals: dict[bytes, Seal] = {}
-        self._openers: dict[tuple[bytes, str], Opener] = {}
+        self._seals: dict[bytes, SessionCipher] = {}
+        self._decryptors: dict[tuple[bytes, str], StreamDecryptor] = {}
         super().__init__(*nodes, allowed=allowed)
 
-    def new_door(self, allowed: AllowList) -> Door:
-        return Door(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s, ranks=RankKeys())
+    def new_controller(self, allowed: AllowList) -> Admission:
+        return Admission(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s, ranks=RankKeys())
 
-    def keys(self, party: Applicant | Door) -> RankKeys:
+    def keys(self, party: JoinClient | Admission) -> RankKeys:
         assert party.ranks is not None
         return party.ranks
 
-    def seal_of(self, party: Applicant | Door) -> Seal:
+    def seal_of(self, party: JoinClient | Admission) -> SessionCipher:
         """What seals and opens for one of them; what is removed at it is removed there."""
         if party.session not in self._seals:
-            made = self._seals[party.session] = Seal(JOB, self.keys(party), party.session)
+            made = self._seals[party.session] = SessionCipher(JOB, self.keys(party), party.session)
             party.on_removed = lambda sessions: [made.peers.remove(one) for one in sessions] and None
         return self._seals[party.session]
 
-    def says(self, party: Applicant | Door, text: bytes, topic: str = CONTROL) -> bytes:
-        return self.seal_of(party).sealer(topic).seal((text,))
+    def says(self, party: JoinClient | Admission, text: bytes, topic: str = CONTROL) -> bytes:
+        return self.seal_of(party).encryptor(topic).seal((text,))
 
-    def hears(self, party: Applicant | Door, data: bytes, topic: str = CONTROL) -> str:
+    def hears(self, party: JoinClient | Admission, data: bytes, topic: str = CONTROL) -> str:
         """What one of them makes of it: the text, or a reason why not."""
         seal = self.seal_of(party)
-        opener = self._openers.setdefault((party.session, topic), seal.opener(topic, ignores_own=True))
+        decryptor = self._decryptors.setdefault((party.session, topic), seal.decryptor(topic, ignores_own=True))
         try:
-            return bytes(opener.open(data).data).decode()
+            return bytes(decryptor.open(data).data).decode()
         except FrameError as error:
             return error.reason
 
 
 def everybody_hears_everybody(hall: RankHall) -> None:
-    parties = [hall.door, *hall.nodes]
+    parties = [hall.controller, *hall.nodes]
     for speaker in parties:
         said = hall.says(speaker, b"word")
         assert [hall.hears(party, said) for party in parties if party is not speaker] == ["word"] * len(hall.nodes)
         assert hall.hears(speaker, said) == "own"
 
 
-def upload(node: Applicant, text: bytes, topic: str = UPDATES) -> bytes:
+def upload(node: JoinClient, text: bytes, topic: str = UPDATES) -> bytes:
     sealed = node.seal(topic, (text,))
     assert sealed is not None
     return sealed.octets()

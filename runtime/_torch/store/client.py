@@ -105,7 +105,7 @@ class StoreClient:
                     if now_s >= next_s:  # an answer that says no is none to ask again for at once
                         next_s = now_s + JOIN_S
                         if self._writer.matched:
-                            self._say(StoreJoin(VERSION, self._world, self._host), to=0)
+                            self._send(StoreJoin(VERSION, self._world, self._host), to=0)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(next_s - now_s):
                             incarnation, message, process = await self._news.get()
@@ -167,14 +167,14 @@ class StoreClient:
                     text = f"rank {self._rank} has more than {MAX_OPEN} requests open at a time"
                     return StoreAnswer(slot.number, "error", [], [], 0, text)
                 asked = replace(request, id=slot.number, open=waiting, wait_s=wait_s)
-                self._say(asked, to=self._arbiter)
+                self._send(asked, to=self._arbiter)
                 slot.event.wait(min(pause_s, timeout_s - passed_s))
                 pause_s = max(pause_s, min(2 * pause_s, MAX_REPEAT_S))
         finally:
             self.pending.remove(slot)
         return slot.answer
 
-    def _say(self, message: Message, to: int) -> None:
+    def _send(self, message: Message, to: int) -> None:
         """What DDS does not take now is said again."""
         frame = frame_of(message, sender=self._rank, incarnation=self.incarnation, to=to)
         with contextlib.suppress(BusError):
@@ -204,7 +204,7 @@ class StoreClient:
         elif incarnation == self._arbiter and isinstance(message, Closed):
             self._fail(f"it has been closed: {message.why}")
         elif incarnation != self._arbiter and isinstance(message, StoreWelcome):
-            self._say(StoreLeave(), to=incarnation)  # of two arbiters one gives way; this one is not ours
+            self._send(StoreLeave(), to=incarnation)  # of two arbiters one gives way; this one is not ours
 
     async def _watch(self) -> None:
         """Fail as soon as the arbiter is gone."""
@@ -234,7 +234,7 @@ class StoreClient:
 
     def say_goodbye(self) -> None:
         """The arbiter need not wait for this rank."""
-        self._say(StoreLeave(), to=self._arbiter)
+        self._send(StoreLeave(), to=self._arbiter)
 
     def writers(self) -> list[Writer]:
         """Of which all that was written should be taken over before they go."""

@@ -15,37 +15,37 @@ from typing import Any
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import Envelope
-from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.encryption import OutboundEnvelope
+from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import handshake, key_epoch
-from gradbus.runtime.security.identity.admitted_nodes import MAX_OWN_RANKS, Joined, member_id, most_processes
+from gradbus.runtime.security.identity.admitted_nodes import MAX_OWN_RANKS, AdmittedNode, member_id, most_processes
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
-from gradbus.runtime.security.identity.audit import Events
-from gradbus.runtime.security.identity.broadcast_signature import Speaker
-from gradbus.runtime.security.identity.duplicate_controllers import RivalControllers
+from gradbus.runtime.security.identity.audit import AuditEvents
+from gradbus.runtime.security.identity.broadcast_signature import BroadcastSigner
+from gradbus.runtime.security.identity.duplicate_controllers import DuplicateControllers
 from gradbus.runtime.security.identity.join_messages import (
     JOIN_TOPIC,
     MAGIC,
     Beacon,
-    Confirm,
-    Hello,
-    Refusal,
-    Signed,
+    JoinConfirm,
+    JoinHello,
+    JoinRefusal,
+    SignedMessage,
     parse,
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.pending_handshakes import (
     MAX_PENDING_EACH,
     PENDING_S,
-    Pending,
-    WaitingRoom,
+    PendingHandshake,
+    PendingHandshakes,
     with_tag,
 )
 from gradbus.runtime.security.identity.rank_keys import RankKeys
-from gradbus.runtime.security.identity.rotation import Rotation
-from gradbus.runtime.security.identity.shared_keys import IncomingStreams, OutgoingStreams, SharedKey, opened_header
+from gradbus.runtime.security.identity.rotation import KeyRotation
+from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams, SharedKey, opened_header
 from gradbus.runtime.security.identity.stamp import Stamps
-from gradbus.runtime.security.token_bucket import Budget
+from gradbus.runtime.security.token_bucket import TokenBucket
 from gradbus.runtime.wire.messages import new_incarnation
 
 SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
@@ -55,11 +55,11 @@ CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures of nodes on the list: 0.1
 # its messages, cannot take what is for the others.
 SHARE_PER_S, SHARE_AT_ONCE = 4, 16
 OTHERS_PER_S, OTHERS_AT_ONCE = 50, 100  # signatures of all who are not on the list
-RIVALS_PER_S, RIVALS_AT_ONCE = 20, 50  # signatures of other controllers with this key
+DUPLICATES_PER_S, DUPLICATES_AT_ONCE = 20, 50  # signatures of other controllers with this key
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
 
 
-class Door:
+class Admission:
     """Of one start of a controller. Only the receive thread uses it, but for :meth:`seal`.
 
     Attributes:
@@ -82,23 +82,23 @@ class Door:
         self.participant = bytes(key_epoch.PARTICIPANT_BYTES)
         self.refusal = ""
         self.dropped: Counter[str] = Counter()
-        self.events = Events()
-        self.speaker = Speaker(job, key, self.session)
+        self.events = AuditEvents()
+        self.speaker = BroadcastSigner(job, key, self.session)
         self.allowed = allowed
         self.retained: Callable[[str], int] = lambda topic: 0  # how many of its newest envelopes DDS keeps
         self._label = label
-        self._members: dict[str, Joined] = {}
-        self._by_key: dict[bytes, tuple[Joined, IncomingStreams]] = {}
-        self._waiting = WaitingRoom()
+        self._members: dict[str, AdmittedNode] = {}
+        self._by_key: dict[bytes, tuple[AdmittedNode, InboundStreams]] = {}
+        self._pending = PendingHandshakes()
         self._stamps = Stamps(job, key)
-        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
-        self._shares: dict[bytes, Budget] = {}  # by public key
-        self._others = Budget(OTHERS_PER_S, OTHERS_AT_ONCE)
-        self._from_rivals = Budget(RIVALS_PER_S, RIVALS_AT_ONCE)
-        self._refusals = {known: Budget(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
+        self._checks = TokenBucket(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._shares: dict[bytes, TokenBucket] = {}  # by public key
+        self._others = TokenBucket(OTHERS_PER_S, OTHERS_AT_ONCE)
+        self._duplicate_checks = TokenBucket(DUPLICATES_PER_S, DUPLICATES_AT_ONCE)
+        self._refusals = {known: TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
         self._leads_since_s = now_s
-        self._rivals = RivalControllers(job, key, self.session, self.start, self._stamps)
-        self.rotation = Rotation(job, self.session, now_s)
+        self._duplicates = DuplicateControllers(job, key, self.session, self.start, self._stamps)
+        self.rotation = KeyRotation(job, self.session, now_s)
         self.ranks = ranks
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
         self.on_refused: Callable[[], None] = lambda: None
@@ -109,7 +109,7 @@ class Door:
             ranks.take(self.group.key, self.session, now_s)
 
     @property
-    def members(self) -> dict[str, Joined]:
+    def members(self) -> dict[str, AdmittedNode]:
         """Who has been let in, by name."""
         return self._members
 
@@ -119,7 +119,7 @@ class Door:
         return {member.participant for member in list(self._members.values()) if member.participant}
 
     @property
-    def group(self) -> OutgoingStreams:
+    def group(self) -> OutboundStreams:
         """What is said to all is sealed with this."""
         return self.rotation.current
 
@@ -131,11 +131,11 @@ class Door:
     @property
     def is_busy(self) -> bool:
         """Whether it is waiting for an answer."""
-        return bool(self._waiting) or self.rotation.is_running or self._rivals.is_busy
+        return bool(self._pending) or self.rotation.is_running or self._duplicates.is_busy
 
     # What is sealed
 
-    def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> Envelope | None:
+    def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> OutboundEnvelope | None:
         """An envelope for all members, or for the one that client ``to`` belongs to; None: there is no such one. Not
         for ranks: what they seal with counts for itself, and no two may count under one key."""
         if self.ranks is not None:
@@ -151,21 +151,21 @@ class Door:
         """What a member has sealed, and who it is. None: it is of this controller itself.
 
         Raises:
-            FrameError: see :meth:`.IncomingStreams.open`, and ``other level``, ``no key``.
+            FrameError: see :meth:`.InboundStreams.open`, and ``other level``, ``no key``.
         """
         opened = self._open(topic, data, now_s)
         return None if opened is None else (opened[0], opened[1].entry)
 
-    def _open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Joined] | None:
+    def _open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, AdmittedNode] | None:
         header, view = opened_header(data)
         if header.session == self.session:
             return None
         member, streams = self._streams(header, now_s)
         plain = streams.open(topic, header, view)
-        member.heard_s = now_s
+        member.last_seen_s = now_s
         return plain, member
 
-    def _streams(self, header: Header, now_s: float) -> tuple[Joined, IncomingStreams]:
+    def _streams(self, header: EnvelopeHeader, now_s: float) -> tuple[AdmittedNode, InboundStreams]:
         if header.level == envelope.PSK:
             raise FrameError("other level", "an envelope of another level of security: all members must use the same")
         known = self._by_key.get(header.key_id)
@@ -177,7 +177,7 @@ class Door:
 
     # Who comes
 
-    def hear(self, data: memoryview, now_s: float) -> list[bytes]:
+    def receive(self, data: memoryview, now_s: float) -> list[bytes]:
         """A message of the topic of joining. What to answer.
 
         Raises:
@@ -186,7 +186,7 @@ class Door:
         if data[:4] != MAGIC:
             opened = self._open(JOIN_TOPIC, data, now_s)
             word = None if opened is None else key_epoch.parse(opened[0])
-            if opened is not None and isinstance(word, key_epoch.Have):
+            if opened is not None and isinstance(word, key_epoch.KeyAck):
                 self.rotation.has(opened[1].id, word.epoch)
                 opened[1].participant = word.participant
             return self.tick(now_s)
@@ -194,43 +194,43 @@ class Door:
             return []
         signed = parse(data)
         match signed.message:
-            case Hello(controller=self.session) as hello if self._may_answer(hello, now_s):
-                return self._hear_hello(signed, hello, now_s)
-            case Confirm(controller=self.session) as confirm if not self._rivals.holds_up(now_s):
-                return self._hear_confirm(signed, confirm, now_s)
-            case Refusal(to=self.session) as refusal if self._may_go(now_s) and self._rivals.is_answer(refusal):
+            case JoinHello(controller=self.session) as hello if self._may_answer(hello, now_s):
+                return self._receive_hello(signed, hello, now_s)
+            case JoinConfirm(controller=self.session) as confirm if not self._duplicates.holds_up(now_s):
+                return self._receive_confirm(signed, confirm, now_s)
+            case JoinRefusal(to=self.session) as refusal if self._may_go(now_s) and self._duplicates.is_answer(refusal):
                 self._stamps.check(signed, self.key.public)
-                self._check(signed, self.key.public, self._from_rivals, now_s)
+                self._check(signed, self.key.public, self._duplicate_checks, now_s)
                 self.refusal = refusal.why
-                self._rivals.stop()
+                self._duplicates.stop()
                 self.on_refused()
-            case Beacon(public=self.key.public) as beacon if self._may_go(now_s) and self._rivals.is_news(
+            case Beacon(public=self.key.public) as beacon if self._may_go(now_s) and self._duplicates.is_news(
                 beacon, now_s
             ):
-                self._check(signed, self.key.public, self._from_rivals, now_s)
-                return [self._rivals.ask(beacon, now_s)]
+                self._check(signed, self.key.public, self._duplicate_checks, now_s)
+                return [self._duplicates.ask(beacon, now_s)]
             case _:
                 pass  # for others
         return []
 
-    def _check(self, signed: Signed, public: bytes, budget: Budget, now_s: float) -> None:
-        self._take(budget, now_s)
+    def _check(self, signed: SignedMessage, public: bytes, bucket: TokenBucket, now_s: float) -> None:
+        self._take(bucket, now_s)
         handshake.check(self.job, signed, public)
 
-    def _take(self, budget: Budget, now_s: float) -> None:
-        if not budget.take(now_s):
+    def _take(self, bucket: TokenBucket, now_s: float) -> None:
+        if not bucket.take(now_s):
             raise FrameError("busy", "more signatures came than are checked in a second")
 
-    def _share_of(self, public: bytes) -> Budget:
+    def _share_of(self, public: bytes) -> TokenBucket:
         """Of a key that is on the list, or this controller's own."""
         share = self._shares.get(public)
         if share is None:
             entry = self._own if public == self.key.public else self.allowed.of_key(public)
             count = 1 if entry is None else most_processes(entry)
-            share = self._shares[public] = Budget(SHARE_PER_S * count, SHARE_AT_ONCE * count)
+            share = self._shares[public] = TokenBucket(SHARE_PER_S * count, SHARE_AT_ONCE * count)
         return share
 
-    def _check_hello(self, signed: Signed, hello: Hello, now_s: float) -> None:
+    def _check_hello(self, signed: SignedMessage, hello: JoinHello, now_s: float) -> None:
         """Whether it is from the holder of the key in it. Who is on the list shows that first with a stamp, which costs
         little: so only its own Hellos, and recordings of them, take something of its share.
 
@@ -252,36 +252,36 @@ class Door:
         that wakes up then has stood still, and its members are here."""
         return not self._members or now_s - self._leads_since_s < LEADS_S
 
-    def _may_answer(self, hello: Hello, now_s: float) -> bool:
+    def _may_answer(self, hello: JoinHello, now_s: float) -> bool:
         """Other controllers get their answer. Nobody else may be led away from one that lives: he says it again."""
-        return ROLES[hello.role] == "controller" or not self._rivals.holds_up(now_s)
+        return ROLES[hello.role] == "controller" or not self._duplicates.holds_up(now_s)
 
-    def _hear_hello(self, signed: Signed, hello: Hello, now_s: float) -> list[bytes]:
+    def _receive_hello(self, signed: SignedMessage, hello: JoinHello, now_s: float) -> list[bytes]:
         known = self._members.get(member_id(ROLES[hello.role], hello.name, hello.session))
         newest = max(
             known.attempt if known is not None and known.session == hello.session else 0,
-            self._waiting.attempt(hello.name, hello.session),
+            self._pending.attempt(hello.name, hello.session),
         )
         if hello.attempt <= newest:
             raise FrameError("replay", f"a hello of {hello.name} that was heard before")
         self._check_hello(signed, hello, now_s)
         entry = self._entry_of(hello)
-        why = self._why_not(hello, entry, known, now_s)
+        why = self._refusal_reason(hello, entry, known, now_s)
         if entry is None or why:
             return self._refuse(signed, hello, why, now_s)
         nonce = secrets.token_bytes(handshake.NONCE_BYTES)
         welcome, shared = handshake.answer(
             self.job, self.key, signed, session=self.session, start=self.start, epoch=self.group.key.epoch, nonce=nonce
         )
-        pending = Pending(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S)
-        self._waiting.add(pending, max(MAX_PENDING_EACH, most_processes(entry)))
+        pending = PendingHandshake(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S)
+        self._pending.add(pending, max(MAX_PENDING_EACH, most_processes(entry)))
         return [self._stamps.stamped(welcome, hello.public, signed)]
 
-    def _entry_of(self, hello: Hello) -> Entry | None:
+    def _entry_of(self, hello: JoinHello) -> Entry | None:
         is_own = self.ranks is not None and ROLES[hello.role] == "worker" and hello.public == self.key.public
         return self._own if is_own else self.allowed.get(hello.name)
 
-    def _why_not(self, hello: Hello, entry: Entry | None, known: Joined | None, now_s: float) -> str:
+    def _refusal_reason(self, hello: JoinHello, entry: Entry | None, known: AdmittedNode | None, now_s: float) -> str:
         """Why this node is not let in; empty: it is."""
         role = ROLES[hello.role]
         if role == "controller" and hello.public == self.key.public:
@@ -299,27 +299,27 @@ class Door:
             return f"{hello.name} expects another key of the controller, here it is {public_text(self.key.public)}"
         if (
             known is not None and known.session != hello.session and hello.start <= known.start
-            and now_s - known.heard_s < SILENT_S
+            and now_s - known.last_seen_s < SILENT_S
         ):  # fmt: skip
             return f"{hello.name} has joined with a process that was started later: one process, one key"
         return ""
 
-    def _refuse(self, signed: Signed, hello: Hello, why: str, now_s: float) -> list[bytes]:
+    def _refuse(self, signed: SignedMessage, hello: JoinHello, why: str, now_s: float) -> list[bytes]:
         self.dropped["refused"] += 1
         known = hello.public == self.key.public or self.allowed.has_key(hello.public)
-        self.events.refused_again(hello.name, why, known=known, now_s=now_s)
+        self.events.refused_limited(hello.name, why, known=known, now_s=now_s)
         if not self._refusals[known].take(now_s):
             return []
         return [self._refusal_to(signed, why)]
 
-    def _refusal_to(self, asked: Signed, why: str) -> bytes:
+    def _refusal_to(self, asked: SignedMessage, why: str) -> bytes:
         hello = asked.message
-        assert isinstance(hello, Hello)
-        refusal = Refusal(hello.session, self.session, hashlib.sha256(asked.whole).digest(), why)
+        assert isinstance(hello, JoinHello)
+        refusal = JoinRefusal(hello.session, self.session, hashlib.sha256(asked.whole).digest(), why)
         return self._stamps.stamped(handshake.signed(self.job, self.key, refusal), hello.public)
 
-    def _hear_confirm(self, signed: Signed, confirm: Confirm, now_s: float) -> list[bytes]:
-        waiting = self._waiting.of(confirm.session)
+    def _receive_confirm(self, signed: SignedMessage, confirm: JoinConfirm, now_s: float) -> list[bytes]:
+        waiting = self._pending.of(confirm.session)
         if not waiting:
             raise FrameError("replay", "a confirm that nobody waits for")
         pending = with_tag(waiting, confirm.tag)  # before anything that costs: forgeries have no tag
@@ -330,17 +330,17 @@ class Door:
             self._take(self._share_of(pending.hello.public), now_s)
         pending.was_checked = True
         handshake.check_confirm(self.job, signed, pending.signed, pending.secrets, pending.welcome_signature)
-        self._waiting.take(pending)
+        self._pending.take(pending)
         return self._admit(pending, now_s)
 
-    def _admit(self, pending: Pending, now_s: float) -> list[bytes]:
+    def _admit(self, pending: PendingHandshake, now_s: float) -> list[bytes]:
         hello = pending.hello
         name, role = pending.entry.name, pending.entry.role
         up = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.up)
         down = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.down)
-        member = Joined(
+        member = AdmittedNode(
             pending.entry, pending.signed, hello.session, hello.start, hello.attempt,
-            IncomingStreams(up, hello.session), OutgoingStreams(down, self.session), now_s,
+            InboundStreams(up, hello.session), OutboundStreams(down, self.session), now_s,
         )  # fmt: skip
         known = self._members.get(member.id)
         if not self._members:
@@ -359,7 +359,7 @@ class Door:
             self.events.joined(name, role)
         if role == "worker" and known is None:
             said += self._make_room(pending.entry)
-        return said + [self._hand(member, streams) for streams in self.rotation.keys_for(member.id)]
+        return said + [self._grant(member, streams) for streams in self.rotation.keys_for(member.id)]
 
     def _make_room(self, entry: Entry) -> list[bytes]:
         """Forget the earliest process of a node that has more than it needs: as a rule that is dead."""
@@ -371,24 +371,24 @@ class Door:
         self._forget_keys(oldest)
         return [self._refusal_of(oldest, f"{entry.name} has joined with more processes than it has ranks")]
 
-    def _refusal_of(self, member: Joined, why: str) -> bytes:
+    def _refusal_of(self, member: AdmittedNode, why: str) -> bytes:
         """To one that had been let in, and is a member no more."""
         return self._refusal_to(member.hello, why)
 
-    def _forget_keys(self, member: Joined) -> None:
+    def _forget_keys(self, member: AdmittedNode) -> None:
         for streams in (member.incoming, member.former):
             if streams is not None:
                 self._by_key.pop(streams.key.key_id, None)
 
-    def _hand(self, member: Joined, group: OutgoingStreams) -> bytes:
+    def _grant(self, member: AdmittedNode, group: OutboundStreams) -> bytes:
         """The key of an epoch, for one member."""
         if self.ranks is not None:
             ids = member.entry.ids
-            to_ranks = key_epoch.HandedToRanks(group.key.epoch, group.key.secret, ids, tuple(self._removed))
+            to_ranks = key_epoch.RankKeyGrant(group.key.epoch, group.key.secret, ids, tuple(self._removed))
             return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(to_ranks),))
         floors = [max(0, group.last(topic) - self.retained(topic)) for topic in key_epoch.TOPICS]
         said = (max(0, self.speaker.last_of.get(key_epoch.COMMANDS, 0) - 1), self.speaker.last)
-        word = key_epoch.Handed(
+        word = key_epoch.KeyGrant(
             group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said, self.participant
         )  # fmt: skip
         return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(word),))
@@ -400,7 +400,7 @@ class Door:
         self.allowed = allowed
         self._shares.clear()
         gone = [member for member in self._members.values() if not self._is_allowed(member.entry)]
-        self._waiting.keep(lambda one: self._is_allowed(one.entry))
+        self._pending.keep(lambda one: self._is_allowed(one.entry))
         said = []
         for member in gone:
             del self._members[member.id]
@@ -426,8 +426,8 @@ class Door:
 
     def tick(self, now_s: float) -> list[bytes]:
         """Do what it is time for. What to say."""
-        said = self._rivals.tick(now_s)
-        self._waiting.keep(lambda one: now_s <= one.until_s)
+        said = self._duplicates.tick(now_s)
+        self._pending.keep(lambda one: now_s <= one.until_s)
         for member in self._members.values():
             if member.former is not None and now_s > member.former_until_s:
                 self._by_key.pop(member.former.key.key_id, None)
@@ -438,7 +438,7 @@ class Door:
         if self.rotation.switched:
             self.events.rotated(*self.rotation.switched)
             self.rotation.switched = None
-        return said + [self._hand(self._members[name], streams) for name, streams in due if name in self._members]
+        return said + [self._grant(self._members[name], streams) for name, streams in due if name in self._members]
 
     def _keep_up(self, ranks: RankKeys, now_s: float) -> None:
         """What the others are handed, and when it is used, counts here as well."""

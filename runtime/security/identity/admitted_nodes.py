@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradbus.runtime.security.identity.allow_list import Entry
-from gradbus.runtime.security.identity.join_messages import Signed
-from gradbus.runtime.security.identity.shared_keys import IncomingStreams, OutgoingStreams
+from gradbus.runtime.security.identity.join_messages import SignedMessage
+from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams
 
 MAX_OWN_RANKS = 1024  # as many as a group has at most
 STARTS_PER_RANK = 2  # processes of a worker's key at a time: after a crash those of before are not known to be dead
 
 
 @dataclass(slots=True, eq=False)
-class Joined:
+class AdmittedNode:
     """A node that has been let in."""
 
     entry: Entry
-    hello: Signed
+    hello: SignedMessage
     session: bytes
     start: int
     attempt: int
-    incoming: IncomingStreams
-    outgoing: OutgoingStreams
-    heard_s: float
-    former: IncomingStreams | None = None
+    incoming: InboundStreams
+    outgoing: OutboundStreams
+    last_seen_s: float
+    former: InboundStreams | None = None
     former_until_s: float = 0.0
     participant: bytes = b""  # what the GUIDs of its DDS participant begin with, as it says itself
 

@@ -26,7 +26,7 @@ class _Stamp(NamedTuple):
     size: int
 
 
-class ListFile:
+class AllowListWatcher:
     """The file, and which state of it was read last.
 
     Attributes:

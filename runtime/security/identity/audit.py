@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gradbus.runtime.security.token_bucket import Budget
+from gradbus.runtime.security.token_bucket import TokenBucket
 
 TOLD_S = 10.0  # how often at most to say of a name that it was refused
 TOLD_PER_S, TOLD_AT_ONCE = 1, 20  # of all names, and as many of those whose keys are known
@@ -14,7 +14,7 @@ _MAX_TOLD = 256
 
 
 @dataclass(slots=True)
-class Events:
+class AuditEvents:
     """By default nobody is told.
 
     Attributes:
@@ -25,11 +25,11 @@ class Events:
     refused: Callable[[str, str], None] = field(default=lambda name, why: None)
     rotated: Callable[[int, str], None] = field(default=lambda epoch, why: None)
     _told: dict[str, float] = field(default_factory=dict)
-    _tellings: dict[bool, Budget] = field(
-        default_factory=lambda: {known: Budget(TOLD_PER_S, TOLD_AT_ONCE) for known in (False, True)}
+    _tellings: dict[bool, TokenBucket] = field(
+        default_factory=lambda: {known: TokenBucket(TOLD_PER_S, TOLD_AT_ONCE) for known in (False, True)}
     )
 
-    def refused_again(self, name: str, why: str, *, known: bool, now_s: float) -> None:
+    def refused_limited(self, name: str, why: str, *, known: bool, now_s: float) -> None:
         """One was refused that may come again and again. ``known``: its key is."""
         told_s = self._told.get(name, float("-inf"))
         if now_s - told_s <= TOLD_S or not self._tellings[known].take(now_s):

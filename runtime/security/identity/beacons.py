@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.join_messages import Beacon, parse
-from gradbus.runtime.security.token_bucket import Budget
+from gradbus.runtime.security.token_bucket import TokenBucket
 
 MAX_BEACONS = 8
 MAX_SOURCES = 8
@@ -22,7 +22,7 @@ _MAX_WRITERS = 1024  # that are remembered
 
 
 @dataclass(slots=True, eq=False)
-class Heard:
+class AnnouncedController:
     """A controller that has said that it is there.
 
     Attributes:
@@ -37,7 +37,7 @@ class Heard:
     sources: dict[int, None] = field(default_factory=dict)
     asked_s: float = float("-inf")
 
-    def said_by(self, source: int) -> None:
+    def add_source(self, source: int) -> None:
         """One more writer has said it."""
         self.sources.pop(source, None)
         if len(self.sources) >= MAX_SOURCES:
@@ -56,18 +56,20 @@ class Beacons:
         """``pinned``: the key that the controller must have."""
         self._job = job
         self._pinned = pinned
-        self._heard: dict[tuple[bytes, bytes], Heard] = {}  # by session and key: sessions can be read by everybody
-        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
-        self._writers: dict[int, Budget] = {}  # by handle
+        self._heard: dict[
+            tuple[bytes, bytes], AnnouncedController
+        ] = {}  # by session and key: sessions can be read by everybody
+        self._checks = TokenBucket(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._writers: dict[int, TokenBucket] = {}  # by handle
 
-    def __iter__(self) -> Iterator[Heard]:
+    def __iter__(self) -> Iterator[AnnouncedController]:
         return iter(self._heard.values())
 
-    def get(self, session: bytes) -> Heard | None:
+    def get(self, session: bytes) -> AnnouncedController | None:
         """The controller of this session, with the key that is expected."""
         return self._heard.get((session, self._pinned))
 
-    def hear(self, data: memoryview, source: int, joined: bytes | None, now_s: float) -> Heard | None:
+    def receive(self, data: memoryview, source: int, joined: bytes | None, now_s: float) -> AnnouncedController | None:
         """A beacon. ``joined``: session of the controller that the node is with. None: it was heard before.
 
         Raises:
@@ -79,23 +81,23 @@ class Beacons:
             raise FrameError("join", "no beacon on the topic of beacons")
         known = self._heard.get((beacon.session, beacon.public))
         if known is not None and known.whole == signed.whole:
-            known.said_by(source)
+            known.add_source(source)
             return None
         if not self._share_of(source).take(now_s) or not self._checks.take(now_s):
             raise FrameError("busy", "more beacons came than are checked in a second")
         handshake.check(self._job, signed, beacon.public)
         if len(self._heard) >= MAX_BEACONS:
             self._make_room(joined)
-        heard = self._heard[beacon.session, beacon.public] = Heard(beacon, signed.whole, now_s)
-        heard.said_by(source)
+        heard = self._heard[beacon.session, beacon.public] = AnnouncedController(beacon, signed.whole, now_s)
+        heard.add_source(source)
         return heard
 
-    def _share_of(self, source: int) -> Budget:
+    def _share_of(self, source: int) -> TokenBucket:
         share = self._writers.get(source)
         if share is None:
             if len(self._writers) >= _MAX_WRITERS:
                 del self._writers[next(iter(self._writers))]
-            share = self._writers[source] = Budget(WRITER_PER_S, WRITER_AT_ONCE)
+            share = self._writers[source] = TokenBucket(WRITER_PER_S, WRITER_AT_ONCE)
         return share
 
     def _make_room(self, joined: bytes | None) -> None:

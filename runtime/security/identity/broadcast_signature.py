@@ -25,7 +25,7 @@ def _text(job: str, topic: str, session: bytes, number: bytes, sample: bytes) ->
     return b"gradbus/1 said\0" + envelope.associated(job, topic) + session + number + sample
 
 
-class Speaker:
+class BroadcastSigner:
     """Signs what one controller says. Any thread may."""
 
     def __init__(self, job: str, key: NodeKey, session: bytes) -> None:
@@ -44,7 +44,7 @@ class Speaker:
         return sample, number, self._key.sign(_text(self._job, topic, self._session, number, sample))
 
 
-class Listener:
+class BroadcastVerifier:
     """Takes what one controller says, each of it once. Only the receive thread does."""
 
     def __init__(self, job: str, public: bytes, session: bytes) -> None:

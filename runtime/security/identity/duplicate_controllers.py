@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.allow_list import ROLES
-from gradbus.runtime.security.identity.join_messages import Beacon, Hello, Refusal
+from gradbus.runtime.security.identity.join_messages import Beacon, JoinHello, JoinRefusal
 from gradbus.runtime.security.identity.key import NodeKey
 from gradbus.runtime.security.identity.stamp import Stamps
 
 PROBES, PROBE_S = 20, 0.1  # so often, and so fast, one is asked
 AGAIN_S = 30.0  # one that did not answer, and still says that it is there, is asked again: it may have been busy
-MAX_RIVALS = 16
+MAX_DUPLICATES = 16
 HOLD_S = 3.0  # so long nobody is let in because of them: who has many recordings could keep this one asking
 
 
@@ -32,7 +32,7 @@ class _Probe:
     left: int = PROBES
 
 
-class RivalControllers:
+class DuplicateControllers:
     """Of one start of a controller."""
 
     def __init__(self, job: str, key: NodeKey, session: bytes, start: int, stamps: Stamps) -> None:
@@ -61,7 +61,7 @@ class RivalControllers:
         known = self._probes.get(beacon.session)
         if known is not None:
             return not known.left and now_s - known.said_s > AGAIN_S
-        return len(self._probes) < MAX_RIVALS or self._least[0] < (True, beacon.start)
+        return len(self._probes) < MAX_DUPLICATES or self._least[0] < (True, beacon.start)
 
     @property
     def _least(self) -> tuple[tuple[bool, int], bytes]:
@@ -70,12 +70,12 @@ class RivalControllers:
 
     def ask(self, beacon: Beacon, now_s: float) -> bytes:
         """What to say to it."""
-        if beacon.session not in self._probes and len(self._probes) >= MAX_RIVALS:
+        if beacon.session not in self._probes and len(self._probes) >= MAX_DUPLICATES:
             del self._probes[self._least[1]]
         if self._asked_s is None:
             self._asked_s = now_s
         public = self._key.public
-        hello = Hello(
+        hello = JoinHello(
             self._session, beacon.session, self._start, 1, secrets.token_bytes(32), bytes(32), public,
             public, ROLES.index("controller"), self._key.name,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class RivalControllers:
         self._probes[beacon.session] = _Probe(beacon.start, data, hashlib.sha256(whole).digest(), now_s)
         return data
 
-    def is_answer(self, refusal: Refusal) -> bool:
+    def is_answer(self, refusal: JoinRefusal) -> bool:
         """Whether it answers what was asked here."""
         probe = self._probes.get(refusal.session)
         return probe is not None and probe.digest == refusal.hello

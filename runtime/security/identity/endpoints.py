@@ -14,11 +14,11 @@ from gradbus.runtime.dds.access_policy import job_taken
 from gradbus.runtime.dds.participant import Reader, Writer
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import FrameError, JoinRefused
-from gradbus.runtime.security.encryption import Envelope, Opener, Seal
+from gradbus.runtime.security.encryption import OutboundEnvelope, SessionCipher, StreamDecryptor
 from gradbus.runtime.security.endpoints import CLEAR, MatchedWhileIn
-from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import Entry
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 
@@ -26,14 +26,14 @@ _CONTROL, _COMMANDS = TOPICS[Control].name, TOPICS[TrainCmd].name
 _FROM_MEMBERS = frozenset({_CONTROL, TOPICS[ClientUpdate].name})
 
 
-class Side(Protocol):
+class IdentityCipher(Protocol):
     """The controller's side of a bus, or a member's."""
 
     @property
     def is_in(self) -> bool:
         """Whether this process can talk to others."""
 
-    def seal(self, topic: str, parts: Sequence[Any]) -> Envelope | None:
+    def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
         """The envelope of a sample; None: there is nobody to say it to.
 
         Raises:
@@ -48,25 +48,25 @@ class Side(Protocol):
         """Raise FrameError: ``identity``: who has sealed the sample opened last may not say what it says."""
 
 
-class ControllerSide:
+class ControllerCipher:
     """Of the controller."""
 
     is_in = True
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         self._entry: Entry | None = None
 
-    def seal(self, topic: str, parts: Sequence[Any]) -> Envelope | None:
+    def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
         """What is for one client goes to that one alone."""
-        if self._door.refusal:
-            raise job_taken(self._door.refusal)
+        if self._admission.refusal:
+            raise job_taken(self._admission.refusal)
         # Of a control message the last part is its body, which this process has made.
         to = control.addressee(parts[-1]) if topic == _CONTROL else None
-        return self._door.seal(topic, parts, to)
+        return self._admission.seal(topic, parts, to)
 
     def open(self, topic: str, data: Any) -> memoryview | None:
-        opened = self._door.open(topic, data, time.monotonic())
+        opened = self._admission.open(topic, data, time.monotonic())
         if opened is None:
             return None
         plain, self._entry = opened
@@ -81,14 +81,14 @@ class ControllerSide:
             raise FrameError("identity", f"{name} speaks for client {sender}, which the allow list does not give it")
 
 
-class MemberSide:
+class MemberCipher:
     """Of everybody else."""
 
-    def __init__(self, applicant: Applicant) -> None:
-        self._applicant = applicant
-        self._seal = Seal(applicant.job, applicant.ranks, applicant.session)
-        self._openers: dict[str, Opener] = {}  # by topic
-        applicant.on_removed = self._remove
+    def __init__(self, client: JoinClient) -> None:
+        self._client = client
+        self._seal = SessionCipher(client.job, client.ranks, client.session)
+        self._decryptors: dict[str, StreamDecryptor] = {}  # by topic
+        client.on_removed = self._remove
 
     def _remove(self, sessions: Collection[bytes]) -> None:
         for session in sessions:
@@ -96,23 +96,23 @@ class MemberSide:
 
     @property
     def is_in(self) -> bool:
-        return self._applicant.keys is not None
+        return self._client.keys is not None
 
-    def seal(self, topic: str, parts: Sequence[Any]) -> Envelope | None:
-        if self._applicant.refusal:
-            raise JoinRefused(self._applicant.refusal)
-        return self._applicant.seal(topic, parts) if topic in _FROM_MEMBERS else None
+    def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
+        if self._client.refusal:
+            raise JoinRefused(self._client.refusal)
+        return self._client.seal(topic, parts) if topic in _FROM_MEMBERS else None
 
     def open(self, topic: str, data: Any) -> memoryview | None:
-        if not self._applicant.ranks.is_in:
-            return self._applicant.open(topic, data, time.monotonic())
-        opener = self._openers.get(topic)  # an observer of ranks: nobody has to prove to it that he is alive
-        if opener is None:
-            opener = self._openers[topic] = self._seal.opener(topic, ignores_own=True)
-        return opener.open(data).data
+        if not self._client.ranks.is_in:
+            return self._client.open(topic, data, time.monotonic())
+        decryptor = self._decryptors.get(topic)  # an observer of ranks: nobody has to prove to it that he is alive
+        if decryptor is None:
+            decryptor = self._decryptors[topic] = self._seal.decryptor(topic, ignores_own=True)
+        return decryptor.open(data).data
 
     def check(self, topic: str, sample: Any) -> None:
-        if self._applicant.ranks.is_in:
+        if self._client.ranks.is_in:
             return
         if topic != _COMMANDS and frames.sender_of(sample.data) != frames.CONTROLLER:
             raise FrameError("identity", "the controller speaks for somebody else")
@@ -121,12 +121,12 @@ class MemberSide:
 class IdentityWriter(MatchedWhileIn, Writer):
     """Seals every sample for whom it is for. While there is nobody that it could be for, it counts as not matched."""
 
-    def __init__(self, topic: Topic, wire: Writer, fast: bool, side: Side) -> None:
+    def __init__(self, topic: Topic, wire: Writer, fast: bool, cipher: IdentityCipher) -> None:
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
-        self._entrance = self._side = side
-        self.unsaid = 0  # samples that nobody could be told
+        self._key_gate = self._cipher = cipher
+        self.unsent = 0  # samples that nobody could be told
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
         """See :meth:`.dds.Writer.write`. What nobody can be told is gone: actors say it again when they are in."""
@@ -134,9 +134,9 @@ class IdentityWriter(MatchedWhileIn, Writer):
             sample: tuple[Any, ...] = (self.idl_type.prefix(*fields, sum(map(len, parts))), *parts)
         else:
             sample = (self.idl_type(*fields).serialize(),)
-        sealed = self._side.seal(self.topic.name, sample)
+        sealed = self._cipher.seal(self.topic.name, sample)
         if sealed is None:
-            self.unsaid += 1
+            self.unsent += 1
             return True
         return self._wire.write_sealed(self._clear, fields, parts, lambda fields, parts: sealed)
 
@@ -153,10 +153,10 @@ class IdentityWriter(MatchedWhileIn, Writer):
 class IdentityReader(MatchedWhileIn, Reader):
     """Opens what is for this process."""
 
-    def __init__(self, topic: Topic, wire: Reader, side: Side) -> None:
+    def __init__(self, topic: Topic, wire: Reader, cipher: IdentityCipher) -> None:
         super().__init__(topic, wire.entity, fast=False)
         self._wire = wire
-        self._entrance = self._side = side
+        self._key_gate = self._cipher = cipher
 
     def delete(self) -> None:
         """See :meth:`.endpoints.SealedReader.delete`."""
@@ -166,15 +166,15 @@ class IdentityReader(MatchedWhileIn, Reader):
         """See :meth:`.dds.Reader.take`: envelopes as they came."""
         return self._wire.take(limit)
 
-    def typed(self, raw: Any) -> Any:
-        """See :meth:`.dds.Reader.typed`. Opened one by one, so that each is used while it is in the processor's caches.
+    def decode(self, raw: Any) -> Any:
+        """See :meth:`.dds.Reader.decode`. Each is opened just before its use, in the processor's caches.
 
         Raises:
-            FrameError: as :meth:`Side.open` and :meth:`Side.check`.
+            FrameError: as :meth:`IdentityCipher.open` and :meth:`IdentityCipher.check`.
         """
-        plain = self._side.open(self.topic.name, self._wire.octets(raw))
+        plain = self._cipher.open(self.topic.name, self._wire.octets(raw))
         if plain is None:
             return None
         sample = self.idl_type.deserialize(plain)
-        self._side.check(self.topic.name, sample)
+        self._cipher.check(self.topic.name, sample)
         return sample

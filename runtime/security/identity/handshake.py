@@ -17,12 +17,12 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.identity.join_messages import (
     Beacon,
-    Confirm,
-    Hello,
+    JoinConfirm,
+    JoinHello,
+    JoinRefusal,
+    JoinWelcome,
     Message,
-    Refusal,
-    Signed,
-    Welcome,
+    SignedMessage,
     pack,
 )
 from gradbus.runtime.security.identity.key import NodeKey, verified
@@ -30,7 +30,7 @@ from gradbus.runtime.security.job_key import derive
 
 NONCE_BYTES = 32
 _WORDS: dict[type[Message], bytes] = {
-    Beacon: b"beacon", Hello: b"hello", Welcome: b"welcome", Confirm: b"confirm", Refusal: b"refusal"
+    Beacon: b"beacon", JoinHello: b"hello", JoinWelcome: b"welcome", JoinConfirm: b"confirm", JoinRefusal: b"refusal"
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def signed(job: str, key: NodeKey, message: Message, said: bytes | None = None) 
     return packed + key.sign(_text(job, type(message), packed if said is None else said))
 
 
-def check(job: str, one: Signed, public: bytes, said: bytes | None = None) -> None:
+def check(job: str, one: SignedMessage, public: bytes, said: bytes | None = None) -> None:
     """Raises FrameError: ``signature``: it was not signed with this key, for this job."""
     if not verified(public, one.signature, _text(job, type(one.message), one.said if said is None else said)):
         kind = _WORDS[type(one.message)].decode()
@@ -89,13 +89,13 @@ def _exchange(private: X25519PrivateKey, public: bytes) -> bytes:
         raise FrameError("join", "an ephemeral key that gives no secret") from None
 
 
-def _transcript(hello: Signed, welcome_said: bytes) -> bytes:
+def _transcript(hello: SignedMessage, welcome_said: bytes) -> bytes:
     whole = hello.whole
     return hashlib.sha256(b"gradbus/1 join\0" + len(whole).to_bytes(4, "little") + whole + welcome_said).digest()
 
 
 def answer(
-    job: str, key: NodeKey, hello: Signed, *, session: bytes, start: int, epoch: int, nonce: bytes
+    job: str, key: NodeKey, hello: SignedMessage, *, session: bytes, start: int, epoch: int, nonce: bytes
 ) -> tuple[bytes, Secrets]:
     """The controller's Welcome to a Hello that was checked, and what both will share.
 
@@ -103,15 +103,17 @@ def answer(
         FrameError: ``join``: its ephemeral key is none.
     """
     said = hello.message
-    assert isinstance(said, Hello)
+    assert isinstance(said, JoinHello)
     private = X25519PrivateKey.generate()
     shared = _exchange(private, said.ephemeral)
-    welcome = Welcome(said.session, session, start, epoch, nonce, private.public_key().public_bytes_raw())
+    welcome = JoinWelcome(said.session, session, start, epoch, nonce, private.public_key().public_bytes_raw())
     transcript = _transcript(hello, pack(welcome))
     return signed(job, key, welcome, transcript), _secrets(shared, transcript)
 
 
-def accept(job: str, key: NodeKey, hello: Signed, private: X25519PrivateKey, welcome: Signed) -> tuple[bytes, Secrets]:
+def accept(
+    job: str, key: NodeKey, hello: SignedMessage, private: X25519PrivateKey, welcome: SignedMessage
+) -> tuple[bytes, Secrets]:
     """The node's Confirm to the Welcome that answers its own Hello, and what both share.
 
     Args:
@@ -121,20 +123,22 @@ def accept(job: str, key: NodeKey, hello: Signed, private: X25519PrivateKey, wel
         FrameError: ``signature``: it is not from the controller whose key is pinned, or answers another Hello.
     """
     asked, said = hello.message, welcome.message
-    assert isinstance(asked, Hello)
-    assert isinstance(said, Welcome)
+    assert isinstance(asked, JoinHello)
+    assert isinstance(said, JoinWelcome)
     transcript = _transcript(hello, welcome.said)
     check(job, welcome, asked.pinned, transcript)
     secrets = _secrets(_exchange(private, said.ephemeral), transcript)
-    confirm = Confirm(said.session, asked.session, secrets.tag)
+    confirm = JoinConfirm(said.session, asked.session, secrets.tag)
     return signed(job, key, confirm, transcript + welcome.signature + secrets.tag), secrets
 
 
-def check_confirm(job: str, confirm: Signed, hello: Signed, secrets: Secrets, welcome_signature: bytes) -> None:
+def check_confirm(
+    job: str, confirm: SignedMessage, hello: SignedMessage, secrets: Secrets, welcome_signature: bytes
+) -> None:
     """Raises FrameError: ``signature``: it is not from the node that said this Hello and heard this Welcome."""
     said, asked = confirm.message, hello.message
-    assert isinstance(said, Confirm)
-    assert isinstance(asked, Hello)
+    assert isinstance(said, JoinConfirm)
+    assert isinstance(asked, JoinHello)
     if not hmac.compare_digest(said.tag, secrets.tag):
         raise FrameError("signature", f"a confirm of {asked.name} that was made without the keys of this exchange")
     check(job, confirm, asked.public, secrets.transcript + welcome_signature + secrets.tag)

@@ -15,27 +15,27 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import Envelope
+from gradbus.runtime.security.encryption import OutboundEnvelope
 from gradbus.runtime.security.identity import handshake, key_epoch
 from gradbus.runtime.security.identity.allow_list import ROLES, Ids, Role
-from gradbus.runtime.security.identity.beacons import Beacons, Heard
+from gradbus.runtime.security.identity.beacons import AnnouncedController, Beacons
 from gradbus.runtime.security.identity.handshake import Secrets
 from gradbus.runtime.security.identity.join_messages import (
     JOIN_TOPIC,
     MAGIC,
     Beacon,
-    Hello,
-    Refusal,
-    Signed,
-    Welcome,
+    JoinHello,
+    JoinRefusal,
+    JoinWelcome,
+    SignedMessage,
     parse,
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.membership_keys import MembershipKeys
 from gradbus.runtime.security.identity.rank_keys import RankKeys
-from gradbus.runtime.security.identity.shared_keys import IncomingStreams, SharedKey
+from gradbus.runtime.security.identity.shared_keys import InboundStreams, SharedKey
 from gradbus.runtime.security.identity.stamp import Stamps
-from gradbus.runtime.security.token_bucket import Budget
+from gradbus.runtime.security.token_bucket import TokenBucket
 from gradbus.runtime.wire.messages import new_incarnation
 
 # A Hello that has led to nothing is followed by another one, later each time: the answer to the one before is worth
@@ -62,16 +62,16 @@ class _Asked:
         secrets: what came of the exchange, until the keys made of it have taken their place.
     """
 
-    hello: Signed
+    hello: SignedMessage
     private: X25519PrivateKey | None
     controller: bytes
     start: int
     at_s: float
     secrets: Secrets | None = None
-    down: IncomingStreams | None = None
+    down: InboundStreams | None = None
 
 
-class Applicant:
+class JoinClient:
     """Of one start of a node. Only the receive thread uses it, but for :meth:`seal`.
 
     Attributes:
@@ -112,8 +112,8 @@ class Applicant:
         self._lacks = False
         self._ask_s = ASK_S
         self._newest = (b"", -1)  # controller and epoch of the newest key
-        self._heard_s = self._joined_s = 0.0
-        self._checks = Budget(CHECKS_PER_S, CHECKS_AT_ONCE)
+        self._last_seen_s = self._joined_s = 0.0
+        self._checks = TokenBucket(CHECKS_PER_S, CHECKS_AT_ONCE)
 
     @property
     def is_busy(self) -> bool:
@@ -131,7 +131,7 @@ class Applicant:
 
     # What is sealed
 
-    def seal(self, topic: str, parts: Sequence[Any]) -> Envelope | None:
+    def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
         """An envelope for the controller; None: this node has not joined yet, or may not speak."""
         keys = self.keys
         if keys is None or self.role == "observer":
@@ -160,7 +160,7 @@ class Applicant:
         else:
             plain = self.keys.open_group(topic, header, view)
         if plain is not None:
-            self._heard_s = now_s
+            self._last_seen_s = now_s
         return plain
 
     def _note_lack(self) -> None:
@@ -168,14 +168,14 @@ class Applicant:
 
     # Joining
 
-    def hear_beacon(self, data: memoryview, source: int, now_s: float) -> list[bytes]:
+    def receive_beacon(self, data: memoryview, source: int, now_s: float) -> list[bytes]:
         """A controller says that it is there. ``source``: handle of its DDS writer. What to say.
 
         Raises:
             FrameError: it was not taken, with a ``reason`` to count it by.
         """
         joined = None if self._joined is None else self._joined.controller
-        heard = self._beacons.hear(data, source, joined, now_s)
+        heard = self._beacons.receive(data, source, joined, now_s)
         if heard is None:
             return []
         if heard.beacon.public != self.pinned:
@@ -191,7 +191,7 @@ class Applicant:
         """Whether a node that looks for a controller asks this one at once: that before it may be a recording."""
         return self._joined is None and asked.secrets is None and by.start > asked.start
 
-    def _check_budget(self, now_s: float) -> None:
+    def _take_check(self, now_s: float) -> None:
         if not self._checks.take(now_s):
             raise FrameError("busy", "more signatures came than are checked in a second")
 
@@ -220,7 +220,7 @@ class Applicant:
         target.asked_s = now_s
         self._attempts += 1
         private = X25519PrivateKey.generate()
-        hello = Hello(
+        hello = JoinHello(
             self.session, target.beacon.session, self.start, self._attempts, secrets.token_bytes(handshake.NONCE_BYTES),
             private.public_key().public_bytes_raw(), self.key.public, self.pinned, ROLES.index(self.role),
             self.key.name,
@@ -234,33 +234,35 @@ class Applicant:
             self._asked = _Asked(parse(memoryview(packed)), private, beacon.session, beacon.start, now_s)
         return [packed]
 
-    def _may_be_next(self, heard: Heard, joined: Heard | None, now_s: float, alive: Callable[[int], bool]) -> bool:
+    def _may_be_next(
+        self, heard: AnnouncedController, joined: AnnouncedController | None, now_s: float, alive: Callable[[int], bool]
+    ) -> bool:
         """Whether one may be asked by a node that has joined a controller."""
         if heard is joined:
             return self._lacks and now_s - self._joined_s > self._ask_s
-        is_silent = now_s - self._heard_s > SILENT_S
+        is_silent = now_s - self._last_seen_s > SILENT_S
         if joined is not None and joined.is_there(alive):
             is_later = heard.beacon.start > joined.beacon.start  # others are those before it, or recordings of them
             return is_silent and is_later and now_s - heard.since_s > LATER_S
         return is_silent or joined is not None
 
-    def hear(self, data: memoryview, now_s: float) -> list[bytes]:
+    def receive(self, data: memoryview, now_s: float) -> list[bytes]:
         """A message of the topic of joining. What to answer.
 
         Raises:
             FrameError: it was not taken, with a ``reason`` to count it by.
         """
         if data[:4] != MAGIC:
-            return self._hear_keys(data, now_s)
+            return self._receive_keys(data, now_s)
         signed = parse(data)
         match signed.message:
-            case Welcome(to=self.session, session=session) if self._asked and self._asked.controller == session:
-                return self._hear_welcome(signed, self._asked, now_s)
-            case Refusal(to=self.session) as refusal:
+            case JoinWelcome(to=self.session, session=session) if self._asked and self._asked.controller == session:
+                return self._receive_welcome(signed, self._asked, now_s)
+            case JoinRefusal(to=self.session) as refusal:
                 digests = {hashlib.sha256(one.hello.whole).digest() for one in (self._asked, self._joined) if one}
                 if refusal.hello in digests:
                     self._stamps.check(signed, self.pinned)
-                    self._check_budget(now_s)
+                    self._take_check(now_s)
                     handshake.check(self.job, signed, self.pinned)
                     self.refusal, self._asked = refusal.why, None
                     self.on_joined()
@@ -268,18 +270,18 @@ class Applicant:
                 pass  # for others
         return []
 
-    def _hear_welcome(self, signed: Signed, asked: _Asked, now_s: float) -> list[bytes]:
+    def _receive_welcome(self, signed: SignedMessage, asked: _Asked, now_s: float) -> list[bytes]:
         if asked.private is None:
             raise FrameError("replay", "a second welcome to one hello")
         self._stamps.check(signed, self.pinned, asked.hello)  # forgeries take nothing of what is checked in a second
-        self._check_budget(now_s)
+        self._take_check(now_s)
         confirm, asked.secrets = handshake.accept(self.job, self.key, asked.hello, asked.private, signed)
         asked.private = None
-        asked.down = IncomingStreams(SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.down), asked.controller)
+        asked.down = InboundStreams(SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.down), asked.controller)
         asked.at_s = now_s
         return [confirm]
 
-    def _hear_keys(self, data: memoryview, now_s: float) -> list[bytes]:
+    def _receive_keys(self, data: memoryview, now_s: float) -> list[bytes]:
         """Keys from the controller, under those that this node has with it."""
         view = memoryview(data).cast("B")
         header = envelope.parse(view)
@@ -299,16 +301,16 @@ class Applicant:
             word = key_epoch.parse(keys.open_keys(JOIN_TOPIC, header, view))
         else:
             return []  # for others
-        self._heard_s = now_s
+        self._last_seen_s = now_s
         newest, self._newest = self._newest, (keys.controller, word.epoch)
         if newest != self._newest:
             self._ask_s = ASK_S
         elif keys is not self.keys:
             self._ask_s = min(LONGEST_ASK_S, 2 * self._ask_s)
-        if isinstance(word, key_epoch.Handed):
+        if isinstance(word, key_epoch.KeyGrant):
             keys.take(word, now_s)
             self.controller_participant = word.participant
-        elif isinstance(word, key_epoch.HandedToRanks):
+        elif isinstance(word, key_epoch.RankKeyGrant):
             self.ids = word.ids
             self.on_removed(set(word.removed) - {self.session})
             group = SharedKey(self.job, envelope.GROUP, word.epoch, word.secret)
@@ -318,7 +320,7 @@ class Applicant:
         self.keys = keys
         if is_other:
             self.on_joined()
-        return [keys.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(key_epoch.Have(word.epoch, self.participant)),))]
+        return [keys.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(key_epoch.KeyAck(word.epoch, self.participant)),))]
 
     def tick(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
         """Do what it is time for. ``alive``: whether DDS still sees the writer of a beacon. What to say."""

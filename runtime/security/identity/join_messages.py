@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 1024
 _HEAD = struct.Struct("<4sBBH")  # magic, version, kind, bytes of the text
 
 
-class Kind(IntEnum):
+class JoinKind(IntEnum):
     """Of messages."""
 
     BEACON = 1
@@ -46,7 +46,7 @@ class Beacon(NamedTuple):
     public: bytes
 
 
-class Hello(NamedTuple):
+class JoinHello(NamedTuple):
     """Node to controller: I want to take part.
 
     Attributes:
@@ -69,7 +69,7 @@ class Hello(NamedTuple):
     name: str
 
 
-class Welcome(NamedTuple):
+class JoinWelcome(NamedTuple):
     """Controller to one node: prove that it is you. Its signature is over the whole of this and of the Hello."""
 
     to: bytes
@@ -80,7 +80,7 @@ class Welcome(NamedTuple):
     ephemeral: bytes
 
 
-class Confirm(NamedTuple):
+class JoinConfirm(NamedTuple):
     """Node to controller: its signature is over all before, and ``tag`` shows that it has the keys."""
 
     controller: bytes
@@ -88,7 +88,7 @@ class Confirm(NamedTuple):
     tag: bytes
 
 
-class Refusal(NamedTuple):
+class JoinRefusal(NamedTuple):
     """Controller to one node: no, and why. ``hello``: SHA-256 of what is answered."""
 
     to: bytes
@@ -97,20 +97,20 @@ class Refusal(NamedTuple):
     why: str
 
 
-Message = Beacon | Hello | Welcome | Confirm | Refusal
-_BODIES: dict[Kind, tuple[type[Message], struct.Struct]] = {
-    Kind.BEACON: (Beacon, struct.Struct("<16sQ32s")),
-    Kind.HELLO: (Hello, struct.Struct("<16s16sQI32s32s32s32sB")),
-    Kind.WELCOME: (Welcome, struct.Struct("<16s16sQI32s32s")),
-    Kind.CONFIRM: (Confirm, struct.Struct("<16s16s32s")),
-    Kind.REFUSAL: (Refusal, struct.Struct("<16s16s32s")),
+Message = Beacon | JoinHello | JoinWelcome | JoinConfirm | JoinRefusal
+_BODIES: dict[JoinKind, tuple[type[Message], struct.Struct]] = {
+    JoinKind.BEACON: (Beacon, struct.Struct("<16sQ32s")),
+    JoinKind.HELLO: (JoinHello, struct.Struct("<16s16sQI32s32s32s32sB")),
+    JoinKind.WELCOME: (JoinWelcome, struct.Struct("<16s16sQI32s32s")),
+    JoinKind.CONFIRM: (JoinConfirm, struct.Struct("<16s16s32s")),
+    JoinKind.REFUSAL: (JoinRefusal, struct.Struct("<16s16s32s")),
 }
-_TEXTS = {Kind.HELLO: MAX_NAME_BYTES, Kind.REFUSAL: MAX_WHY_BYTES}  # kinds that end with a text
-_STAMPED = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)  # messages from one to one
+_TEXTS = {JoinKind.HELLO: MAX_NAME_BYTES, JoinKind.REFUSAL: MAX_WHY_BYTES}  # kinds that end with a text
+_STAMPED = (JoinKind.HELLO, JoinKind.WELCOME, JoinKind.REFUSAL)  # messages from one to one
 _KINDS = {body: kind for kind, (body, _) in _BODIES.items()}
 
 
-class Signed(NamedTuple):
+class SignedMessage(NamedTuple):
     """A message as it came.
 
     Attributes:
@@ -140,7 +140,7 @@ def pack(message: Message) -> bytes:
     return _HEAD.pack(MAGIC, VERSION, kind, len(text)) + _BODIES[kind][1].pack(*fields) + text
 
 
-def parse(data: memoryview) -> Signed:
+def parse(data: memoryview) -> SignedMessage:
     """The message in ``data``. Its signature and its stamp are not looked at.
 
     Raises:
@@ -153,7 +153,7 @@ def parse(data: memoryview) -> Signed:
         raise FrameError("not sealed", "a process of this job uses another level of security: set it alike for all")
     if version != VERSION or number not in _KINDS.values():
         raise FrameError("version", f"join message of version {version}, kind {number}; this program knows {VERSION}")
-    kind = Kind(number)
+    kind = JoinKind(number)
     body, layout = _BODIES[kind]
     end = _HEAD.size + layout.size + text_bytes
     signed = end + SIGNATURE_BYTES
@@ -166,6 +166,6 @@ def parse(data: memoryview) -> Signed:
             raise FrameError("join", f"{kind.name} with a text that is not one")
         fields = (*fields, text.decode("ascii"))
     message = body(*fields)
-    if isinstance(message, Hello) and message.role >= len(ROLES):
+    if isinstance(message, JoinHello) and message.role >= len(ROLES):
         raise FrameError("join", f"HELLO with role {message.role}, of {len(ROLES)}")
-    return Signed(message, bytes(data[:end]), bytes(data[end:signed]), bytes(data[signed:]))
+    return SignedMessage(message, bytes(data[:end]), bytes(data[end:signed]), bytes(data[signed:]))

@@ -1,6 +1,6 @@
 """Joining over DDS: the controller's beacon, what nodes and controller say to each other, and the clock.
 
-All on the receive thread of the bus. What a :class:`.Door` or an :class:`.Applicant` has to say goes out here.
+All on the receive thread of the bus. What a :class:`.Admission` or an :class:`.JoinClient` has to say goes out here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gradbus.runtime.dds.participant import IoThread, Periodic, Reader
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.security.identity.admission import Door
-from gradbus.runtime.security.identity.allow_list_watcher import ListFile
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.admission import Admission
+from gradbus.runtime.security.identity.allow_list_watcher import AllowListWatcher
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC
 from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import Message
@@ -42,7 +42,7 @@ BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ig
 class _JoinReader(Reader):
     """Gives what comes to the porter, and to the receiver only what is wrong with it."""
 
-    def __init__(self, wire: Reader, porter: Porter) -> None:
+    def __init__(self, wire: Reader, porter: JoinTransport) -> None:
         super().__init__(wire.topic, wire.entity, fast=False)
         self._wire = wire
         self._porter = porter
@@ -51,19 +51,19 @@ class _JoinReader(Reader):
         taken: list[tuple[Any, int]] = []
         for raw, source in self._wire.take(limit):
             try:
-                self._porter.hear(self.topic.name, memoryview(self._wire.typed(raw).data).cast("B"), source)
+                self._porter.receive(self.topic.name, memoryview(self._wire.decode(raw).data).cast("B"), source)
             except (FrameError, SampleError, ValueError, TypeError, OverflowError) as error:
                 taken.append((error, source))
         return taken
 
-    def typed(self, raw: Any) -> Any:
+    def decode(self, raw: Any) -> Any:
         raise raw
 
 
-class House(Protocol):
+class JoinHost(Protocol):
     """The participant that a porter works for."""
 
-    party: Door | Applicant
+    party: Admission | JoinClient
 
     def plain_writer(self, topic: Topic) -> Any:
         """A writer whose samples are not sealed here."""
@@ -75,21 +75,21 @@ class House(Protocol):
         """The controller does not let this process in, or it is a controller that must not go on."""
 
 
-class Porter:
+class JoinTransport:
     """Of one bus."""
 
-    def __init__(self, node: House, thread: IoThread, list_file: ListFile | None = None) -> None:
+    def __init__(self, node: JoinHost, thread: IoThread, list_watcher: AllowListWatcher | None = None) -> None:
         """Open the topics, and say what there is to say. ``list_file``: the controller's, looked at now and then."""
         self._node = node
         self._party = node.party
         self._thread = thread
-        self._list_file = list_file
+        self._list_watcher = list_watcher
         self._looked_s = self._ticked_s = time.monotonic()
-        self._is_pressing = False
+        self._is_polling = False
         self._writer = node.plain_writer(JOIN)
         reader = _JoinReader(node.plain_reader(JOIN), self)
         self._beacons: _JoinReader | None = None
-        if isinstance(self._party, Door):
+        if isinstance(self._party, Admission):
             events = self._party.events
             events.joined = lambda name, role: _tell(log.info, "joined", node=name, role=role)
             events.refused = lambda name, why: _tell(log.warning, "not let in", node=name, why=why)
@@ -97,7 +97,7 @@ class Porter:
             events.rotated = lambda epoch, why: _tell(log.info, "new epoch", epoch=epoch, why=why)
             # What is kept is the newest, and no reader that takes nothing can hold it up.
             self._beacon = node.plain_writer(replace(BEACON, keep_last=True))
-            self._say_beacon(self._party, self._ticked_s)
+            self._send_beacon(self._party, self._ticked_s)
         else:
             self._party.on_joined = self._on_joined
         self._beacons = _JoinReader(node.plain_reader(BEACON), self)
@@ -106,72 +106,72 @@ class Porter:
         thread.add_writer(self._writer)
         thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))
 
-    def hear(self, topic: str, data: memoryview, source: int) -> None:
+    def receive(self, topic: str, data: memoryview, source: int) -> None:
         """A sample of one of the topics. Raises FrameError."""
         now_s, party = time.monotonic(), self._party
-        if topic == JOIN_TOPIC or isinstance(party, Door):
-            self._say(party.hear(data, now_s))
+        if topic == JOIN_TOPIC or isinstance(party, Admission):
+            self._send(party.receive(data, now_s))
             return
         doubt = party.doubt
-        self._say(party.hear_beacon(data, source, now_s))
+        self._send(party.receive_beacon(data, source, now_s))
         if party.doubt != doubt:
             raise FrameError("other key", party.doubt)
 
-    def _say(self, said: Iterable[bytes]) -> None:
+    def _send(self, said: Iterable[bytes]) -> None:
         for data in said:
             self._writer.write((), (data,))
-        if self._is_busy and not self._is_pressing:
-            self._is_pressing = True
-            self._thread.add_periodic(Periodic(self._press, TICK_S))
+        if self._is_busy and not self._is_polling:
+            self._is_polling = True
+            self._thread.add_periodic(Periodic(self._poll, TICK_S))
 
     @property
     def _is_busy(self) -> bool:
-        return self._party.is_busy or (self._list_file is not None and self._list_file.is_changing)
+        return self._party.is_busy or (self._list_watcher is not None and self._list_watcher.is_changing)
 
-    def _press(self) -> bool:
+    def _poll(self) -> bool:
         """While an answer is waited for, or the list for its second look, look at the clock more often."""
-        self._turn()
-        self._is_pressing = self._is_busy
-        return self._is_pressing
+        self._advance()
+        self._is_polling = self._is_busy
+        return self._is_polling
 
     def _tick(self) -> bool:
-        self._turn()
+        self._advance()
         return True
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         now_s = time.monotonic()
         if now_s - self._ticked_s < TICK_S:
             return
         self._ticked_s = now_s
-        if isinstance(self._party, Applicant):
+        if isinstance(self._party, JoinClient):
             if self._beacons is not None and self._writer.matched:
-                self._say(self._party.tick(now_s, self._beacons.sources().__contains__))
+                self._send(self._party.tick(now_s, self._beacons.sources().__contains__))
             return
         if now_s - self._looked_s > LIST_S:
             self._looked_s = now_s
             self._look_at_list(self._party, now_s)
         if now_s - self._beacon_s > BEACON_S and not self._party.refusal:
-            self._say_beacon(self._party, now_s)
-        self._say(self._party.tick(now_s))
+            self._send_beacon(self._party, now_s)
+        self._send(self._party.tick(now_s))
 
-    def _say_beacon(self, door: Door, now_s: float) -> None:
+    def _send_beacon(self, admission: Admission, now_s: float) -> None:
         self._beacon_s = now_s
-        self._beacon.write((), (door.beacon,))
+        self._beacon.write((), (admission.beacon,))
 
-    def _look_at_list(self, door: Door, now_s: float) -> None:
+    def _look_at_list(self, admission: Admission, now_s: float) -> None:
         try:
-            allowed = None if self._list_file is None else self._list_file.news()
+            allowed = None if self._list_watcher is None else self._list_watcher.news()
         except ConfigError as error:
             _tell(log.error, "allow list not read", reason=str(error), effect="the one before stays in force")
             return
         if allowed is None:
             return
         _tell(log.info, "allow list read", nodes=len(allowed.entries))
-        self._say(door.allow(allowed, now_s))
+        self._send(admission.allow(allowed, now_s))
 
     def _on_joined(self) -> None:
         party = self._party
-        assert isinstance(party, Applicant)
+        assert isinstance(party, JoinClient)
         if party.refusal:
             _tell(log.error, "not let in", node=party.key.name, why=party.refusal)
             self._node.refused()

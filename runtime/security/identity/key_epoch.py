@@ -32,7 +32,7 @@ _RANGE = struct.Struct("<II")
 MAX_REMOVED = 2048  # sessions of one line: two for each rank that a group can have
 
 
-class Handed(NamedTuple):
+class KeyGrant(NamedTuple):
     """Controller to one member, under their own key: the key of an epoch.
 
     Attributes:
@@ -49,10 +49,10 @@ class Handed(NamedTuple):
     participant: bytes = bytes(PARTICIPANT_BYTES)
 
     def __repr__(self) -> str:
-        return f"Handed(epoch={self.epoch}, floors={self.floors}, said={self.said})"
+        return f"KeyGrant(epoch={self.epoch}, floors={self.floors}, said={self.said})"
 
 
-class HandedToRanks(NamedTuple):
+class RankKeyGrant(NamedTuple):
     """Giver of the keys to one process of a job of ranks, under their own key: the key of an epoch.
 
     Attributes:
@@ -67,10 +67,10 @@ class HandedToRanks(NamedTuple):
     removed: tuple[bytes, ...]
 
     def __repr__(self) -> str:
-        return f"HandedToRanks(epoch={self.epoch}, ids={self.ids})"
+        return f"RankKeyGrant(epoch={self.epoch}, ids={self.ids})"
 
 
-class Have(NamedTuple):
+class KeyAck(NamedTuple):
     """Member to controller, under their own key: I have the key of that epoch. ``participant``: what the GUIDs of the
     member's DDS participant begin with."""
 
@@ -78,14 +78,14 @@ class Have(NamedTuple):
     participant: bytes = bytes(PARTICIPANT_BYTES)
 
 
-Word = Handed | HandedToRanks | Have
+KeyMessage = KeyGrant | RankKeyGrant | KeyAck
 
 
-def pack(word: Word) -> bytes:
+def pack(word: KeyMessage) -> bytes:
     """Bytes of what is said about keys."""
-    if isinstance(word, Have):
+    if isinstance(word, KeyAck):
         return _HAVE_BODY.pack(VERSION, _HAVE, 0, word.epoch, word.participant)
-    if isinstance(word, HandedToRanks):
+    if isinstance(word, RankKeyGrant):
         removed = word.removed[-MAX_REMOVED:]
         head = _RANK_HEAD.pack(VERSION, _RANK_KEYS, 0, word.epoch, word.secret, len(word.ids), len(removed))
         return b"".join((head, *(_RANGE.pack(*one) for one in word.ids), *removed))
@@ -94,22 +94,22 @@ def pack(word: Word) -> bytes:
     )  # fmt: skip
 
 
-def parse(data: memoryview) -> Word:
+def parse(data: memoryview) -> KeyMessage:
     """What is said about keys. Raises FrameError: ``join``."""
     if len(data) >= _RANK_HEAD.size and data[1] == _RANK_KEYS:
         return _parse_for_ranks(data)
     if len(data) == _HAVE_BODY.size:
         version, kind, reserved, epoch, participant = _HAVE_BODY.unpack(data)
         if (version, kind, reserved) == (VERSION, _HAVE, 0):
-            return Have(epoch, participant)
+            return KeyAck(epoch, participant)
     if len(data) == _KEYS_BODY.size:
         version, kind, reserved, epoch, secret, a, b, c, command, other, participant = _KEYS_BODY.unpack(data)
         if (version, kind, reserved) == (VERSION, _KEYS, 0):
-            return Handed(epoch, secret, (a, b, c), (command, other), participant)
+            return KeyGrant(epoch, secret, (a, b, c), (command, other), participant)
     raise FrameError("join", f"{len(data)} bytes that say nothing about keys, or in another version")
 
 
-def _parse_for_ranks(data: memoryview) -> HandedToRanks:
+def _parse_for_ranks(data: memoryview) -> RankKeyGrant:
     version, _, reserved, epoch, secret, ranges, count = _RANK_HEAD.unpack_from(data)
     ids_end = _RANK_HEAD.size + ranges * _RANGE.size
     end = ids_end + count * envelope.SESSION_BYTES
@@ -117,7 +117,7 @@ def _parse_for_ranks(data: memoryview) -> HandedToRanks:
         raise FrameError("join", f"{len(data)} bytes with a key for ranks, of version {version}, of {end} bytes")
     ids = tuple(_RANGE.iter_unpack(data[_RANK_HEAD.size : ids_end]))
     sessions = range(ids_end, end, envelope.SESSION_BYTES)
-    return HandedToRanks(epoch, secret, ids, tuple(bytes(data[at : at + envelope.SESSION_BYTES]) for at in sessions))
+    return RankKeyGrant(epoch, secret, ids, tuple(bytes(data[at : at + envelope.SESSION_BYTES]) for at in sessions))
 
 
 def first_epoch() -> int:

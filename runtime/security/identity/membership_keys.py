@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import key_epoch
-from gradbus.runtime.security.identity.broadcast_signature import Listener
-from gradbus.runtime.security.identity.key_epoch import Handed
-from gradbus.runtime.security.identity.shared_keys import IncomingStreams, OutgoingStreams, SharedKey
+from gradbus.runtime.security.identity.broadcast_signature import BroadcastVerifier
+from gradbus.runtime.security.identity.key_epoch import KeyGrant
+from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams, SharedKey
 
 FORMER_S = 60.0  # the longest that the key of the former epoch is kept, however long a round takes
 FORMER_COMMANDS = 2  # it goes with the second command of the new epoch: what belongs to the round before has come then
@@ -22,76 +22,76 @@ class MembershipKeys:
     """
 
     def __init__(  # noqa: PLR0913 - what one grant of the controller brings
-        self, job: str, session: bytes, controller: bytes, public: bytes, up: SharedKey, down: IncomingStreams,
+        self, job: str, session: bytes, controller: bytes, public: bytes, up: SharedKey, down: InboundStreams,
         former: MembershipKeys | None, now_s: float,
     ) -> None:  # fmt: skip
         """``session``: of this node. ``controller``, ``public``: session and key of the controller. ``former``: what
         it was given before. From the same controller, that goes on to count for a while; from an earlier start of it,
         it does not."""
         self.controller = controller
-        self.outgoing = OutgoingStreams(up, session)
+        self.outgoing = OutboundStreams(up, session)
         self._job = job
         self._down = [down]
         self._down_until_s = now_s + key_epoch.GRACE_S
-        self._epochs: dict[bytes, IncomingStreams] = {}
-        self._newest: IncomingStreams | None = None
+        self._epochs: dict[bytes, InboundStreams] = {}
+        self._newest: InboundStreams | None = None
         self._commands = 0  # heard in the newest epoch
         self._former_until_s = 0.0
-        self._listener = Listener(job, public, controller)
+        self._verifier = BroadcastVerifier(job, public, controller)
         self._has_floors = False
         if former is not None and former.controller == controller:
             self._down.append(former._down[0])
             self._epochs, self._newest, self._commands = former._epochs, former._newest, former._commands
             self._former_until_s = former._former_until_s
-            self._listener, self._has_floors = former._listener, True
+            self._verifier, self._has_floors = former._verifier, True
 
     @property
     def epoch(self) -> int:
         """The newest one; 0: there is none."""
         return 0 if self._newest is None else self._newest.key.epoch
 
-    def is_own(self, header: Header) -> bool:
+    def is_own(self, header: EnvelopeHeader) -> bool:
         """Whether an envelope is under a key that this node has with the controller."""
         return any(streams.key.key_id == header.key_id for streams in self._down)
 
-    def has(self, header: Header) -> bool:
+    def has(self, header: EnvelopeHeader) -> bool:
         """Whether it is under the key of an epoch that this node has."""
         return header.key_id in self._epochs
 
-    def open_keys(self, topic: str, header: Header, view: memoryview) -> memoryview:
+    def open_keys(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview:
         """What the controller has said to this node. Raises FrameError."""
         streams = next(one for one in self._down if one.key.key_id == header.key_id)
         return streams.open(topic, header, view)
 
-    def open_own(self, topic: str, header: Header, view: memoryview) -> memoryview | None:
+    def open_own(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview | None:
         """The same; None: it is for somebody else, or from somebody else. Raises FrameError."""
         return self.open_keys(topic, header, view) if self.is_own(header) else None
 
-    def open_group(self, topic: str, header: Header, view: memoryview) -> memoryview:
+    def open_group(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview:
         """What the controller has said to all. Raises FrameError."""
         if topic not in key_epoch.TOPICS:
             raise FrameError("level", f"an envelope for all on {topic}, where the controller says nothing")
         streams = self._epochs[header.key_id]
         plain = streams.open(topic, header, view)
         if topic != key_epoch.MODELS:  # those are signed as a whole
-            plain = self._listener.heard(topic, plain)
+            plain = self._verifier.heard(topic, plain)
         if topic == key_epoch.COMMANDS and streams is self._newest:
             self._commands += 1
             if self._commands >= FORMER_COMMANDS:
                 self._drop_former()
         return plain
 
-    def take(self, word: Handed, now_s: float) -> None:
+    def take(self, word: KeyGrant, now_s: float) -> None:
         """The key of an epoch has come."""
         if not self._has_floors:
             self._has_floors = True
-            self._listener.start_above(key_epoch.COMMANDS, word.said[0])
-            self._listener.start_above(key_epoch.CONTROL, word.said[1])
+            self._verifier.start_above(key_epoch.COMMANDS, word.said[0])
+            self._verifier.start_above(key_epoch.CONTROL, word.said[1])
         key = SharedKey(self._job, envelope.GROUP, word.epoch, word.secret)
         if key.key_id in self._epochs or word.epoch < self.epoch:
             return
         # Every member has this key. What was opened before, the signed numbers tell, and of models the frames' own.
-        streams = IncomingStreams(key, self.controller, remembers=False)
+        streams = InboundStreams(key, self.controller, remembers=False)
         for topic, floor in zip(key_epoch.TOPICS, word.floors, strict=True):
             streams.start_above(topic, floor)
         self._drop_former()

@@ -13,15 +13,15 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.identity import model_signature
-from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.endpoints import (
-    ControllerSide,
+    ControllerCipher,
+    IdentityCipher,
     IdentityReader,
     IdentityWriter,
-    MemberSide,
-    Side,
+    MemberCipher,
 )
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.wire.frames import FrameKey
 
 _NAMES = frozenset(topic.name for topic in TOPICS.values())
@@ -33,34 +33,34 @@ class ControllerStanding(Standing):
     role = "controller"
     signs_models = True
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
 
     @property
     def refusal(self) -> str:
-        return self._door.refusal
+        return self._admission.refusal
 
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
-        door = self._door
-        epoch = door.group.key.epoch
-        return model_signature.sign_model(door.job, door.key, door.session, epoch, key, flags, payload)
+        admission = self._admission
+        epoch = admission.group.key.epoch
+        return model_signature.sign_model(admission.job, admission.key, admission.session, epoch, key, flags, payload)
 
 
 class MemberStanding(Standing):
     """Of everybody else."""
 
-    def __init__(self, applicant: Applicant) -> None:
-        self.role = applicant.role
-        self._applicant = applicant
+    def __init__(self, client: JoinClient) -> None:
+        self.role = client.role
+        self._client = client
 
     @property
     def refusal(self) -> str:
-        return self._applicant.refusal
+        return self._client.refusal
 
     def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:
-        keys, applicant = self._applicant.keys, self._applicant
+        keys, client = self._client.keys, self._client
         controller, newest = (b"", 0) if keys is None else (keys.controller, keys.epoch)
-        model_signature.check_model(applicant.job, applicant.pinned, controller, newest, key, flags, total_bytes)
+        model_signature.check_model(client.job, client.pinned, controller, newest, key, flags, total_bytes)
 
 
 class IdentityNode(Node):
@@ -68,7 +68,7 @@ class IdentityNode(Node):
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
-        party: Door | Applicant, start: Callable[[IdentityNode, IoThread], None],
+        party: Admission | JoinClient, start: Callable[[IdentityNode, IoThread], None],
     ) -> None:  # fmt: skip
         """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
@@ -77,22 +77,22 @@ class IdentityNode(Node):
         party.participant = self.prefix
         self._start = start
         self._retained: dict[str, int] = {}
-        self._side: Side
-        if isinstance(party, Door):
-            self.standing, self._side = ControllerStanding(party), ControllerSide(party)
+        self._cipher: IdentityCipher
+        if isinstance(party, Admission):
+            self.standing, self._cipher = ControllerStanding(party), ControllerCipher(party)
             party.retained = lambda topic: self._retained.get(topic, 0)
         else:
-            self.standing, self._side = MemberStanding(party), MemberSide(party)
+            self.standing, self._cipher = MemberStanding(party), MemberCipher(party)
 
     def start(self, thread: IoThread) -> None:
         """Let others in, or ask to be."""
         self._start(self, thread)
-        ForeignReaders(self, thread, self.members, knows_all=isinstance(self.party, Door))
+        ForeignReaders(self, thread, self.members, knows_all=isinstance(self.party, Admission))
 
     def members(self) -> set[bytes] | None:
         """See :class:`.foreign_readers.Members`. A client knows the controller alone, and has nothing to say to others:
         what other clients do not take in time, is not sent to them for a while."""
-        if isinstance(self.party, Door):
+        if isinstance(self.party, Admission):
             return self.party.participants
         known = self.party.controller_participant
         return {known} if known else None
@@ -106,12 +106,12 @@ class IdentityNode(Node):
         wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
         if topic.retained:
             self._retained[topic.name] = 1 if topic.keep_last else retained_samples
-        return IdentityWriter(topic, wire, self.fast, self._side)
+        return IdentityWriter(topic, wire, self.fast, self._cipher)
 
     def topic_reader(self, topic: Topic) -> IdentityReader:
         """See :meth:`.dds.Node.topic_reader`."""
         _check_topic(topic)
-        return IdentityReader(topic, super().topic_reader(wire_topic(topic)), self._side)
+        return IdentityReader(topic, super().topic_reader(wire_topic(topic)), self._cipher)
 
     def plain_writer(self, topic: Topic) -> Any:
         """A writer whose samples are not sealed here."""

@@ -10,10 +10,10 @@ from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import process_name
-from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList
-from gradbus.runtime.security.identity.allow_list_watcher import ListFile
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.allow_list_watcher import AllowListWatcher
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key import NodeKey, load_node_key, parse_public, public_text
 from gradbus.runtime.security.identity.rank_keys import RankKeys
 from gradbus.runtime.security.settings import Security
@@ -29,11 +29,11 @@ def read_identity(security: Security) -> tuple[NodeKey, bytes, AllowList | None]
     return key, pinned, None if file is None else file.allowed
 
 
-def _read(security: Security) -> tuple[NodeKey, bytes, ListFile | None]:
+def _read(security: Security) -> tuple[NodeKey, bytes, AllowListWatcher | None]:
     key = load_node_key(security.key_file)
     pinned = parse_public(security.controller_key, "bus.controller_key")
     if security.role == "worker":
-        return key, pinned, _list_of_giver(security, key, pinned)
+        return key, pinned, _list_of_issuer(security, key, pinned)
     if key.public != pinned:
         return key, pinned, None
     if security.role != "client":  # it is what a controller has in its settings as well
@@ -46,14 +46,14 @@ def _read(security: Security) -> tuple[NodeKey, bytes, ListFile | None]:
             f"{key.name} is the controller, as its key is bus.controller_key, and needs bus.allow_file: the list "
             f"of the nodes that it lets in. 'gradbus keys allow NAME PUBLIC_KEY --list FILE' makes one"
         )
-    return key, pinned, ListFile(security.allow_file)
+    return key, pinned, AllowListWatcher(security.allow_file)
 
 
 def _gives(security: Security, key: NodeKey, pinned: bytes) -> bool:
     return key.public == pinned if security.gives_keys is None else security.gives_keys
 
 
-def _list_of_giver(security: Security, key: NodeKey, pinned: bytes) -> ListFile | None:
+def _list_of_issuer(security: Security, key: NodeKey, pinned: bytes) -> AllowListWatcher | None:
     """Of the process that gives the keys of a job of ranks. Without a list it lets in who has its own key."""
     if not _gives(security, key, pinned):
         return None
@@ -63,39 +63,39 @@ def _list_of_giver(security: Security, key: NodeKey, pinned: bytes) -> ListFile 
             f"rank 0 the key_file of which 'gradbus keys show' prints {public_text(pinned)}, or set bus.controller_key "
             f"to {public_text(key.public)} everywhere"
         )
-    return None if security.allow_file is None else ListFile(security.allow_file)
+    return None if security.allow_file is None else AllowListWatcher(security.allow_file)
 
 
 def identity_node(
     job: str, security: Security, *, domain_id: int, network: NetworkConfig, fast: bool | None
 ) -> Callable[[], Node]:
     """What opens the participant. Raises ConfigError, as :func:`read_identity`."""
-    from gradbus.runtime.security.identity.join_transport import Porter
+    from gradbus.runtime.security.identity.join_transport import JoinTransport
     from gradbus.runtime.security.identity.node import IdentityNode
     from gradbus.runtime.security.identity.rank_node import RankNode
 
-    key, pinned, list_file = _read(security)
-    party: Door | Applicant
+    key, pinned, list_watcher = _read(security)
+    party: Admission | JoinClient
     place: dict[str, Any] = {"domain_id": domain_id, "partition": job, "network": network, "fast": fast}
     if security.role == "worker":
         if _gives(security, key, pinned):
             keys = RankKeys()
-            allowed = AllowList() if list_file is None else list_file.allowed
-            party = Door(job, key, allowed, label=process_name(), ranks=keys)
+            allowed = AllowList() if list_watcher is None else list_watcher.allowed
+            party = Admission(job, key, allowed, label=process_name(), ranks=keys)
         else:
-            party = Applicant(job, key, pinned, security.role)
+            party = JoinClient(job, key, pinned, security.role)
             keys = party.ranks
 
         def start_rank(node: RankNode, thread: IoThread) -> None:
-            Porter(node, thread, list_file)
+            JoinTransport(node, thread, list_watcher)
 
         return partial(RankNode, **place, party=party, keys=keys, start=start_rank)
-    if list_file is None:
-        party = Applicant(job, key, pinned, security.role)
+    if list_watcher is None:
+        party = JoinClient(job, key, pinned, security.role)
     else:
-        party = Door(job, key, list_file.allowed, label=process_name())
+        party = Admission(job, key, list_watcher.allowed, label=process_name())
 
     def start(node: IdentityNode, thread: IoThread) -> None:
-        Porter(node, thread, list_file)
+        JoinTransport(node, thread, list_watcher)
 
     return partial(IdentityNode, **place, party=party, start=start)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradbus.runtime.security.identity.allow_list import Entry
 from gradbus.runtime.security.identity.handshake import Secrets
-from gradbus.runtime.security.identity.join_messages import Hello, Signed
+from gradbus.runtime.security.identity.join_messages import JoinHello, SignedMessage
 
 PENDING_S = 5.0  # so long a Welcome waits for its Confirm
 MAX_PENDING = 1024
@@ -16,23 +16,23 @@ MAX_PENDING_EACH = 4  # of one name: recordings of its earlier starts may be amo
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingHandshake:
     """A Hello that was answered."""
 
     entry: Entry
-    signed: Signed
-    hello: Hello
+    signed: SignedMessage
+    hello: JoinHello
     secrets: Secrets
     welcome_signature: bytes
     until_s: float
     was_checked: bool = False  # a Confirm with its tag has come, and its signature was looked at
 
 
-class WaitingRoom:
+class PendingHandshakes:
     """All of them. By name and session: a node chooses its session itself, and can choose that of another."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[str, bytes], Pending] = {}
+        self._pending: dict[tuple[str, bytes], PendingHandshake] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -42,7 +42,7 @@ class WaitingRoom:
         pending = self._pending.get((name, session))
         return 0 if pending is None else pending.hello.attempt
 
-    def add(self, pending: Pending, each: int = MAX_PENDING_EACH) -> None:
+    def add(self, pending: PendingHandshake, each: int = MAX_PENDING_EACH) -> None:
         """One more, of ``each`` at most with this name. Of those the earliest start makes room for it: it is not the
         one that lives."""
         key = pending.hello.name, pending.hello.session
@@ -54,19 +54,19 @@ class WaitingRoom:
             del self._pending[next(iter(self._pending))]
         self._pending[key] = pending
 
-    def of(self, session: bytes) -> list[Pending]:
+    def of(self, session: bytes) -> list[PendingHandshake]:
         """Those that say that they are this session."""
         return [pending for (_, one), pending in self._pending.items() if one == session]
 
-    def take(self, pending: Pending) -> None:
+    def take(self, pending: PendingHandshake) -> None:
         """It is in."""
         self._pending.pop((pending.hello.name, pending.hello.session), None)
 
-    def keep(self, wanted: Callable[[Pending], bool]) -> None:
+    def keep(self, wanted: Callable[[PendingHandshake], bool]) -> None:
         """Forget the others."""
         self._pending = {key: pending for key, pending in self._pending.items() if wanted(pending)}
 
 
-def with_tag(waiting: list[Pending], tag: bytes) -> Pending | None:
+def with_tag(waiting: list[PendingHandshake], tag: bytes) -> PendingHandshake | None:
     """The one whose exchange has this tag: only the node that was answered, and the controller, can make it."""
     return next((one for one in waiting if hmac.compare_digest(one.secrets.tag, tag)), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import Key
-from gradbus.runtime.security.envelope import Header
+from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity.rotation import SWITCH_S
 from gradbus.runtime.security.identity.shared_keys import SharedKey
 
@@ -26,7 +26,7 @@ SETTLE_S = 1.0  # the giver of the keys was started anew: all others join it wit
 @dataclass(slots=True)
 class _Next:
     key: SharedKey
-    giver: bytes
+    issuer: bytes
     by_word: bool  # used as soon as its giver is heard to use it
     at_s: float
 
@@ -41,7 +41,7 @@ class RankKeys:
 
     def __init__(self) -> None:
         self._current: SharedKey | None = None
-        self._giver = b""
+        self._issuer = b""
         self._next: _Next | None = None
         self._former: dict[bytes, tuple[SharedKey, float]] = {}  # by id, for how long still
         self._ticked_s = 0.0
@@ -51,7 +51,7 @@ class RankKeys:
 
     @property
     def is_in(self) -> bool:
-        """See :class:`.seal.Keys`."""
+        """See :class:`.encryption.Keys`."""
         return self._current is not None and not self._is_shut
 
     def shut(self) -> None:
@@ -60,14 +60,14 @@ class RankKeys:
 
     @property
     def current(self) -> SharedKey:
-        """See :class:`.seal.SealingKeys`. There is one when :attr:`is_in`."""
+        """See :class:`.encryption.SealingKeys`. There is one when :attr:`is_in`."""
         key = self._current
         if key is None:
             raise RuntimeError("sealed before this process was let in: a writer has been used that is not matched yet")
         return key
 
-    def of(self, header: Header) -> SharedKey:
-        """See :class:`.seal.Keys`. Raises FrameError: ``other level``, ``no key``, ``other key``."""
+    def of(self, header: EnvelopeHeader) -> SharedKey:
+        """See :class:`.encryption.Keys`. Raises FrameError: ``other level``, ``no key``, ``other key``."""
         key, following = self._current, self._next
         if key is None or key.key_id != header.key_id:
             if header.level != envelope.GROUP:
@@ -86,42 +86,42 @@ class RankKeys:
         return key
 
     def has(self, key_id: bytes) -> bool:
-        """See :class:`.seal.Keys`."""
+        """See :class:`.encryption.Keys`."""
         known = (self._current, None if self._next is None else self._next.key)
         return key_id in self._former or any(key is not None and key.key_id == key_id for key in known)
 
     def admits(self, key: Key) -> bool:
-        """See :class:`.seal.Keys`. With the newest key alone, as soon as it is here: who was removed has the one
+        """See :class:`.encryption.Keys`. With the newest key alone, as soon as it is here: who was removed has the one
         before, and could come as somebody new."""
         following = self._next
         return key is (self._current if following is None else following.key)
 
     def heard(self, key: Key, session: bytes) -> None:
-        """See :class:`.seal.Keys`: if it is the giver with the next one, its time has come."""
+        """See :class:`.encryption.Keys`: if it is the giver with the next one, its time has come."""
         following = self._next
-        if following is not None and following.by_word and key is following.key and session == following.giver:
+        if following is not None and following.by_word and key is following.key and session == following.issuer:
             self._heard_next = True
 
-    def take(self, key: SharedKey, giver: bytes, now_s: float) -> None:
+    def take(self, key: SharedKey, issuer: bytes, now_s: float) -> None:
         """A key has come, from the giver with this session. The first one counts at once."""
         following = self._next
         if self._current is not None and key.key_id == self._current.key_id:
-            if following is not None and giver != following.giver:
+            if following is not None and issuer != following.issuer:
                 self._set_aside(following)  # back to the giver that this key is of: the others have it, too
             return
-        if giver == self._giver and key.key_id in self._former:
+        if issuer == self._issuer and key.key_id in self._former:
             return
         if following is not None:
             if key.key_id == following.key.key_id:
                 return
-            if giver == following.giver and key.epoch < following.key.epoch:
+            if issuer == following.issuer and key.epoch < following.key.epoch:
                 return
-            if following.by_word or giver == following.giver:
+            if following.by_word or issuer == following.issuer:
                 self._switch(following)  # two in a row: the one between has been told to all
             else:
                 self._set_aside(following)
-        again = self._current is not None and giver != self._giver
-        following = _Next(key, giver, not again, now_s + (SETTLE_S if again else SWITCH_S))
+        again = self._current is not None and issuer != self._issuer
+        following = _Next(key, issuer, not again, now_s + (SETTLE_S if again else SWITCH_S))
         if self._current is None:
             self._switch(following)
         else:
@@ -152,7 +152,7 @@ class RankKeys:
         if self._current is not None:
             former[self._current.key_id] = (self._current, FORMER_S)
         self._former = former
-        self._current, self._giver, self._next, self._heard_next = following.key, following.giver, None, False
+        self._current, self._issuer, self._next, self._heard_next = following.key, following.issuer, None, False
         self.on_change()
 
 

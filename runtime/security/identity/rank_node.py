@@ -16,14 +16,14 @@ from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, GradbusError, JoinRefused
-from gradbus.runtime.security.encryption import Seal
+from gradbus.runtime.security.encryption import SessionCipher
 from gradbus.runtime.security.foreign_readers import ForeignReaders
-from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import Ids, ids_text, is_within
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.rank_keys import RankKeys
-from gradbus.runtime.security.liveness_challenge import Greeter
+from gradbus.runtime.security.liveness_challenge import LivenessChallenge
 from gradbus.runtime.security.node import SealedNode
 
 REMOVED = "its node was taken off the allow list"
@@ -34,7 +34,7 @@ class RankStanding(Standing):
 
     role = "worker"
 
-    def __init__(self, party: Door | Applicant, keys: RankKeys) -> None:
+    def __init__(self, party: Admission | JoinClient, keys: RankKeys) -> None:
         self._party = party
         self._keys = keys
         self._listeners: list[Callable[[GradbusError], None]] = []
@@ -45,7 +45,7 @@ class RankStanding(Standing):
 
     @property
     def absence(self) -> str:
-        if self._keys.is_in or isinstance(self._party, Door):
+        if self._keys.is_in or isinstance(self._party, Admission):
             return ""
         return (
             f"the process that gives the keys of the job, as a rule rank 0, with the key "
@@ -58,7 +58,7 @@ class RankStanding(Standing):
 
     def check_ids(self, rank: int) -> None:
         party = self._party
-        if isinstance(party, Applicant) and self._keys.is_in and not is_within(rank, party.ids):
+        if isinstance(party, JoinClient) and self._keys.is_in and not is_within(rank, party.ids):
             raise ConfigError(
                 f"rank {rank} is not one of the ranks that the allow list gives {party.key.name}: "
                 f"{_some(party.ids)}. Give this process another rank, or change the list"
@@ -78,7 +78,7 @@ class RankStanding(Standing):
     @property
     def error(self) -> GradbusError:
         """What it means that this process is refused."""
-        return job_taken(self.refusal) if isinstance(self._party, Door) else JoinRefused(self.refusal, "process")
+        return job_taken(self.refusal) if isinstance(self._party, Admission) else JoinRefused(self.refusal, "process")
 
     def refused(self) -> None:
         """Tell everybody. On the receive thread."""
@@ -102,10 +102,10 @@ class RankNode(SealedNode):
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
-        party: Door | Applicant, keys: RankKeys, start: Callable[[RankNode, IoThread], None],
+        party: Admission | JoinClient, keys: RankKeys, start: Callable[[RankNode, IoThread], None],
     ) -> None:  # fmt: skip
         """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
-        seal = Seal(partition, keys, party.session)
+        seal = SessionCipher(partition, keys, party.session)
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast, seal=seal)
         self.party = party
         party.participant = self.prefix
@@ -113,15 +113,15 @@ class RankNode(SealedNode):
         self.standing = self._standing = RankStanding(party, keys)
         self._start = start
         self._thread: IoThread | None = None
-        self._greeter: Greeter | None = None
+        self._liveness: LivenessChallenge | None = None
 
     def start(self, thread: IoThread) -> None:
         """Join, or let others join; and greet, with every new key once more."""
         self._thread = thread
 
         def changed() -> None:
-            if self._greeter is not None:
-                self._greeter.greet_again()
+            if self._liveness is not None:
+                self._liveness.announce_again()
             thread.rematched()
 
         def removed(sessions: Collection[bytes]) -> None:
@@ -132,7 +132,7 @@ class RankNode(SealedNode):
         self.keys.on_change = changed
         self.party.on_removed = removed
         self._start(self, thread)  # first: keys come before what is sealed with them
-        self._greeter = self.start_greeter(thread)
+        self._liveness = self.start_liveness_challenge(thread)
         ForeignReaders(self, thread, self.members)
 
     def refused(self) -> None:

@@ -13,9 +13,16 @@ import numpy as np
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import Envelope, Sealer
-from gradbus.runtime.security.envelope import Header
-from gradbus.runtime.security.inbound_stream import GENERATION_BITS, Incoming, StreamKey, open_into, salt_of, stream_key
+from gradbus.runtime.security.encryption import OutboundEnvelope, StreamEncryptor
+from gradbus.runtime.security.envelope import EnvelopeHeader
+from gradbus.runtime.security.inbound_stream import (
+    GENERATION_BITS,
+    InboundStream,
+    StreamKey,
+    open_into,
+    salt_of,
+    stream_key,
+)
 from gradbus.runtime.security.job_key import derive
 
 SECRET_BYTES = 32
@@ -24,7 +31,7 @@ _LAST_GENERATION = 1  # of a key that is shared with all: its epoch ends after 2
 
 @dataclass(slots=True, eq=False)
 class SharedKey:
-    """A secret, and the keys of streams that come from it: what :class:`.seal.Sealer` seals with.
+    """A secret, and the keys of streams that come from it: what :class:`.encryption.StreamEncryptor` seals with.
 
     Attributes:
         level: GROUP or MEMBER.
@@ -43,10 +50,10 @@ class SharedKey:
 
     @property
     def current(self) -> SharedKey:
-        """Itself: what :class:`.seal.Sealer` asks for."""
+        """Itself: what :class:`.encryption.StreamEncryptor` asks for."""
         return self
 
-    def check(self, header: Header) -> None:
+    def check(self, header: EnvelopeHeader) -> None:
         """Raise FrameError: ``other key``: the envelope is of another key, or says another level or epoch."""
         if (header.level, header.epoch, header.key_id) != (self.level, self.epoch, self.key_id):
             raise FrameError("other key", f"an envelope of key {header.key_id.hex()}, here it is {self.key_id.hex()}")
@@ -56,19 +63,19 @@ class SharedKey:
         return stream_key(self.secret, salt_of(self.job), self.epoch, session, topic, generation)
 
 
-class OutgoingStreams:
+class OutboundStreams:
     """Seals with one key. Any thread may."""
 
     def __init__(self, key: SharedKey, session: bytes) -> None:
         """``session``: of this process."""
         self.key = key
         self._session = session
-        self._sealers: dict[str, Sealer] = {}
+        self._encryptors: dict[str, StreamEncryptor] = {}
         self._last: dict[str, int] = {}
 
-    def envelope(self, topic: str, plain: Sequence[Any]) -> Envelope:
+    def envelope(self, topic: str, plain: Sequence[Any]) -> OutboundEnvelope:
         """The next one of a topic, for what ``plain`` make together."""
-        made = self.sealer(topic).envelope(tuple(plain))
+        made = self.encryptor(topic).envelope(tuple(plain))
         self._last[topic] = max(self.last(topic), made.counter)
         return made
 
@@ -76,11 +83,11 @@ class OutgoingStreams:
         """Its octets."""
         return self.envelope(topic, plain).octets()
 
-    def sealer(self, topic: str) -> Sealer:
+    def encryptor(self, topic: str) -> StreamEncryptor:
         """Of a topic, the same one each time."""
-        known = self._sealers.get(topic)
+        known = self._encryptors.get(topic)
         if known is None:  # whoever comes second takes the first one's
-            known = self._sealers.setdefault(topic, Sealer(self.key, self.key.job, self._session, topic))
+            known = self._encryptors.setdefault(topic, StreamEncryptor(self.key, self.key.job, self._session, topic))
         return known
 
     def last(self, topic: str) -> int:
@@ -93,7 +100,7 @@ class OutgoingStreams:
         return max(list(self._last.values()), default=0)
 
 
-class IncomingStreams:
+class InboundStreams:
     """Opens what one other process seals with one key. Only the receive thread does."""
 
     def __init__(self, key: SharedKey, session: bytes, *, remembers: bool = True) -> None:
@@ -103,14 +110,14 @@ class IncomingStreams:
         self.session = session
         self._remembers = remembers
         self._fixed: dict[tuple[str, int], StreamKey] = {}
-        self._streams: dict[str, Incoming] = {}
+        self._streams: dict[str, InboundStream] = {}
         self._floors: dict[str, int] = {}
 
     def start_above(self, topic: str, floor: int) -> None:
         """Take no envelope of a topic up to this counter: they are from before this process had the key."""
         self._floors[topic] = floor
 
-    def open(self, topic: str, header: Header, view: memoryview) -> memoryview:
+    def open(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview:
         """What is in an envelope of this key, in memory of its own. Nothing is remembered before the tag is right.
 
         Raises:
@@ -124,7 +131,7 @@ class IncomingStreams:
             raise FrameError("replay", f"envelope {header.counter} of {topic} is from before this process had the key")
         stream = None
         if self._remembers:
-            stream = self._streams.get(topic) or Incoming(self.key, self.session, topic)
+            stream = self._streams.get(topic) or InboundStream(self.key, self.session, topic)
         aead = self._fixed_key(topic, header.counter) if stream is None else stream.key_for(header.counter)
         plain = np.empty(header.size, np.uint8)
         open_into(plain.data, aead, header, view, envelope.associated(self.key.job, topic), topic)
@@ -143,7 +150,7 @@ class IncomingStreams:
         return known
 
 
-def opened_header(data: Any) -> tuple[Header, memoryview]:
+def opened_header(data: Any) -> tuple[EnvelopeHeader, memoryview]:
     """Header and bytes of an envelope. Raises FrameError: see :func:`.envelope.parse`."""
     view = memoryview(data).cast("B")
     return envelope.parse(view), view

@@ -12,7 +12,7 @@ import hmac
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.identity.join_messages import STAMP_BYTES, Signed
+from gradbus.runtime.security.identity.join_messages import STAMP_BYTES, SignedMessage
 from gradbus.runtime.security.identity.key import NodeKey
 from gradbus.runtime.security.job_key import derive
 
@@ -42,7 +42,7 @@ class Stamps:
     def _stamp(self, public: bytes, data: bytes, answers: bytes) -> bytes:
         return hmac.digest(self._secret(public), answers + data, "sha256")[:STAMP_BYTES]
 
-    def stamped(self, data: bytes, to: bytes, answers: Signed | None = None) -> bytes:
+    def stamped(self, data: bytes, to: bytes, answers: SignedMessage | None = None) -> bytes:
         """A message with its stamp behind it.
 
         Args:
@@ -54,7 +54,7 @@ class Stamps:
         """
         return data + self._stamp(to, data, b"" if answers is None else answers.whole)
 
-    def check(self, signed: Signed, by: bytes, answers: Signed | None = None) -> None:
+    def check(self, signed: SignedMessage, by: bytes, answers: SignedMessage | None = None) -> None:
         """Raises FrameError: ``stamp``: it was not made for this node by the holder of the key ``by``."""
         expected = self._stamp(by, signed.whole, b"" if answers is None else answers.whole)
         if not hmac.compare_digest(expected, signed.stamp):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import PskKeys, Seal, Sealer
-from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, Header
+from gradbus.runtime.security.encryption import PskKeys, SessionCipher, StreamEncryptor
+from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, EnvelopeHeader
 from gradbus.runtime.security.inbound_stream import WINDOW, ReplayWindow
 from gradbus.runtime.security.job_key import new_job_key
 
@@ -22,13 +22,13 @@ KEY = new_job_key()
 JOB, TOPIC = "mnist", "train/control"
 
 
-def make(job: str = JOB) -> Seal:
-    return Seal(job, PskKeys(job, KEY))
+def make(job: str = JOB) -> SessionCipher:
+    return SessionCipher(job, PskKeys(job, KEY))
 
 
-def reason(opener: object, data: bytes) -> str:
+def reason(decryptor: object, data: bytes) -> str:
     try:
-        opener.open(data)  # type: ignore[attr-defined]
+        decryptor.open(data)  # type: ignore[attr-defined]
     except FrameError as error:
         return error.reason
     return "opened"
@@ -37,7 +37,7 @@ def reason(opener: object, data: bytes) -> str:
 def test_what_is_sealed_is_opened_by_another_process_with_the_key() -> None:
     ours, theirs = make(), make()
     for parts in ((b"",), (b"a" * 5, b"b"), (b"h" * 80, memoryview(bytes(range(256)) * 4096))):
-        opened = theirs.opener(TOPIC, ignores_own=False).open(bytes(ours.sealer(TOPIC).seal(parts)))
+        opened = theirs.decryptor(TOPIC, ignores_own=False).open(bytes(ours.encryptor(TOPIC).seal(parts)))
         assert bytes(opened.data) == b"".join(map(bytes, parts))
         assert opened.peer.session == ours.session
 
@@ -46,7 +46,7 @@ def test_what_is_sealed_where_it_goes_is_the_same_as_what_is_sealed_apart() -> N
     payload = memoryview(bytes(range(256)) * 4096)
     for parts in ((b"",), (b"a" * 5, b"b"), (b"p" * 8, b"h" * 80, payload)):
         ours = make()
-        apart, there = (Sealer(ours.keys, JOB, ours.session, TOPIC) for _ in range(2))
+        apart, there = (StreamEncryptor(ours.keys, JOB, ours.session, TOPIC) for _ in range(2))
         made = there.envelope(parts)
         room = bytearray(made.size - len(made.header))
         made.seal_into(memoryview(room))
@@ -55,15 +55,15 @@ def test_what_is_sealed_where_it_goes_is_the_same_as_what_is_sealed_apart() -> N
 
 def test_what_is_opened_in_place_takes_the_place_of_what_was_sealed() -> None:
     ours, theirs = make(), make()
-    opener = theirs.opener(TOPIC, ignores_own=False)
-    octets = bytearray(ours.sealer(TOPIC).seal((b"the weights", b" of the model")))
-    opened = opener.open(memoryview(octets), in_place=True)
+    decryptor = theirs.decryptor(TOPIC, ignores_own=False)
+    octets = bytearray(ours.encryptor(TOPIC).seal((b"the weights", b" of the model")))
+    opened = decryptor.open(memoryview(octets), in_place=True)
     assert opened.data.obj is octets
     assert bytes(opened.data) == b"the weights of the model" == octets[HEADER_BYTES:-TAG_BYTES]
-    changed = bytearray(ours.sealer(TOPIC).seal((b"the weights",)))
+    changed = bytearray(ours.encryptor(TOPIC).seal((b"the weights",)))
     changed[HEADER_BYTES] ^= 1
     with pytest.raises(FrameError, match="was changed"):
-        opener.open(memoryview(changed), in_place=True)
+        decryptor.open(memoryview(changed), in_place=True)
 
 
 def test_the_page_on_the_wire_is_enough_to_open_an_envelope() -> None:
@@ -72,9 +72,9 @@ def test_the_page_on_the_wire_is_enough_to_open_an_envelope() -> None:
         return hmac.digest(secret, info + b"\1", "sha256")[:size]
 
     ours = make()
-    sealer = ours.sealer(TOPIC)
+    encryptor = ours.encryptor(TOPIC)
     for counter in (1, 2):
-        sealed = bytes(sealer.seal((b"sample ", b"in parts")))
+        sealed = bytes(encryptor.seal((b"sample ", b"in parts")))
         assert sealed[:16] == b"GBS\0" + bytes([1, 1, 0, 0, 0, 0, 0, 0]) + (15).to_bytes(4, "little")
         assert sealed[16:24] == counter.to_bytes(8, "little")
         session = sealed[24:40]
@@ -88,7 +88,7 @@ def test_the_page_on_the_wire_is_enough_to_open_an_envelope() -> None:
 
 
 def test_an_envelope_shows_nothing_of_what_is_in_it() -> None:
-    sealed = bytes(make().sealer(TOPIC).seal((b"the weights of the model",)))
+    sealed = bytes(make().encryptor(TOPIC).seal((b"the weights of the model",)))
     assert len(sealed) == OVERHEAD_BYTES + 24
     assert b"weights" not in sealed
     assert KEY.secret not in sealed
@@ -96,76 +96,76 @@ def test_an_envelope_shows_nothing_of_what_is_in_it() -> None:
 
 def test_every_bit_of_header_ciphertext_and_tag_counts() -> None:
     ours, theirs = make(), make()
-    opener = theirs.opener(TOPIC, ignores_own=False)
-    sealed = bytes(ours.sealer(TOPIC).seal((b"sample",)))
+    decryptor = theirs.decryptor(TOPIC, ignores_own=False)
+    sealed = bytes(ours.encryptor(TOPIC).seal((b"sample",)))
     found: Counter[str] = Counter()
     for bit in range(8 * len(sealed)):
         forged = bytearray(sealed)
         forged[bit // 8] ^= 1 << bit % 8
-        found[reason(opener, bytes(forged))] += 1
+        found[reason(decryptor, bytes(forged))] += 1
     assert "opened" not in found
     assert found["tag"] >= 8 * (len(sealed) - HEADER_BYTES + 8 + 16) - 8  # sealed bytes and tag, counter and session
     assert len(theirs.peers) == 1, "a forgery leaves nothing behind"
-    assert reason(opener, sealed) == "opened"
+    assert reason(decryptor, sealed) == "opened"
 
 
 def test_a_cut_or_longer_envelope_is_refused_at_every_length() -> None:
-    opener = make().opener(TOPIC, ignores_own=False)
-    sealed = bytes(make().sealer(TOPIC).seal((b"sample",)))
-    assert {reason(opener, sealed[:end]) for end in range(OVERHEAD_BYTES)} == {"short"}
-    assert {reason(opener, sealed[:end]) for end in range(OVERHEAD_BYTES, len(sealed))} == {"limits"}
-    assert reason(opener, sealed + b"\0") == "limits"
+    decryptor = make().decryptor(TOPIC, ignores_own=False)
+    sealed = bytes(make().encryptor(TOPIC).seal((b"sample",)))
+    assert {reason(decryptor, sealed[:end]) for end in range(OVERHEAD_BYTES)} == {"short"}
+    assert {reason(decryptor, sealed[:end]) for end in range(OVERHEAD_BYTES, len(sealed))} == {"limits"}
+    assert reason(decryptor, sealed + b"\0") == "limits"
 
 
 @pytest.mark.parametrize(
     ("sealed_with", "opened_with"),
-    [(make(), make("other")), (make("mnis"), make("mnist")), (make(), Seal(JOB, PskKeys("other", KEY)))],
+    [(make(), make("other")), (make("mnis"), make("mnist")), (make(), SessionCipher(JOB, PskKeys("other", KEY)))],
 )
-def test_an_envelope_of_another_job_is_not_opened(sealed_with: Seal, opened_with: Seal) -> None:
-    sealed = bytes(sealed_with.sealer(TOPIC).seal((b"sample",)))
-    assert reason(opened_with.opener(TOPIC, ignores_own=False), sealed) == "tag"
+def test_an_envelope_of_another_job_is_not_opened(sealed_with: SessionCipher, opened_with: SessionCipher) -> None:
+    sealed = bytes(sealed_with.encryptor(TOPIC).seal((b"sample",)))
+    assert reason(opened_with.decryptor(TOPIC, ignores_own=False), sealed) == "tag"
 
 
 def test_an_envelope_for_another_topic_or_another_rank_is_not_opened() -> None:
-    sealed = bytes(make().sealer("train/frame/g/1").seal((b"sample",)))
+    sealed = bytes(make().encryptor("train/frame/g/1").seal((b"sample",)))
     for topic in ("train/frame/g/2", "train/frame/g", "train/control"):
-        assert reason(make().opener(topic, ignores_own=False), sealed) == "tag"
+        assert reason(make().decryptor(topic, ignores_own=False), sealed) == "tag"
 
 
 def test_an_envelope_made_with_another_key_says_which_two_keys_differ() -> None:
     other = new_job_key()
-    sealed = bytes(Seal(JOB, PskKeys(JOB, other)).sealer(TOPIC).seal((b"sample",)))
+    sealed = bytes(SessionCipher(JOB, PskKeys(JOB, other)).encryptor(TOPIC).seal((b"sample",)))
     with pytest.raises(FrameError, match=f"{other.id.hex()}, here it is {KEY.id.hex()}. Compare") as caught:
-        make().opener(TOPIC, ignores_own=False).open(sealed)
+        make().decryptor(TOPIC, ignores_own=False).open(sealed)
     assert caught.value.reason == "other key"
 
 
 def test_an_envelope_of_another_epoch_is_not_opened() -> None:
     ours = make()
     ours.keys.epoch = 1
-    assert reason(make().opener(TOPIC, ignores_own=False), bytes(ours.sealer(TOPIC).seal((b"x",)))) == "other key"
+    assert reason(make().decryptor(TOPIC, ignores_own=False), bytes(ours.encryptor(TOPIC).seal((b"x",)))) == "other key"
 
 
 def test_a_process_does_not_take_its_own_envelopes_back_where_it_does_not_hear_itself() -> None:
     ours = make()
-    sealed = bytes(ours.sealer(TOPIC).seal((b"sample",)))
-    assert reason(ours.opener(TOPIC, ignores_own=True), sealed) == "own"
-    assert reason(ours.opener(TOPIC, ignores_own=False), sealed) == "opened"
+    sealed = bytes(ours.encryptor(TOPIC).seal((b"sample",)))
+    assert reason(ours.decryptor(TOPIC, ignores_own=True), sealed) == "own"
+    assert reason(ours.decryptor(TOPIC, ignores_own=False), sealed) == "opened"
 
 
 def test_every_envelope_is_opened_once_in_whatever_order_they_come() -> None:
-    ours, opener = make(), make().opener(TOPIC, ignores_own=False)
-    sealer = ours.sealer(TOPIC)
-    sealed = [bytes(sealer.seal((bytes([n]),))) for n in range(100)]
+    ours, decryptor = make(), make().decryptor(TOPIC, ignores_own=False)
+    encryptor = ours.encryptor(TOPIC)
+    sealed = [bytes(encryptor.seal((bytes([n]),))) for n in range(100)]
     order = sealed[50:] + sealed[:50][::-1]
-    assert {reason(opener, one) for one in order} == {"opened"}
-    assert {reason(opener, one) for one in order} == {"replay"}
+    assert {reason(decryptor, one) for one in order} == {"opened"}
+    assert {reason(decryptor, one) for one in order} == {"replay"}
 
 
 def test_two_writers_of_a_topic_share_one_counter() -> None:
-    ours, opener = make(), make().opener(TOPIC, ignores_own=False)
-    assert reason(opener, bytes(ours.sealer(TOPIC).seal((b"same",)))) == "opened"
-    assert reason(opener, bytes(ours.sealer(TOPIC).seal((b"same",)))) == "opened"
+    ours, decryptor = make(), make().decryptor(TOPIC, ignores_own=False)
+    assert reason(decryptor, bytes(ours.encryptor(TOPIC).seal((b"same",)))) == "opened"
+    assert reason(decryptor, bytes(ours.encryptor(TOPIC).seal((b"same",)))) == "opened"
 
 
 def test_what_is_older_than_the_window_counts_as_seen() -> None:
@@ -191,35 +191,36 @@ def test_a_window_takes_what_a_set_of_all_that_was_seen_would_take(runs: list[tu
 
 
 def test_a_stream_goes_on_with_another_key_after_two_to_the_32_envelopes() -> None:
-    ours, opener = make(), make().opener(TOPIC, ignores_own=False)
-    sealer = Sealer(ours.keys, JOB, ours.session, TOPIC, start=(1 << 32) - 2)
-    sealed = [bytes(sealer.seal((b"sample",))) for _ in range(4)]
-    assert [reason(opener, one) for one in (sealed[0], sealed[2], sealed[1], sealed[3])] == ["opened"] * 4
-    far = Sealer(ours.keys, JOB, ours.session, TOPIC, start=9 << 32)
-    assert reason(opener, bytes(far.seal((b"sample",)))) == "counter"
+    ours, decryptor = make(), make().decryptor(TOPIC, ignores_own=False)
+    encryptor = StreamEncryptor(ours.keys, JOB, ours.session, TOPIC, start=(1 << 32) - 2)
+    sealed = [bytes(encryptor.seal((b"sample",))) for _ in range(4)]
+    assert [reason(decryptor, one) for one in (sealed[0], sealed[2], sealed[1], sealed[3])] == ["opened"] * 4
+    far = StreamEncryptor(ours.keys, JOB, ours.session, TOPIC, start=9 << 32)
+    assert reason(decryptor, bytes(far.seal((b"sample",)))) == "counter"
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused_for_a_reason_and_leave_nothing(data: bytes) -> None:
     seal = make()
-    assert reason(seal.opener(TOPIC, ignores_own=False), data) in {"short", "not sealed", "version", "limits"}
+    assert reason(seal.decryptor(TOPIC, ignores_own=False), data) in {"short", "not sealed", "version", "limits"}
     assert len(seal.peers) == 1
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.builds(
-        Header, st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1),
+        EnvelopeHeader,
+        st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1),
         st.binary(min_size=16, max_size=16), st.one_of(st.just(KEY.id), st.binary(min_size=8, max_size=8)),
         st.integers(0, 2**32 - 1),
     ),
     st.binary(max_size=200),
 )  # fmt: skip
-def test_any_header_is_refused_before_memory_is_taken_for_it(header: Header, body: bytes) -> None:
+def test_any_header_is_refused_before_memory_is_taken_for_it(header: EnvelopeHeader, body: bytes) -> None:
     seal = make()
-    assert reason(seal.opener(TOPIC, ignores_own=False), envelope.pack(header) + body) != "opened"
+    assert reason(seal.decryptor(TOPIC, ignores_own=False), envelope.pack(header) + body) != "opened"
     fitting = header._replace(size=len(body), level=envelope.PSK, epoch=0, key_id=KEY.id, counter=header.counter or 1)
     data = envelope.pack(fitting) + body + bytes(TAG_BYTES)
-    assert reason(seal.opener(TOPIC, ignores_own=False), data) == "tag"
+    assert reason(seal.decryptor(TOPIC, ignores_own=False), data) == "tag"
     assert len(seal.peers) == 1

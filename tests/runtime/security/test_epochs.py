@@ -9,26 +9,26 @@ import pytest
 from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security.encryption import Sealer
+from gradbus.runtime.security.encryption import StreamEncryptor
 from gradbus.runtime.security.identity import key_epoch, rotation
 from gradbus.runtime.security.identity.allow_list import without
-from gradbus.runtime.security.identity.join_client import Applicant
+from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.model_signature import check_model, check_payload, sign_model
-from gradbus.runtime.security.identity.shared_keys import OutgoingStreams
+from gradbus.runtime.security.identity.shared_keys import OutboundStreams
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
 
 def test_a_member_cannot_say_what_only_the_controller_may_say() -> None:
     hall = Hall(ONE, TWO)
     one, two = hall.nodes
-    key = hall.door.group.key
-    forger = OutgoingStreams(key, hall.door.session)  # as if it were the controller
+    key = hall.controller.group.key
+    forger = OutboundStreams(key, hall.controller.session)  # as if it were the controller
     for topic in (COMMANDS, CONTROL):
         genuine = hall.tell(topic, b"word")
         assert hall.heard(one, topic, genuine) == "word"
-        signed = hall.door.group.key
+        signed = hall.controller.group.key
         assert signed is key
-        forged = forger.sealer(topic)
+        forged = forger.encryptor(topic)
         for _ in range(3):  # counters that the controller has not used yet
             forged.seal((b"skipped",))
         assert hall.heard(one, topic, bytes(forged.seal((b"x" * 100,)))) == "signature"
@@ -43,11 +43,11 @@ def test_what_the_controller_has_signed_once_cannot_be_said_again_by_a_member() 
     hall = Hall(ONE)
     one = hall.nodes[0]
     assert one.keys is not None
-    sample = hall.door.speaker.signed(CONTROL, (b"the run is over",))
-    forger = OutgoingStreams(hall.door.group.key, hall.door.session).sealer(CONTROL)
+    sample = hall.controller.speaker.signed(CONTROL, (b"the run is over",))
+    forger = OutboundStreams(hall.controller.group.key, hall.controller.session).encryptor(CONTROL)
     assert hall.heard(one, CONTROL, bytes(forger.seal(sample))) == "the run is over"
     assert hall.heard(one, CONTROL, bytes(forger.seal(sample))) == "replay"
-    late = Applicant(JOB, TWO, SERVER.public, "client")
+    late = JoinClient(JOB, TWO, SERVER.public, "client")
     hall.nodes.append(late)
     hall.meet(late)
     for _ in range(5):
@@ -61,11 +61,13 @@ def test_what_the_controller_has_signed_once_cannot_be_said_again_by_a_member() 
 def test_a_member_keeps_nobody_out_with_an_envelope_of_a_high_counter(topic: str, counter: int) -> None:
     hall = Hall(ONE, TWO)
     one, two = hall.nodes
-    forged = Sealer(hall.door.group.key, JOB, hall.door.session, topic, start=counter).seal((b"x" * 200,))
+    forged = StreamEncryptor(hall.controller.group.key, JOB, hall.controller.session, topic, start=counter).seal(
+        (b"x" * 200,)
+    )
     assert hall.heard(two, topic, forged) in {"signature", "x" * 200, "counter"}
     said = hall.tell(topic, b"honest")
     assert [hall.heard(node, topic, said) for node in (one, two)] == ["honest", "honest"]
-    again = Applicant(JOB, TWO, SERVER.public, "client")
+    again = JoinClient(JOB, TWO, SERVER.public, "client")
     hall.nodes.append(again)
     hall.meet(again)
     assert hall.heard(again, topic, hall.tell(topic, b"still honest")) == "still honest"
@@ -77,7 +79,7 @@ def test_a_model_counts_only_with_the_controllers_signature_over_all_that_it_is(
     assert keys is not None
     payload = os.urandom(100_000)
     key = FrameKey(Kind.MODEL, 5, 3, CONTROLLER, 9, 2)
-    name = sign_model(JOB, SERVER, hall.door.session, keys.epoch, key, 1, payload)
+    name = sign_model(JOB, SERVER, hall.controller.session, keys.epoch, key, 1, payload)
     signed = key._replace(name=name)
 
     def check(
@@ -96,7 +98,7 @@ def test_a_model_counts_only_with_the_controllers_signature_over_all_that_it_is(
         {"key": signed._replace(job=6)}, {"key": signed._replace(transfer=3)}, {"key": signed._replace(incarnation=8)},
         {"key": signed._replace(name=name[:-1])}, {"key": signed._replace(name="0" * 8 + name[8:])},
         {"key": signed._replace(name=name[:8] + hashlib.sha256(changed).hexdigest() + name[72:]), "payload": changed},
-        {"key": signed._replace(name=sign_model(JOB, ONE, hall.door.session, keys.epoch, key, 1, payload))},
+        {"key": signed._replace(name=sign_model(JOB, ONE, hall.controller.session, keys.epoch, key, 1, payload))},
     ):  # fmt: skip
         with pytest.raises(FrameError) as caught:
             check(**wrong)  # type: ignore[arg-type]
@@ -106,24 +108,24 @@ def test_a_model_counts_only_with_the_controllers_signature_over_all_that_it_is(
 def test_who_is_taken_off_the_list_is_told_so_and_cannot_read_on() -> None:
     hall = Hall(ONE, TWO)
     one, two = hall.nodes
-    before = hall.door.group.key
-    hall.pass_on(hall.door.allow(without(LIST, "robot-1"), hall.now_s), hall.door)
+    before = hall.controller.group.key
+    hall.pass_on(hall.controller.allow(without(LIST, "robot-1"), hall.now_s), hall.controller)
     hall.later(0.0)
-    assert hall.door.group.key.epoch == before.epoch + 1
+    assert hall.controller.group.key.epoch == before.epoch + 1
     assert "taken off the allow list" in one.refusal
     assert hall.taken(UPDATES, upload(one, b"x")) == "no key"
     data = hall.tell(COMMANDS, b"go")
     assert hall.heard(one, COMMANDS, data) == "no key"
     assert hall.heard(two, COMMANDS, data) == "go"
     hall.later(30.0)
-    assert "robot-1" not in hall.door.members
+    assert "robot-1" not in hall.controller.members
 
 
 def test_what_was_sealed_in_the_former_epoch_is_taken_for_one_round_more() -> None:
     hall = Hall(ONE)
     one = hall.nodes[0]
     forms = [hall.tell(MODELS, b"model %d" % number) for number in range(3)]
-    hall.door.rotation.begin({"robot-1"}, hall.now_s, "a test")
+    hall.controller.rotation.begin({"robot-1"}, hall.now_s, "a test")
     hall.later(0.1)
     hall.later(0.1)
     assert hall.heard(one, MODELS, forms[0]) == "model 0"
@@ -138,13 +140,13 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
     hall = Hall(ONE, TWO)
     one, two = hall.nodes
     hall.nodes = [one]  # the other one hears nothing
-    before = hall.door.group
+    before = hall.controller.group
     hall.now_s += key_epoch.EPOCH_S + 1
     hall.later(0.0)
-    assert hall.door.group is before
+    assert hall.controller.group is before
     assert hall.heard(two, COMMANDS, hall.tell(COMMANDS, b"go")) == "go"
     hall.later(rotation.SWITCH_S + 0.1)
-    assert hall.door.group.key.epoch == before.key.epoch + 1
+    assert hall.controller.group.key.epoch == before.key.epoch + 1
     assert hall.heard(two, COMMANDS, hall.tell(COMMANDS, b"go")) == "no key"
     hall.nodes.append(two)
     hall.later(0.3)  # and so it asks for it
@@ -156,9 +158,9 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
 def test_an_epoch_ends_before_its_counters_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "EPOCH_FRAMES", 10)
     hall = Hall(ONE)
-    before = hall.door.group.key.epoch
+    before = hall.controller.group.key.epoch
     for _ in range(10):
         hall.tell(MODELS, b"x")
     hall.later(0.1)
     hall.later(0.1)
-    assert hall.door.group.key.epoch == before + 1
+    assert hall.controller.group.key.epoch == before + 1

@@ -25,7 +25,7 @@ from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.identity.model_signature import check_payload
 from gradbus.runtime.security.identity.opening import read_identity
-from gradbus.runtime.security.identity.shared_keys import OutgoingStreams
+from gradbus.runtime.security.identity.shared_keys import OutboundStreams
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Bye, Leave, Receipt
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -84,7 +84,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                     await bus.matched(lambda bus=bus: bus.matched_readers(ClientUpdate) > 0, timeout_s=10)
                 keys, session = traitor._node.party.keys, victim._node.party.session
                 group = next(iter(keys._epochs.values())).key
-                forger = OutgoingStreams(group, keys.controller)  # as if it were the controller
+                forger = OutboundStreams(group, keys.controller)  # as if it were the controller
                 body = control.encode(Bye(1, True, "says the traitor"))
                 ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
                 signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
@@ -99,7 +99,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 update = FrameKey(Kind.UPDATE, 1, 1, 0, 1, 1)  # of client 0
                 await traitor.send_update(update, 10, b"poison")
                 await eventually(lambda: server.rejected["identity"] == 1)
-                mine = OutgoingStreams(keys.outgoing.key, session)
+                mine = OutboundStreams(keys.outgoing.key, session)
                 says.write((), (bytes(mine.seal("train/control", sample)),))
                 await eventually(lambda: server.rejected["unknown sender"] == 1)
                 await traitor.publish(Identity(0, 1), Leave("client 0 goes, says the traitor"))
@@ -144,7 +144,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 check_model(victim, got)
 
                 group = next(iter(traitor._node.party.keys._epochs.values())).key
-                forger = OutgoingStreams(group, traitor._node.party.keys.controller)
+                forger = OutboundStreams(group, traitor._node.party.keys.controller)
                 writer = raw_writer(traitor, ModelBlob)
                 await eventually(lambda: matched(writer) >= 1)
                 poison = random.randbytes(100_000)
@@ -191,11 +191,11 @@ def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], mon
             party = node._node.party
             times: list[int] = []
 
-            def hear(data: memoryview, source: int, now_s: float, hears: Any = party.hear_beacon) -> Any:
+            def receive(data: memoryview, source: int, now_s: float, hears: Any = party.receive_beacon) -> Any:
                 times.append(source)
                 return hears(data, source, now_s)
 
-            party.hear_beacon = hear
+            party.receive_beacon = receive
             await eventually(lambda: len(times) >= 2)
 
     run(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradbus.runtime.security.identity import handshake
-from gradbus.runtime.security.identity.join_messages import Kind
+from gradbus.runtime.security.identity.join_messages import JoinKind
 
 MODEL = Path(__file__).parents[3] / "docs" / "joining.pv"
 TEXT = MODEL.read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def without(*lines: str) -> str:
 
 
 def test_the_model_has_the_messages_and_the_keys_of_the_program() -> None:
-    for kind in (Kind.HELLO, Kind.WELCOME, Kind.CONFIRM):
+    for kind in (JoinKind.HELLO, JoinKind.WELCOME, JoinKind.CONFIRM):
         assert f"(({kind.name}, j" in TEXT or f"sign(({kind.name}, j" in TEXT
     names = {name for name in handshake.Secrets._fields if name != "transcript"}
     assert names == {"up", "down", "confirm"}

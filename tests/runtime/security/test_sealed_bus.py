@@ -261,7 +261,7 @@ def test_a_flood_of_a_recording_takes_a_bounded_amount_of_memory(keyed: dict[str
                     await eventually(lambda: late.matched_writers(Control) > 0)
                     outsider.wait_for_readers(1)
                     outsider.say_all(recorded)
-                    await eventually(lambda: late.rejected["unproven"] == spoken - MAX_HELD_EACH)
+                    await eventually(lambda: late.rejected["unauthenticated"] == spoken - MAX_HELD_EACH)
 
     run(main())
 

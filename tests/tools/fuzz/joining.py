@@ -8,11 +8,18 @@ import functools
 from fuzz.target import Target, must
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security.identity import join_messages, key_epoch
-from gradbus.runtime.security.identity.admission import Door
+from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, parse_allow_list
-from gradbus.runtime.security.identity.broadcast_signature import Listener
-from gradbus.runtime.security.identity.join_client import Applicant
-from gradbus.runtime.security.identity.join_messages import Beacon, Confirm, Hello, Message, Refusal, Welcome
+from gradbus.runtime.security.identity.broadcast_signature import BroadcastVerifier
+from gradbus.runtime.security.identity.join_client import JoinClient
+from gradbus.runtime.security.identity.join_messages import (
+    Beacon,
+    JoinConfirm,
+    JoinHello,
+    JoinRefusal,
+    JoinWelcome,
+    Message,
+)
 from gradbus.runtime.security.identity.key import NodeKey, new_node_key
 
 _JOB = "fuzz"
@@ -20,30 +27,32 @@ _PARTY_BYTES = 64 << 10  # what controller and node may take for a message that 
 
 
 @functools.cache
-def _parties() -> tuple[NodeKey, NodeKey, Door, Applicant]:
+def _parties() -> tuple[NodeKey, NodeKey, Admission, JoinClient]:
     server, node = new_node_key("server"), new_node_key("robot-1")
-    door = Door(_JOB, server, AllowList((Entry(node.name, "client", node.public, ((1, 1),)),)))
-    return server, node, door, Applicant(_JOB, node, server.public, "client")
+    controller = Admission(_JOB, server, AllowList((Entry(node.name, "client", node.public, ((1, 1),)),)))
+    return server, node, controller, JoinClient(_JOB, node, server.public, "client")
 
 
 def _read_joining(data: bytes) -> None:
     """As it is, as a message of each kind, and as what is said about keys and by the controller."""
-    server, _, door, applicant = _parties()
-    for head in (b"", *(b"GBJ\0" + bytes([join_messages.VERSION, kind]) for kind in join_messages.Kind)):
+    server, _, controller, client = _parties()
+    for head in (b"", *(b"GBJ\0" + bytes([join_messages.VERSION, kind]) for kind in join_messages.JoinKind)):
         with contextlib.suppress(FrameError):
             signed = join_messages.parse(memoryview(head + data))
             must(signed.whole + signed.stamp == head + data, "a message is not what its bytes were")
             must(join_messages.pack(signed.message) == signed.said, "a message comes back as another one")
-        for hear in (door.hear, applicant.hear, lambda data, now_s: applicant.hear_beacon(data, 1, now_s)):
+        for receive in (controller.receive, client.receive, lambda data, now_s: client.receive_beacon(data, 1, now_s)):
             try:
-                must(not hear(memoryview(head + data), 1.0), "a forgery got an answer")
+                must(not receive(memoryview(head + data), 1.0), "a forgery got an answer")
             except FrameError:
                 continue
-    must(not door.members and not door.is_busy and applicant.keys is None, "a forgery has left something behind")
+    must(
+        not controller.members and not controller.is_busy and client.keys is None, "a forgery has left something behind"
+    )
     with contextlib.suppress(FrameError):
         must(key_epoch.pack(key_epoch.parse(memoryview(data))) == data, "a word about keys comes back as another one")
     try:
-        Listener(_JOB, server.public, bytes(16)).heard(key_epoch.CONTROL, memoryview(data))
+        BroadcastVerifier(_JOB, server.public, bytes(16)).heard(key_epoch.CONTROL, memoryview(data))
     except FrameError:
         return
     must(False, "a word that the controller has not signed was taken")
@@ -51,14 +60,15 @@ def _read_joining(data: bytes) -> None:
 
 def _joining_seeds() -> list[bytes]:
     some, key = bytes(range(16)), bytes(range(32))
-    _, _, door, _ = _parties()
+    _, _, controller, _ = _parties()
     messages: list[Message] = [
-        Beacon(some, 7, key), Hello(some, door.session, 7, 1, key, key, key, key, 0, "robot-1"),
-        Welcome(some, some, 7, 5, key, key), Confirm(door.session, some, key), Refusal(some, some, key, "no"),
+        Beacon(some, 7, key), JoinHello(some, controller.session, 7, 1, key, key, key, key, 0, "robot-1"),
+        JoinWelcome(some, some, 7, 5, key, key), JoinConfirm(controller.session, some, key),
+        JoinRefusal(some, some, key, "no"),
     ]  # fmt: skip
-    to_ranks = key_epoch.HandedToRanks(3, key, ((0, 3), (9, 9)), (some, some))
+    to_ranks = key_epoch.RankKeyGrant(3, key, ((0, 3), (9, 9)), (some, some))
     words = [
-        key_epoch.pack(word) for word in (key_epoch.Have(3), key_epoch.Handed(3, key, (1, 2, 3), (4, 5)), to_ranks)
+        key_epoch.pack(word) for word in (key_epoch.KeyAck(3), key_epoch.KeyGrant(3, key, (1, 2, 3), (4, 5)), to_ranks)
     ]
     packed = [join_messages.pack(message) + bytes(64) for message in messages]
     packed += [one + bytes(join_messages.STAMP_BYTES) for one in packed]

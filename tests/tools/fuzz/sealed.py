@@ -8,15 +8,15 @@ from fuzz.target import Target, must, reads_back
 from gradbus.runtime.dds import idl_types
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import Opened, Opener, PskKeys, Seal
-from gradbus.runtime.security.envelope import HEADER_BYTES, Header
+from gradbus.runtime.security.encryption import Opened, PskKeys, SessionCipher, StreamDecryptor
+from gradbus.runtime.security.envelope import HEADER_BYTES, EnvelopeHeader
 from gradbus.runtime.security.job_key import JobKey, parse_job_key
 from gradbus.runtime.security.liveness_challenge import (
     MAX_ANSWERS,
     MAX_LABEL_BYTES,
-    Greeting,
-    pack_greeting,
-    parse_greeting,
+    ChallengeMessage,
+    pack_challenge,
+    parse_challenge,
 )
 from gradbus.runtime.security.peers import MAX_HELD_EACH
 
@@ -31,9 +31,9 @@ def _keys() -> PskKeys:
     return PskKeys(_JOB, JobKey(bytes(32)))
 
 
-def _opened(opener: Opener, data: bytes) -> Opened | None:
+def _opened(decryptor: StreamDecryptor, data: bytes) -> Opened | None:
     try:
-        return opener.open(data)
+        return decryptor.open(data)
     except FrameError:
         return None
 
@@ -41,27 +41,27 @@ def _opened(opener: Opener, data: bytes) -> Opened | None:
 def _read_envelope(data: bytes) -> None:
     """As it is: nobody has sealed it. Then as a member would seal it, and as one that writes what it likes in the
     header: this opens once at most, and not with a bit changed."""
-    sender, receiver = Seal(_JOB, _keys()), Seal(_JOB, _keys())
-    opener = receiver.opener(_TOPIC, ignores_own=False)
-    must(_opened(opener, data) is None, "an envelope that nobody has sealed was opened")
-    sealed = bytes(sender.sealer(_TOPIC).seal((data,)))
+    sender, receiver = SessionCipher(_JOB, _keys()), SessionCipher(_JOB, _keys())
+    decryptor = receiver.decryptor(_TOPIC, ignores_own=False)
+    must(_opened(decryptor, data) is None, "an envelope that nobody has sealed was opened")
+    sealed = bytes(sender.encryptor(_TOPIC).seal((data,)))
     at = len(data) % len(sealed)
     changed = sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]
-    must(_opened(opener, changed) is None, "a bit was changed, and nobody has noticed")
+    must(_opened(decryptor, changed) is None, "a bit was changed, and nobody has noticed")
     must(len(receiver.peers) == 1, "a forgery has left something behind")
-    opened = _opened(opener, sealed)
+    opened = _opened(decryptor, sealed)
     must(opened is not None and bytes(opened.data) == data, "what was sealed is not what was opened")
-    must(_opened(opener, sealed) is None, "an envelope was opened twice")
+    must(_opened(decryptor, sealed) is None, "an envelope was opened twice")
     _take(receiver, opened)
     while len(data) >= _CHOSEN_BYTES:  # several, so that their counters meet in one window
         size = min(int.from_bytes(data[9:13], "little"), 1 << 30)
         chosen, data = data[:_CHOSEN_BYTES], data[_CHOSEN_BYTES:]
         plain, data = data[: size % 97], data[size % 97 :]
         odd = _member_writes(chosen, plain, size)
-        opened = _opened(opener, odd)
+        opened = _opened(decryptor, odd)
         if opened is not None:
             must(bytes(opened.data) == plain and opened.header.size == len(plain), "another size than that of its data")
-            must(_opened(opener, odd) is None, "an envelope was opened twice")
+            must(_opened(decryptor, odd) is None, "an envelope was opened twice")
             _take(receiver, opened)
 
 
@@ -71,12 +71,12 @@ def _member_writes(chosen: bytes, plain: bytes, size: int) -> bytes:
     session = bytes([chosen[0] % 4]) * envelope.SESSION_BYTES
     said = len(plain) if chosen[0] & 0x80 else size
     moment = int.from_bytes(chosen[13:17], "little")
-    head = envelope.pack(Header(envelope.PSK, 0, said, counter, session, _keys().key_id, moment))
+    head = envelope.pack(EnvelopeHeader(envelope.PSK, 0, said, counter, session, _keys().key_id, moment))
     key = _keys().stream_key(session, _TOPIC, counter >> 32)
     return head + key.encrypt(envelope.nonce(counter), plain, head + envelope.associated(_JOB, _TOPIC))
 
 
-def _take(receiver: Seal, opened: Opened | None) -> None:
+def _take(receiver: SessionCipher, opened: Opened | None) -> None:
     """As the reader does: a sample of some type, kept until its session is proven."""
     if opened is None:
         return
@@ -92,12 +92,12 @@ def _take(receiver: Seal, opened: Opened | None) -> None:
             must(len(opened.peer.held) == MAX_HELD_EACH, "refused, and there was room")
     if opened.header.moment % 2:
         opened.peer.floor = opened.header.counter % 100
-        receiver.peers.prove(opened.peer)
+        receiver.peers.authenticate(opened.peer)
         must(not opened.peer.held, "a session is proven, and something is still held")
 
 
 def _envelope_seeds() -> list[bytes]:
-    sealed = bytes(Seal(_JOB, _keys()).sealer(_TOPIC).seal((b"sample",)))
+    sealed = bytes(SessionCipher(_JOB, _keys()).encryptor(_TOPIC).seal((b"sample",)))
     samples = [
         idl_types.TrainCmdType(1, 2, 3, 0.5, 4).serialize(), idl_types.ClientUpdateType(1, 2, 3, b"octets").serialize(),  # type: ignore[arg-type]
         idl_types.ModelBlobType(1, b"octets").serialize(), idl_types.FrameType(b"octets").serialize(),  # type: ignore[arg-type]
@@ -111,14 +111,14 @@ def _envelope_seeds() -> list[bytes]:
     return [sealed[:-1], sealed[:HEADER_BYTES], b"", bytes(200), *samples, b"".join(chosen), b"".join(chosen[::-1])]
 
 
-def _check_greeting(greeting: Greeting) -> None:
+def _check_greeting(greeting: ChallengeMessage) -> None:
     must(len(greeting.answers) <= MAX_ANSWERS and len(greeting.challenge) == 16, "a greeting beyond its limits")
     must(len(greeting.label) <= MAX_LABEL_BYTES, "a label beyond its limit")
 
 
 def _greeting_seeds() -> list[bytes]:
     answers = {bytes([number]) * 16: number for number in range(3)}
-    return [pack_greeting(Greeting(bytes(16), of, (1, 7), "host 1", bytes(12))) for of in ({}, answers)] + [
+    return [pack_challenge(ChallengeMessage(bytes(16), of, (1, 7), "host 1", bytes(12))) for of in ({}, answers)] + [
         b"",
         bytes(100),
     ]
@@ -130,8 +130,8 @@ def _key_seeds() -> list[bytes]:
 
 
 _GREETING = reads_back(
-    lambda data: parse_greeting(memoryview(data)),
-    lambda greeting: bytes(pack_greeting(greeting._replace(label=""))),  # cut off, it may end within a character
+    lambda data: parse_challenge(memoryview(data)),
+    lambda greeting: bytes(pack_challenge(greeting._replace(label=""))),  # cut off, it may end within a character
     FrameError, _check_greeting,
 )  # fmt: skip
 # No error has the text of a key in it.

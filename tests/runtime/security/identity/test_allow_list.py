@@ -24,7 +24,7 @@ from gradbus.runtime.security.identity.allow_list import (
     without,
     write_allow_list,
 )
-from gradbus.runtime.security.identity.allow_list_watcher import ListFile
+from gradbus.runtime.security.identity.allow_list_watcher import AllowListWatcher
 from gradbus.runtime.security.identity.key import (
     load_node_key,
     new_node_key,
@@ -157,7 +157,7 @@ def test_a_list_that_changes_while_it_is_read_is_read_again_and_a_bad_one_is_tol
 
     with monkeypatch.context() as patched:
         patched.setattr(allow_list_watcher, "load_allow_list", load)
-        file = ListFile(path)
+        file = AllowListWatcher(path)
         assert file.allowed.entries == both.entries
     assert file.news() is None
     news = file.news()
@@ -177,7 +177,7 @@ def test_a_list_that_is_being_written_by_hand_is_used_when_it_does_not_change_an
     lines = [Entry(key.name, "observer", key.public).text for key in (ONE, TWO)]
     path.write_text("\n".join(lines))
     path.chmod(0o600)
-    file = ListFile(path)
+    file = AllowListWatcher(path)
     before = file.allowed
     with path.open("w") as by_hand:  # nothing is in it now
         assert file.news() is None
@@ -197,14 +197,14 @@ def test_a_list_that_is_being_written_by_hand_is_used_when_it_does_not_change_an
 def test_a_list_of_no_bytes_removes_nobody(tmp_path: Path) -> None:
     path = tmp_path / "allow.list"
     write_allow_list(path, AllowList((Entry(ONE.name, "observer", ONE.public),)))
-    file = ListFile(path)
+    file = AllowListWatcher(path)
     path.write_text("")
     assert file.news() is None
     with pytest.raises(ConfigError, match=r"is empty\. A list of nobody has a comment"):
         file.news()
     assert len(file.allowed.entries) == 1
     with pytest.raises(ConfigError, match="is empty"):
-        ListFile(path)
+        AllowListWatcher(path)
     write_allow_list(path, AllowList())
     assert file.news() is None
     news = file.news()
@@ -218,7 +218,7 @@ def test_a_change_that_keeps_size_and_time_is_noticed(tmp_path: Path) -> None:
     assert len(lines[0]) == len(lines[1])
     path.write_text(lines[0])
     path.chmod(0o600)
-    file, before = ListFile(path), path.stat()
+    file, before = AllowListWatcher(path), path.stat()
     while time.time_ns() - before.st_ctime_ns < 50_000_000:  # the clock of files ticks in some milliseconds
         pass
     with path.open("r+") as in_place:

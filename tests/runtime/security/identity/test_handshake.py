@@ -16,10 +16,10 @@ from gradbus.runtime.security.identity.handshake import Secrets
 from gradbus.runtime.security.identity.join_messages import (
     STAMP_BYTES,
     Beacon,
-    Confirm,
-    Hello,
-    Refusal,
-    Welcome,
+    JoinConfirm,
+    JoinHello,
+    JoinRefusal,
+    JoinWelcome,
     pack,
     parse,
 )
@@ -39,7 +39,7 @@ class Exchange:
     def __init__(self, *, job: str = JOB, pinned: bytes | None = None) -> None:
         self.private = X25519PrivateKey.generate()
         self.job = job
-        hello = Hello(
+        hello = JoinHello(
             THERE, HERE, 7, 1, os.urandom(32), self.private.public_key().public_bytes_raw(), CLIENT.public,
             pinned or SERVER.public, 0, CLIENT.name,
         )  # fmt: skip
@@ -58,7 +58,7 @@ class Exchange:
 
     def confirm(self, welcome: bytes) -> bytes:
         said = parse(memoryview(welcome))
-        if not isinstance(said.message, Welcome) or said.message.to != THERE:
+        if not isinstance(said.message, JoinWelcome) or said.message.to != THERE:
             raise FrameError("join", "not for this node")
         if self.stamps:
             Stamps(self.job, CLIENT).check(said, SERVER.public, parse(memoryview(self.hello)))
@@ -67,7 +67,10 @@ class Exchange:
 
     def conclude(self, confirm: bytes) -> Secrets:
         said = parse(memoryview(confirm))
-        if not isinstance(said.message, Confirm) or (said.message.controller, said.message.session) != (HERE, THERE):
+        if not isinstance(said.message, JoinConfirm) or (said.message.controller, said.message.session) != (
+            HERE,
+            THERE,
+        ):
             raise FrameError("join", "not of this exchange")
         handshake.check_confirm(JOB, said, self.heard, self.theirs, self.welcomed[-64:])
         return self.theirs
@@ -138,13 +141,13 @@ def test_another_member_can_play_neither_side() -> None:
     # It answers for CLIENT with an ephemeral key of its own, and so has the keys, but not CLIENT's private one.
     private = X25519PrivateKey.generate()
     message = heard.message
-    assert isinstance(message, Hello)
+    assert isinstance(message, JoinHello)
     fake = handshake.signed(JOB, OTHER, message._replace(ephemeral=private.public_key().public_bytes_raw()))
     with pytest.raises(FrameError, match="not signed"):
         exchange.welcome(fake + bytes(STAMP_BYTES))
     welcome = exchange.welcome()
     exchange.confirm(welcome)
-    said = Confirm(HERE, THERE, exchange.theirs.tag)
+    said = JoinConfirm(HERE, THERE, exchange.theirs.tag)
     with pytest.raises(FrameError, match="not signed"):
         exchange.conclude(
             handshake.signed(
@@ -157,7 +160,7 @@ def test_an_ephemeral_key_that_gives_a_known_secret_is_refused() -> None:
     exchange = Exchange()
     exchange.stamps = False
     message = parse(memoryview(exchange.hello)).message
-    assert isinstance(message, Hello)
+    assert isinstance(message, JoinHello)
     for point in (bytes(32), (1).to_bytes(32, "little")):
         with pytest.raises(FrameError, match="no secret"):
             exchange.welcome(handshake.signed(JOB, CLIENT, message._replace(ephemeral=point)) + bytes(STAMP_BYTES))
@@ -166,11 +169,11 @@ def test_an_ephemeral_key_that_gives_a_known_secret_is_refused() -> None:
 def test_every_kind_of_message_is_read_as_it_was_written_and_no_cut_of_it_is_read() -> None:
     for message in (
         Beacon(HERE, 1 << 63, SERVER.public),
-        Hello(THERE, HERE, 1, 2, bytes(32), bytes(32), bytes(32), bytes(32), 3, "a"),
-        Welcome(THERE, HERE, 1, 2, bytes(32), bytes(32)), Confirm(HERE, THERE, bytes(32)),
-        Refusal(THERE, HERE, bytes(32), "it is not on the allow list"),
+        JoinHello(THERE, HERE, 1, 2, bytes(32), bytes(32), bytes(32), bytes(32), 3, "a"),
+        JoinWelcome(THERE, HERE, 1, 2, bytes(32), bytes(32)), JoinConfirm(HERE, THERE, bytes(32)),
+        JoinRefusal(THERE, HERE, bytes(32), "it is not on the allow list"),
     ):  # fmt: skip
-        to_one = isinstance(message, Hello | Welcome | Refusal)
+        to_one = isinstance(message, JoinHello | JoinWelcome | JoinRefusal)
         data = pack(message) + bytes(64) + bytes(STAMP_BYTES if to_one else 0)
         assert parse(memoryview(data)).message == message
         for end in range(len(data)):
