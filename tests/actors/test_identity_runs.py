@@ -100,7 +100,7 @@ def test_strangers_are_told_why_they_are_kept_out_and_the_run_does_not_notice(kn
     assert "stranger is not on the allow list of the controller" in errors[0]["text"]
     assert "watcher is on the allow list as observer, and wants to join as client" in errors[1]["text"]
     assert "compare bus.controller_key with 'gradbus keys show'" in errors[2]["text"]
-    refused = {event["node"]: event["why"] for event in controller.all("warning") if event["text"] == "not let in"}
+    refused = {event["node"]: event["reason"] for event in controller.all("warning") if event["text"] == "join refused"}
     assert set(refused) == {"stranger", "watcher", "robot-0"}
     assert "expects another key of the controller" in refused["robot-0"]
     assert weights == plain_weights()

@@ -105,7 +105,7 @@ def test_a_log_for_people_shows_hostile_values_as_one_harmless_line(
     try:
         logs.configure(style="console")
         log = logs.get_logger("controller")
-        log.warning("not let in", node=HOSTILE.replace("\n", "").replace("\r", ""), why=HOSTILE)
+        log.warning("join refused", node=HOSTILE.replace("\n", "").replace("\r", ""), reason=HOSTILE)
         log.error("training failed on a client", error=HOSTILE, known=[HOSTILE])
         log.error(HOSTILE)
     finally:

@@ -1,7 +1,7 @@
-"""The controller's side of joining: who is let in, and which keys it has with whom.
+"""The controller's side of joining: admits the nodes of the allow list and holds the keys shared with each.
 
-Pure: bytes come in and go out, and the time is told. What costs little is checked first, and whoever cannot sign with a
-key that is on the list leaves nothing behind here but a count.
+Pure state machine: bytes and the time come in, bytes go out. Cheap checks come first, and a peer that cannot sign with
+a key of the allow list leaves no state behind but a counter.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ from gradbus.runtime.security.identity.stamp import Stamps
 from gradbus.runtime.security.token_bucket import TokenBucket
 from gradbus.runtime.wire.messages import new_incarnation
 
-SILENT_S = 5.0  # a member that was not heard for so long may be replaced by one that began before it, as clocks say
-LEADS_S = 10.0  # after so long with members the job is this controller's, whoever began before it
+SILENT_S = 5.0  # after this silence a member may be replaced by a process with an earlier start number
+LEADS_S = 10.0  # after so long with members this controller keeps the job against earlier starts
 CHECKS_PER_S, CHECKS_AT_ONCE = 500, 1000  # signatures of nodes on the list: 0.15 ms each
-# Of these each key has a share of its own, for each process that may have it: a node that has turned, or recordings of
-# its messages, cannot take what is for the others.
+# Each key has a share of its own, per process that may use it: a compromised node, or recordings of its messages,
+# cannot use up the checks of the others.
 SHARE_PER_S, SHARE_AT_ONCE = 4, 16
-OTHERS_PER_S, OTHERS_AT_ONCE = 50, 100  # signatures of all who are not on the list
+OTHERS_PER_S, OTHERS_AT_ONCE = 50, 100  # signatures of keys that are not on the list
 DUPLICATES_PER_S, DUPLICATES_AT_ONCE = 20, 50  # signatures of other controllers with this key
-REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to strangers, and as many to those whose keys are known
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to unknown keys, and as many to known ones
 
 
 class Admission:
-    """Of one start of a controller. Only the receive thread uses it, but for :meth:`seal`.
+    """The join state machine of one start of a controller. Only the receive thread uses it, except for :meth:`seal`.
 
     Attributes:
-        session: this start, random. refusal: why this controller must not go on; empty: it may.
-        dropped: what was not taken, by reason.
-        ranks: of a job of ranks, the keys that this process itself seals with; None: a federated run.
-        on_removed: gets the sessions of processes that must not take part any more.
-        participant: what the GUIDs of this process's DDS participant begin with.
+        session: random id of this start. refusal: why this controller must stop; empty: it may run.
+        dropped: counts of rejected messages, by reason.
+        ranks: in a job of ranks, the keys that this process itself encrypts with; None: a federated run.
+        on_removed: called with the sessions of removed processes.
+        participant: GUID prefix of this process's DDS participant.
     """
 
     def __init__(
         self, job: str, key: NodeKey, allowed: AllowList, *, label: str = "", now_s: float = 0.0,
         ranks: RankKeys | None = None,
     ) -> None:  # fmt: skip
-        """``label``: host and process, for a second controller of the job."""
+        """``label``: host and process, as a duplicate controller reports them."""
         self.job = job
         self.key = key
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
@@ -85,7 +85,7 @@ class Admission:
         self.events = AuditEvents()
         self.speaker = BroadcastSigner(job, key, self.session)
         self.allowed = allowed
-        self.retained: Callable[[str], int] = lambda topic: 0  # how many of its newest envelopes DDS keeps
+        self.retained: Callable[[str], int] = lambda topic: 0  # number of newest envelopes that DDS retains
         self._label = label
         self._members: dict[str, AdmittedNode] = {}
         self._by_key: dict[bytes, tuple[AdmittedNode, InboundStreams]] = {}
@@ -103,43 +103,45 @@ class Admission:
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
         self.on_refused: Callable[[], None] = lambda: None
         self._removed: deque[bytes] = deque(maxlen=key_epoch.MAX_REMOVED)
-        # Processes on the controller's own machine may share its key; all but one of them join it like any others.
+        # Processes on the controller's own machine may share its key; all but one of them join like any node.
         self._own = Entry(key.name, "worker", key.public, ((0, MAX_OWN_RANKS - 1),))
         if ranks is not None:
             ranks.take(self.group.key, self.session, now_s)
 
     @property
     def members(self) -> dict[str, AdmittedNode]:
-        """Who has been let in, by name."""
+        """The admitted nodes, by member id."""
         return self._members
 
     @property
     def participants(self) -> set[bytes]:
-        """Of the members, as they say themselves. Any thread may ask."""
+        """GUID prefixes of the members' DDS participants, as announced by them. Thread-safe."""
         return {member.participant for member in list(self._members.values()) if member.participant}
 
     @property
     def group(self) -> OutboundStreams:
-        """What is said to all is sealed with this."""
+        """The outbound streams under the group key of the current epoch."""
         return self.rotation.current
 
     @cached_property
     def beacon(self) -> bytes:
-        """What this controller says for all to hear."""
+        """The signed beacon of this controller."""
         return handshake.signed(self.job, self.key, Beacon(self.session, self.start, self.key.public))
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is waiting for an answer."""
+        """Whether an answer is pending, so that :meth:`tick` should be called often."""
         return bool(self._pending) or self.rotation.is_running or self._duplicates.is_busy
 
-    # What is sealed
+    # Encryption
 
     def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> OutboundEnvelope | None:
-        """An envelope for all members, or for the one that client ``to`` belongs to; None: there is no such one. Not
-        for ranks: what they seal with counts for itself, and no two may count under one key."""
+        """Return an envelope for all members, or for the node of client ``to``; None: that node is no member.
+
+        Ranks use :class:`.SessionCipher` alone: two counters under one key would repeat a nonce.
+        """
         if self.ranks is not None:
-            raise RuntimeError("a job of ranks seals with Seal alone: a nonce would be used twice")
+            raise RuntimeError("a job of ranks encrypts with SessionCipher alone: a nonce would be used twice")
         if to is None:
             if topic != key_epoch.MODELS:
                 parts = self.speaker.signed(topic, parts)
@@ -148,7 +150,7 @@ class Admission:
         return None if member is None else member.outgoing.envelope(topic, parts)
 
     def open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Entry] | None:
-        """What a member has sealed, and who it is. None: it is of this controller itself.
+        """Decrypt an envelope of a member; returns sample and member. None: the controller's own envelope.
 
         Raises:
             FrameError: see :meth:`.InboundStreams.open`, and ``other level``, ``no key``.
@@ -175,13 +177,13 @@ class Admission:
             )
         return known
 
-    # Who comes
+    # The handshake
 
     def receive(self, data: memoryview, now_s: float) -> list[bytes]:
-        """A message of the topic of joining. What to answer.
+        """Process one message of the join topic; returns the answers to send.
 
         Raises:
-            FrameError: it was not taken, with a ``reason`` to count it by.
+            FrameError: the message is rejected; ``reason`` is the name to count it by.
         """
         if data[:4] != MAGIC:
             opened = self._open(JOIN_TOPIC, data, now_s)
@@ -222,7 +224,7 @@ class Admission:
             raise FrameError("busy", "more signatures came than are checked in a second")
 
     def _share_of(self, public: bytes) -> TokenBucket:
-        """Of a key that is on the list, or this controller's own."""
+        """Return the token bucket of a key of the allow list, or of this controller's own."""
         share = self._shares.get(public)
         if share is None:
             entry = self._own if public == self.key.public else self.allowed.of_key(public)
@@ -231,16 +233,16 @@ class Admission:
         return share
 
     def _check_hello(self, signed: SignedMessage, hello: JoinHello, now_s: float) -> None:
-        """Whether it is from the holder of the key in it. Who is on the list shows that first with a stamp, which costs
-        little: so only its own Hellos, and recordings of them, take something of its share.
+        """Check that the holder of the key in a Hello has sent it. A known key must show a stamp first, which is cheap:
+        so only Hellos of its holder, and recordings of them, use up its share.
 
         Raises:
-            FrameError: ``stamp``, ``signature``: it is not. ``busy``: that was not checked.
+            FrameError: ``stamp``, ``signature``: it is forged. ``busy``: no check is left.
         """
         is_known = hello.public == self.key.public or self.allowed.has_key(hello.public)
         if (
             not is_known or hello.pinned != self.key.public
-        ):  # who expects another controller makes no stamp for this one
+        ):  # a node that expects another controller makes no stamp for this one
             self._check(signed, hello.public, self._others, now_s)
             return
         self._stamps.check(signed, hello.public)
@@ -248,12 +250,13 @@ class Admission:
         self._check(signed, hello.public, self._checks, now_s)
 
     def _may_go(self, now_s: float) -> bool:
-        """Whether an earlier start that lives has the job. Not when this one has led it for a while: an earlier one
-        that wakes up then has stood still, and its members are here."""
+        """Whether an earlier live start may take the job. Not once this one has led it for a while: an earlier one that
+        shows up then was suspended, and its members are here."""
         return not self._members or now_s - self._leads_since_s < LEADS_S
 
     def _may_answer(self, hello: JoinHello, now_s: float) -> bool:
-        """Other controllers get their answer. Nobody else may be led away from one that lives: he says it again."""
+        """Whether to answer a Hello now. Duplicate controllers always get an answer; nodes wait, and repeat their
+        Hello, while an earlier controller may be alive."""
         return ROLES[hello.role] == "controller" or not self._duplicates.holds_up(now_s)
 
     def _receive_hello(self, signed: SignedMessage, hello: JoinHello, now_s: float) -> list[bytes]:
@@ -263,7 +266,7 @@ class Admission:
             self._pending.attempt(hello.name, hello.session),
         )
         if hello.attempt <= newest:
-            raise FrameError("replay", f"a hello of {hello.name} that was heard before")
+            raise FrameError("replay", f"a hello of {hello.name} that was received before")
         self._check_hello(signed, hello, now_s)
         entry = self._entry_of(hello)
         why = self._refusal_reason(hello, entry, known, now_s)
@@ -282,7 +285,7 @@ class Admission:
         return self._own if is_own else self.allowed.get(hello.name)
 
     def _refusal_reason(self, hello: JoinHello, entry: Entry | None, known: AdmittedNode | None, now_s: float) -> str:
-        """Why this node is not let in; empty: it is."""
+        """Return why this node is refused; empty: it is admitted."""
         role = ROLES[hello.role]
         if role == "controller" and hello.public == self.key.public:
             return f"the job is held by the controller {self._label}"
@@ -321,11 +324,11 @@ class Admission:
     def _receive_confirm(self, signed: SignedMessage, confirm: JoinConfirm, now_s: float) -> list[bytes]:
         waiting = self._pending.of(confirm.session)
         if not waiting:
-            raise FrameError("replay", "a confirm that nobody waits for")
-        pending = with_tag(waiting, confirm.tag)  # before anything that costs: forgeries have no tag
+            raise FrameError("replay", "a confirm that answers no pending handshake")
+        pending = with_tag(waiting, confirm.tag)  # before any costly check: forgeries have no valid tag
         if pending is None:
             raise FrameError("signature", "a confirm that was made without the keys of its exchange")
-        # Those that others make with the tag, as it can be read, take of the share of this node alone.
+        # The tag can be read on the wire: forgeries that copy it use up the share of this node alone.
         if pending.was_checked:
             self._take(self._share_of(pending.hello.public), now_s)
         pending.was_checked = True
@@ -348,10 +351,10 @@ class Admission:
         said = []
         if known is not None:
             self._forget_keys(known)
-            if known.session == hello.session:  # the same process, with new keys
+            if known.session == hello.session:  # the same process with new keys
                 member.former, member.former_until_s = known.incoming, now_s + key_epoch.GRACE_S
                 self._by_key[known.incoming.key.key_id] = member, known.incoming
-            else:  # if that one still runs, it would go on in vain: it can hear what is for all
+            else:  # the replaced process may still run: it must stop
                 said.append(self._refusal_of(known, f"{name} has joined with another process: one process, one key"))
         self._by_key[up.key_id] = member, member.incoming
         self._members[member.id] = member
@@ -362,7 +365,7 @@ class Admission:
         return said + [self._grant(member, streams) for streams in self.rotation.keys_for(member.id)]
 
     def _make_room(self, entry: Entry) -> list[bytes]:
-        """Forget the earliest process of a node that has more than it needs: as a rule that is dead."""
+        """Drop the earliest process of a node with too many: as a rule that one is dead."""
         same = [member for member in self._members.values() if member.entry.name == entry.name]
         if len(same) <= most_processes(entry):
             return []
@@ -372,7 +375,7 @@ class Admission:
         return [self._refusal_of(oldest, f"{entry.name} has joined with more processes than it has ranks")]
 
     def _refusal_of(self, member: AdmittedNode, why: str) -> bytes:
-        """To one that had been let in, and is a member no more."""
+        """Return the refusal of a node that was a member until now."""
         return self._refusal_to(member.hello, why)
 
     def _forget_keys(self, member: AdmittedNode) -> None:
@@ -381,7 +384,7 @@ class Admission:
                 self._by_key.pop(streams.key.key_id, None)
 
     def _grant(self, member: AdmittedNode, group: OutboundStreams) -> bytes:
-        """The key of an epoch, for one member."""
+        """Return the key grant of an epoch for one member, encrypted."""
         if self.ranks is not None:
             ids = member.entry.ids
             to_ranks = key_epoch.RankKeyGrant(group.key.epoch, group.key.secret, ids, tuple(self._removed))
@@ -393,10 +396,10 @@ class Admission:
         )  # fmt: skip
         return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(word),))
 
-    # What changes
+    # Changes of the allow list, and time
 
     def allow(self, allowed: AllowList, now_s: float) -> list[bytes]:
-        """There is another list. Who is not on it any more, as what it was, is told so, and a new epoch begins."""
+        """Apply a new allow list: members that are not on it as before are refused, and a new key epoch begins."""
         self.allowed = allowed
         self._shares.clear()
         gone = [member for member in self._members.values() if not self._is_allowed(member.entry)]
@@ -409,7 +412,7 @@ class Admission:
             self.events.refused(member.entry.name, why)
             said.append(self._refusal_of(member, why))
         if gone:
-            # A node chooses its session itself, and could choose that of another, so as to have it removed.
+            # A node chooses its own session id, and could choose that of another in order to have it removed.
             removed = (
                 {member.session for member in gone}
                 - {member.session for member in self._members.values()}
@@ -425,7 +428,7 @@ class Admission:
         return entry is self._own or self.allowed.get(entry.name) == entry
 
     def tick(self, now_s: float) -> list[bytes]:
-        """Do what it is time for. What to say."""
+        """Advance timers; returns the messages to send."""
         said = self._duplicates.tick(now_s)
         self._pending.keep(lambda one: now_s <= one.until_s)
         for member in self._members.values():
@@ -441,7 +444,7 @@ class Admission:
         return said + [self._grant(self._members[name], streams) for name, streams in due if name in self._members]
 
     def _keep_up(self, ranks: RankKeys, now_s: float) -> None:
-        """What the others are handed, and when it is used, counts here as well."""
+        """Apply the keys that the others are granted, and their switch, to this process as well."""
         for streams in (self.group, self.rotation.next):
             if streams is not None:
                 ranks.take(streams.key, self.session, now_s)

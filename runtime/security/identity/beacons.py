@@ -1,6 +1,6 @@
-"""Controllers that a node has heard of. Each may be a recording, or somebody else's.
+"""The controllers that have announced themselves to a node. Each may be a recording, or belong to another key.
 
-Pure; the time is told.
+Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from gradbus.runtime.security.token_bucket import TokenBucket
 MAX_BEACONS = 8
 MAX_SOURCES = 8
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures: 0.15 ms each
-# Of these as many for one DDS writer: a controller has one of its own, which says no more than one beacon.
+# Share of one DDS writer: a controller has one of its own, which sends one beacon.
 WRITER_PER_S, WRITER_AT_ONCE = 2, 8
 _MAX_WRITERS = 1024  # that are remembered
 
 
 @dataclass(slots=True, eq=False)
 class AnnouncedController:
-    """A controller that has said that it is there.
+    """One controller, with its verified beacon.
 
     Attributes:
-        sources: handles of DDS writers that have said so, the newest last. Whoever has heard a beacon can say it again
-            with a writer of his own, and take that away: so none of them stands for the others.
-        since_s: when it was heard for the first time. asked_s: when it was last said Hello to.
+        sources: handles of the DDS writers that have sent it, the newest last. Anybody can replay a beacon with a
+            writer of its own and delete that writer: so no single writer tells whether the controller is there.
+        since_s: time of the first beacon. asked_s: time of the last Hello to it.
     """
 
     beacon: Beacon
@@ -38,22 +38,22 @@ class AnnouncedController:
     asked_s: float = float("-inf")
 
     def add_source(self, source: int) -> None:
-        """One more writer has said it."""
+        """Note one more writer of this beacon."""
         self.sources.pop(source, None)
         if len(self.sources) >= MAX_SOURCES:
             del self.sources[next(iter(self.sources))]
         self.sources[source] = None
 
     def is_there(self, alive: Callable[[int], bool]) -> bool:
-        """Whether one of them is still there."""
+        """Whether DDS still sees one of its writers."""
         return any(map(alive, self.sources))
 
 
 class Beacons:
-    """What was heard for one node."""
+    """The announced controllers of one node, at most :data:`MAX_BEACONS`."""
 
     def __init__(self, job: str, pinned: bytes) -> None:
-        """``pinned``: the key that the controller must have."""
+        """``pinned``: public key that the controller must have."""
         self._job = job
         self._pinned = pinned
         self._heard: dict[
@@ -66,14 +66,14 @@ class Beacons:
         return iter(self._heard.values())
 
     def get(self, session: bytes) -> AnnouncedController | None:
-        """The controller of this session, with the key that is expected."""
+        """Return the controller of a session that has the expected key."""
         return self._heard.get((session, self._pinned))
 
     def receive(self, data: memoryview, source: int, joined: bytes | None, now_s: float) -> AnnouncedController | None:
-        """A beacon. ``joined``: session of the controller that the node is with. None: it was heard before.
+        """Verify and note a beacon. ``joined``: session of the node's current controller. None: it is a repetition.
 
         Raises:
-            FrameError: it was not taken, with a ``reason`` to count it by.
+            FrameError: the beacon is rejected; ``reason`` is the name to count it by.
         """
         signed = parse(data)
         beacon = signed.message
@@ -101,6 +101,6 @@ class Beacons:
         return share
 
     def _make_room(self, joined: bytes | None) -> None:
-        """Forget a controller: one with another key before one with the right one, an earlier start before a later."""
+        """Drop one controller: another key before the expected one, an earlier start before a later one."""
         spare = [key for key in self._heard if key != (joined, self._pinned)]
         del self._heard[min(spare, key=lambda key: (key[1] == self._pinned, self._heard[key].beacon.start))]

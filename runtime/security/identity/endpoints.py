@@ -1,7 +1,7 @@
-"""DDS writers and readers of a bus whose members have keys of their own.
+"""DDS writers and readers of a bus whose nodes have keys of their own.
 
-What a sample may say is bound here to who has sealed it: a node speaks for the clients that the allow list gives it,
-and for nobody else.
+The sender named in a sample is bound to the key that encrypted it: a node may send for the clients that the allow list
+assigns to it, and for no others.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ _FROM_MEMBERS = frozenset({_CONTROL, TOPICS[ClientUpdate].name})
 
 
 class IdentityCipher(Protocol):
-    """The controller's side of a bus, or a member's."""
+    """Encrypts and decrypts the samples of a bus, on the controller's side or on a member's."""
 
     @property
     def is_in(self) -> bool:
-        """Whether this process can talk to others."""
+        """Whether this process has a key to send with."""
 
     def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
-        """The envelope of a sample; None: there is nobody to say it to.
+        """Return the envelope of a sample; None: it has no recipient.
 
         Raises:
-            JoinRefused: the controller does not let this process in, or not any more.
+            JoinRefused: the controller refuses this process, or has removed it.
             JobTaken: this process is a controller, and another one holds the job.
         """
 
     def open(self, topic: str, data: Any) -> memoryview | None:
-        """The sample in an envelope; None: it is not for this process. Raises FrameError."""
+        """Return the sample in an envelope; None: it is for another process. Raises FrameError: it is invalid."""
 
     def check(self, topic: str, sample: Any) -> None:
-        """Raise FrameError: ``identity``: who has sealed the sample opened last may not say what it says."""
+        """Raise FrameError ``identity`` if the node that encrypted the last sample may not send it."""
 
 
 class ControllerCipher:
-    """Of the controller."""
+    """The cipher of the controller."""
 
     is_in = True
 
@@ -58,7 +58,7 @@ class ControllerCipher:
         self._entry: Entry | None = None
 
     def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
-        """What is for one client goes to that one alone."""
+        """Return the envelope of a sample; a message to one client is encrypted for that node alone."""
         if self._admission.refusal:
             raise job_taken(self._admission.refusal)
         # Of a control message the last part is its body, which this process has made.
@@ -71,7 +71,7 @@ class ControllerCipher:
             return None
         plain, self._entry = opened
         if topic not in _FROM_MEMBERS:
-            raise FrameError("identity", f"{self._entry.name}, a {self._entry.role}, speaks on {topic}")
+            raise FrameError("identity", f"{self._entry.name}, a {self._entry.role}, sends on {topic}")
         return plain
 
     def check(self, topic: str, sample: Any) -> None:
@@ -82,7 +82,7 @@ class ControllerCipher:
 
 
 class MemberCipher:
-    """Of everybody else."""
+    """The cipher of a client or an observer."""
 
     def __init__(self, client: JoinClient) -> None:
         self._client = client
@@ -106,7 +106,7 @@ class MemberCipher:
     def open(self, topic: str, data: Any) -> memoryview | None:
         if not self._client.ranks.is_in:
             return self._client.open(topic, data, time.monotonic())
-        decryptor = self._decryptors.get(topic)  # an observer of ranks: nobody has to prove to it that he is alive
+        decryptor = self._decryptors.get(topic)  # an observer of ranks requires no liveness challenge
         if decryptor is None:
             decryptor = self._decryptors[topic] = self._seal.decryptor(topic, ignores_own=True)
         return decryptor.open(data).data
@@ -115,21 +115,21 @@ class MemberCipher:
         if self._client.ranks.is_in:
             return
         if topic != _COMMANDS and frames.sender_of(sample.data) != frames.CONTROLLER:
-            raise FrameError("identity", "the controller speaks for somebody else")
+            raise FrameError("identity", "the controller sends in the name of another")
 
 
 class IdentityWriter(MatchedWhileIn, Writer):
-    """Seals every sample for whom it is for. While there is nobody that it could be for, it counts as not matched."""
+    """Encrypts every sample for its recipients. It counts as not matched while this process has not joined."""
 
     def __init__(self, topic: Topic, wire: Writer, fast: bool, cipher: IdentityCipher) -> None:
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
         self._key_gate = self._cipher = cipher
-        self.unsent = 0  # samples that nobody could be told
+        self.unsent = 0  # samples without a recipient
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
-        """See :meth:`.dds.Writer.write`. What nobody can be told is gone: actors say it again when they are in."""
+        """See :meth:`.dds.Writer.write`. A sample without a recipient is dropped: actors repeat it once joined."""
         if parts:
             sample: tuple[Any, ...] = (self.idl_type.prefix(*fields, sum(map(len, parts))), *parts)
         else:
@@ -151,7 +151,7 @@ class IdentityWriter(MatchedWhileIn, Writer):
 
 
 class IdentityReader(MatchedWhileIn, Reader):
-    """Opens what is for this process."""
+    """Decrypts the samples for this process."""
 
     def __init__(self, topic: Topic, wire: Reader, cipher: IdentityCipher) -> None:
         super().__init__(topic, wire.entity, fast=False)

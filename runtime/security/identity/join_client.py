@@ -1,6 +1,6 @@
-"""A node's side of joining: it looks for the controller whose key it knows, and holds what it was given.
+"""A node's side of joining: finds the controller whose key it knows, and holds the keys that it was granted.
 
-Pure: bytes come in and go out, and the time is told.
+Pure state machine: bytes and the time come in, bytes go out.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from gradbus.runtime.security.identity.stamp import Stamps
 from gradbus.runtime.security.token_bucket import TokenBucket
 from gradbus.runtime.wire.messages import new_incarnation
 
-# A Hello that has led to nothing is followed by another one, later each time: the answer to the one before is worth
-# nothing then, so the time must come to be longer than a controller takes whom a thousand nodes ask at once.
+# A Hello without result is repeated with exponential backoff. A late answer to the Hello before is void then, so the
+# interval must come to exceed the time a controller takes to answer a thousand nodes at once.
 FIRST_S, LONGEST_S = 0.125, 5.0
-# A member that finds that it lacks a key joins again, so often at most. Anybody can make it think so, for the id of a
-# key is in clear: each time that brings no other key it waits twice as long, but not so long that it would miss much.
+# Shortest interval at which a member that lacks a key joins again. Key ids are in clear, so anybody can provoke this:
+# the interval doubles each time that it brings no new key, up to a limit.
 ASK_S, LONGEST_ASK_S = 2.0, 16.0
-OTHERS_S = 10.0  # how often at most to say Hello to a controller with another key, for its log
-SILENT_S = 3.0  # a controller that was not heard for so long may have been followed by another one
-# While the one before is there, as DDS sees it, that other one has so much time to hear of it and to go away: who
-# joined it at once would have keys that nobody else has.
+OTHERS_S = 10.0  # shortest interval of Hellos to a controller with another key, for its log
+SILENT_S = 3.0  # after this silence another start of the controller may have taken over
+# While DDS still sees the controller before, a later one gets this time to find it and to stop: a node that joined the
+# later one at once would have keys that nobody else has.
 LATER_S = 1.0
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of answers; beacons have checks of their own
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A Hello on its way, or the one with which this node has joined.
+    """A pending Hello, or the one with which this node has joined.
 
     Attributes:
-        private: the key of this exchange, until it was used: who gets hold of it later could open what was recorded.
-        controller, start: session of the controller, and number of this start of it.
-        secrets: what came of the exchange, until the keys made of it have taken their place.
+        private: ephemeral private key; dropped after use, for forward secrecy.
+        controller, start: session and start number of the controller.
+        secrets: result of the exchange, until the keys derived from it replace it.
     """
 
     hello: SignedMessage
@@ -72,21 +72,21 @@ class _Asked:
 
 
 class JoinClient:
-    """Of one start of a node. Only the receive thread uses it, but for :meth:`seal`.
+    """The join state machine of one start of a node. Only the receive thread uses it, except for :meth:`seal`.
 
     Attributes:
-        session: this start, random. refusal: why the controller does not let it in; empty: it has not said so.
-        doubt: what was heard of controllers that are not the one whose key is known.
-        keys: what it has been given; None before it was let in for the first time.
-        ranks: the keys of a job of ranks, if this is one. ids: ranks that this node may be there.
-        on_removed: gets the sessions of processes that must not take part any more.
-        participant: what the GUIDs of this process's DDS participant begin with. controller_participant: of that of the
-            controller, as it says itself; empty before it let this node in.
-        on_joined: called when it was let in by this start of the controller, or refused.
+        session: random id of this start. refusal: why the controller refuses this node; empty: it has not.
+        doubt: hint at controllers with another key than the expected one; empty: there are none.
+        keys: the granted keys; None until the node was admitted for the first time.
+        ranks: the keys of a job of ranks. ids: ranks that this node may take.
+        on_removed: called with the sessions of removed processes.
+        participant: GUID prefix of this process's DDS participant. controller_participant: that of the controller, as
+            announced by it; empty until admission.
+        on_joined: called when a start of the controller has admitted or refused this node.
     """
 
     def __init__(self, job: str, key: NodeKey, pinned: bytes, role: Role) -> None:
-        """``pinned``: the key that the controller must have."""
+        """``pinned``: public key that the controller must have."""
         self.job = job
         self.key = key
         self.pinned = pinned
@@ -108,7 +108,7 @@ class JoinClient:
         self._asked: _Asked | None = None
         self._joined: _Asked | None = None
         self._attempts = self._in_vain = 0
-        self._jitter = 1.0  # so that nodes that began together do not ask together for ever
+        self._jitter = 1.0  # spreads the Hellos of nodes that started together
         self._lacks = False
         self._ask_s = ASK_S
         self._newest = (b"", -1)  # controller and epoch of the newest key
@@ -117,29 +117,29 @@ class JoinClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is waiting for an answer that should come at once."""
+        """Whether an answer is pending, so that :meth:`tick` should be called often."""
         return self._asked is not None
 
     @property
     def epoch(self) -> int:
-        """Number of the newest key that it was given; -1: it was given none."""
+        """Number of the newest granted key epoch; -1: there is none."""
         return self._newest[1]
 
     @property
     def _again_s(self) -> float:
         return self._jitter * min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_vain, 8))
 
-    # What is sealed
+    # Encryption
 
     def seal(self, topic: str, parts: Sequence[Any]) -> OutboundEnvelope | None:
-        """An envelope for the controller; None: this node has not joined yet, or may not speak."""
+        """Return an envelope for the controller; None: this node has not joined, or is an observer."""
         keys = self.keys
         if keys is None or self.role == "observer":
             return None
         return keys.outgoing.envelope(topic, parts)
 
     def open(self, topic: str, data: Any, now_s: float) -> memoryview | None:
-        """What the controller has said to all, or to this node. None: it is not for this node.
+        """Decrypt an envelope of the controller to all or to this node. None: it is for another node.
 
         Raises:
             FrameError: with ``reason`` one of those of an envelope, ``no key``, ``signature``, ``level``.
@@ -153,10 +153,10 @@ class JoinClient:
         elif header.level == envelope.PSK:
             raise FrameError("other level", "an envelope of another level of security: all members must use the same")
         elif self.keys is None:
-            raise FrameError("no key", "said to members, and this node is none yet")
+            raise FrameError("no key", "an envelope for members, and this node is none yet")
         elif not self.keys.has(header):
             self._note_lack()
-            raise FrameError("no key", "said to members with a key that this node has not, or not any more")
+            raise FrameError("no key", "an envelope for members under a key that this node does not have")
         else:
             plain = self.keys.open_group(topic, header, view)
         if plain is not None:
@@ -169,10 +169,10 @@ class JoinClient:
     # Joining
 
     def receive_beacon(self, data: memoryview, source: int, now_s: float) -> list[bytes]:
-        """A controller says that it is there. ``source``: handle of its DDS writer. What to say.
+        """Process a beacon; returns the messages to send. ``source``: handle of its DDS writer.
 
         Raises:
-            FrameError: it was not taken, with a ``reason`` to count it by.
+            FrameError: the message is rejected; ``reason`` is the name to count it by.
         """
         joined = None if self._joined is None else self._joined.controller
         heard = self._beacons.receive(data, source, joined, now_s)
@@ -188,7 +188,7 @@ class JoinClient:
         return self._ask(now_s)
 
     def _is_followed(self, asked: _Asked, *, by: Beacon) -> bool:
-        """Whether a node that looks for a controller asks this one at once: that before it may be a recording."""
+        """Whether to ask the sender of a newer beacon at once: the beacon before may be a recording."""
         return self._joined is None and asked.secrets is None and by.start > asked.start
 
     def _take_check(self, now_s: float) -> None:
@@ -196,7 +196,7 @@ class JoinClient:
             raise FrameError("busy", "more signatures came than are checked in a second")
 
     def _ask(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
-        """Say Hello to a controller, if there is one to say it to, and reason."""
+        """Return a Hello to one announced controller, if one is due."""
         if self.refusal or (self._asked is not None and now_s - self._asked.at_s < self._again_s):
             return []
         joined = None if self._joined is None else self._beacons.get(self._joined.controller)
@@ -209,7 +209,7 @@ class JoinClient:
         ]
         if not candidates:
             return []
-        # Every other question goes to the newest: all the others may be recordings, and one question can be lost.
+        # Every other Hello goes to the newest start: the others may be recordings, and a Hello can be lost.
         to_newest = self._in_vain % 2 == 0
         target = min(
             candidates,
@@ -226,7 +226,7 @@ class JoinClient:
             self.key.name,
         )  # fmt: skip
         packed = self._stamps.stamped(handshake.signed(self.job, self.key, hello), self.pinned)
-        if target.beacon.public == self.pinned:  # of others no answer is waited for
+        if target.beacon.public == self.pinned:  # no answer is awaited from others
             self._lacks = False
             self._in_vain += 1
             self._jitter = 1.0 + secrets.randbelow(256) / 512
@@ -237,20 +237,20 @@ class JoinClient:
     def _may_be_next(
         self, heard: AnnouncedController, joined: AnnouncedController | None, now_s: float, alive: Callable[[int], bool]
     ) -> bool:
-        """Whether one may be asked by a node that has joined a controller."""
+        """Whether a node that has joined may send a Hello to this controller."""
         if heard is joined:
             return self._lacks and now_s - self._joined_s > self._ask_s
         is_silent = now_s - self._last_seen_s > SILENT_S
         if joined is not None and joined.is_there(alive):
-            is_later = heard.beacon.start > joined.beacon.start  # others are those before it, or recordings of them
+            is_later = heard.beacon.start > joined.beacon.start  # the others are earlier starts, or recordings of them
             return is_silent and is_later and now_s - heard.since_s > LATER_S
         return is_silent or joined is not None
 
     def receive(self, data: memoryview, now_s: float) -> list[bytes]:
-        """A message of the topic of joining. What to answer.
+        """Process one message of the join topic; returns the answers to send.
 
         Raises:
-            FrameError: it was not taken, with a ``reason`` to count it by.
+            FrameError: the message is rejected; ``reason`` is the name to count it by.
         """
         if data[:4] != MAGIC:
             return self._receive_keys(data, now_s)
@@ -273,7 +273,7 @@ class JoinClient:
     def _receive_welcome(self, signed: SignedMessage, asked: _Asked, now_s: float) -> list[bytes]:
         if asked.private is None:
             raise FrameError("replay", "a second welcome to one hello")
-        self._stamps.check(signed, self.pinned, asked.hello)  # forgeries take nothing of what is checked in a second
+        self._stamps.check(signed, self.pinned, asked.hello)  # before the bucket: forgeries must not use it up
         self._take_check(now_s)
         confirm, asked.secrets = handshake.accept(self.job, self.key, asked.hello, asked.private, signed)
         asked.private = None
@@ -282,7 +282,7 @@ class JoinClient:
         return [confirm]
 
     def _receive_keys(self, data: memoryview, now_s: float) -> list[bytes]:
-        """Keys from the controller, under those that this node has with it."""
+        """Process a key grant of the controller, encrypted with a key of this node; returns the acknowledgement."""
         view = memoryview(data).cast("B")
         header = envelope.parse(view)
         asked, keys = self._asked, self.keys
@@ -291,9 +291,7 @@ class JoinClient:
             word = key_epoch.parse(asked.down.open(JOIN_TOPIC, header, view))
             assert asked.secrets is not None
             up = SharedKey(self.job, envelope.MEMBER, 0, asked.secrets.up)
-            keys = MembershipKeys(
-                self.job, self.session, asked.controller, self.pinned, up, asked.down, self.keys, now_s
-            )
+            keys = MembershipKeys(self.session, self.pinned, up, asked.down, self.keys, now_s)
             is_other = self._joined is None or self._joined.controller != asked.controller
             asked.secrets = asked.down = None
             self._joined, self._asked, self._in_vain, self._joined_s = asked, None, 0, now_s
@@ -316,14 +314,14 @@ class JoinClient:
             group = SharedKey(self.job, envelope.GROUP, word.epoch, word.secret)
             self.ranks.take(group, keys.controller, now_s)
         else:
-            raise FrameError("join", "the controller says that it has its own key")
+            raise FrameError("join", "the controller acknowledges a key, which only members do")
         self.keys = keys
         if is_other:
             self.on_joined()
         return [keys.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(key_epoch.KeyAck(word.epoch, self.participant)),))]
 
     def tick(self, now_s: float, alive: Callable[[int], bool] = lambda source: True) -> list[bytes]:
-        """Do what it is time for. ``alive``: whether DDS still sees the writer of a beacon. What to say."""
+        """Advance timers; returns the messages to send. ``alive``: whether DDS still sees the writer of a beacon."""
         if self._asked is not None and now_s - self._asked.at_s >= self._again_s:
             self._asked = None
         if self.keys is not None:

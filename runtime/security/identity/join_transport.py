@@ -1,6 +1,7 @@
-"""Joining over DDS: the controller's beacon, what nodes and controller say to each other, and the clock.
+"""Carries the join protocol over DDS: beacons, join messages and the timer that drives both sides.
 
-All on the receive thread of the bus. What a :class:`.Admission` or an :class:`.JoinClient` has to say goes out here.
+Everything runs on the receive thread of the bus. The messages that :class:`.Admission` and :class:`.JoinClient` return
+are written here.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from gradbus.runtime.wire.messages import Message
 
 BEACON_TOPIC = "train/beacon"
 TICK_S, IDLE_TICK_S = 0.05, 0.2  # the former while an answer is awaited
-BEACON_S = 2.0  # who was too busy to take it, or was led astray, hears it again
-LIST_S = 0.4  # how often to look whether the allow list has changed: it counts a second later, after two looks
+BEACON_S = 2.0  # repeated for nodes that lost it or that followed a forged one
+LIST_S = 0.4  # interval of checks of the allow list; a change takes effect after two equal checks
 
 log = get_logger("bus")
 
 
 def _none(sample: Any) -> Message | Frame:
-    raise FrameError("join", "what is said about joining is no message")
+    raise FrameError("join", "a sample of the join protocol is no message of an actor")
 
 
 JOIN = Topic(JOIN_TOPIC, "Frame", False, False, 512, 0, 0.01, False, _none, ignore_local=True)
@@ -40,7 +41,7 @@ BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ig
 
 
 class _JoinReader(Reader):
-    """Gives what comes to the porter, and to the receiver only what is wrong with it."""
+    """Passes join messages to the transport; the receiver gets only the errors of invalid ones, which it counts."""
 
     def __init__(self, wire: Reader, porter: JoinTransport) -> None:
         super().__init__(wire.topic, wire.entity, fast=False)
@@ -61,22 +62,22 @@ class _JoinReader(Reader):
 
 
 class JoinHost(Protocol):
-    """The participant that a porter works for."""
+    """The DDS participant that a join transport uses."""
 
     party: Admission | JoinClient
 
     def plain_writer(self, topic: Topic) -> Any:
-        """A writer whose samples are not sealed here."""
+        """Return a writer of unencrypted samples."""
 
     def plain_reader(self, topic: Topic) -> Any:
-        """A reader of such samples."""
+        """Return a reader of unencrypted samples."""
 
     def refused(self) -> None:
-        """The controller does not let this process in, or it is a controller that must not go on."""
+        """Called when the controller refuses this process, or when this process is a duplicate controller."""
 
 
 class JoinTransport:
-    """Of one bus."""
+    """The join protocol of one bus: its topics, its timer and its log events."""
 
     def __init__(self, node: JoinHost, thread: IoThread, list_watcher: AllowListWatcher | None = None) -> None:
         """Open the topics, and say what there is to say. ``list_file``: the controller's, looked at now and then."""
@@ -91,11 +92,11 @@ class JoinTransport:
         self._beacons: _JoinReader | None = None
         if isinstance(self._party, Admission):
             events = self._party.events
-            events.joined = lambda name, role: _tell(log.info, "joined", node=name, role=role)
-            events.refused = lambda name, why: _tell(log.warning, "not let in", node=name, why=why)
+            events.joined = lambda name, role: _log(log.info, "joined", node=name, role=role)
+            events.refused = lambda name, why: _log(log.warning, "join refused", node=name, reason=why)
             self._party.on_refused = node.refused
-            events.rotated = lambda epoch, why: _tell(log.info, "new epoch", epoch=epoch, why=why)
-            # What is kept is the newest, and no reader that takes nothing can hold it up.
+            events.rotated = lambda epoch, why: _log(log.info, "new key epoch", epoch=epoch, reason=why)
+            # DDS keeps the newest alone, so that a reader that takes nothing cannot block the writer.
             self._beacon = node.plain_writer(replace(BEACON, keep_last=True))
             self._send_beacon(self._party, self._ticked_s)
         else:
@@ -107,7 +108,7 @@ class JoinTransport:
         thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))
 
     def receive(self, topic: str, data: memoryview, source: int) -> None:
-        """A sample of one of the topics. Raises FrameError."""
+        """Process one sample of a join topic and send the answers. Raises FrameError: the sample is invalid."""
         now_s, party = time.monotonic(), self._party
         if topic == JOIN_TOPIC or isinstance(party, Admission):
             self._send(party.receive(data, now_s))
@@ -117,8 +118,8 @@ class JoinTransport:
         if party.doubt != doubt:
             raise FrameError("other key", party.doubt)
 
-    def _send(self, said: Iterable[bytes]) -> None:
-        for data in said:
+    def _send(self, messages: Iterable[bytes]) -> None:
+        for data in messages:
             self._writer.write((), (data,))
         if self._is_busy and not self._is_polling:
             self._is_polling = True
@@ -129,7 +130,7 @@ class JoinTransport:
         return self._party.is_busy or (self._list_watcher is not None and self._list_watcher.is_changing)
 
     def _poll(self) -> bool:
-        """While an answer is waited for, or the list for its second look, look at the clock more often."""
+        """Advance the protocol more often while an answer is pending or the allow list is changing."""
         self._advance()
         self._is_polling = self._is_busy
         return self._is_polling
@@ -162,25 +163,25 @@ class JoinTransport:
         try:
             allowed = None if self._list_watcher is None else self._list_watcher.news()
         except ConfigError as error:
-            _tell(log.error, "allow list not read", reason=str(error), effect="the one before stays in force")
+            _log(log.error, "allow list not read", reason=str(error), effect="the one before stays in force")
             return
         if allowed is None:
             return
-        _tell(log.info, "allow list read", nodes=len(allowed.entries))
+        _log(log.info, "allow list read", nodes=len(allowed.entries))
         self._send(admission.allow(allowed, now_s))
 
     def _on_joined(self) -> None:
         party = self._party
         assert isinstance(party, JoinClient)
         if party.refusal:
-            _tell(log.error, "not let in", node=party.key.name, why=party.refusal)
+            _log(log.error, "join refused", node=party.key.name, reason=party.refusal)
             self._node.refused()
         elif party.keys is not None:
-            _tell(log.info, "joined", node=party.key.name, role=party.role, epoch=party.epoch)
+            _log(log.info, "joined", node=party.key.name, role=party.role, epoch=party.epoch)
         self._thread.rematched()
 
 
-def _tell(log_it: Callable[..., Any], event: str, **facts: object) -> None:
-    """A line for the log of the host, which may not be able to take it: that must not end the receive thread."""
+def _log(log_it: Callable[..., Any], event: str, **facts: object) -> None:
+    """Write a log event. A handler of the host application that fails must not end the receive thread."""
     with contextlib.suppress(Exception):
         log_it(event, **facts)

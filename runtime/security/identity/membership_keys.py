@@ -1,4 +1,4 @@
-"""What a node was given when it was let in: its keys with the controller, and those of the epochs."""
+"""The keys that a node was granted: its pairwise keys with the controller, and the group keys of the epochs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ FORMER_COMMANDS = 2  # it goes with the second command of the new epoch: what be
 
 
 class MembershipKeys:
-    """Of one node and one start of the controller.
+    """The keys of one node with one start of the controller.
 
     Attributes:
-        outgoing: seals what this node says to the controller.
+        outgoing: encrypts what this node sends to the controller.
     """
 
-    def __init__(  # noqa: PLR0913 - what one grant of the controller brings
-        self, job: str, session: bytes, controller: bytes, public: bytes, up: SharedKey, down: InboundStreams,
-        former: MembershipKeys | None, now_s: float,
+    def __init__(
+        self, session: bytes, public: bytes, up: SharedKey, down: InboundStreams, former: MembershipKeys | None,
+        now_s: float,
     ) -> None:  # fmt: skip
-        """``session``: of this node. ``controller``, ``public``: session and key of the controller. ``former``: what
-        it was given before. From the same controller, that goes on to count for a while; from an earlier start of it,
-        it does not."""
+        """Take in the pairwise keys of one handshake.
+
+        Args:
+            session: of this node.
+            public: public key of the controller.
+            up, down: the pairwise keys; the session of ``down`` is the controller's.
+            former: the keys granted before. Those of the same start of the controller stay valid for a while, those
+                of an earlier start do not.
+        """
+        controller, job = down.session, up.job
         self.controller = controller
         self.outgoing = OutboundStreams(up, session)
         self._job = job
@@ -35,7 +42,7 @@ class MembershipKeys:
         self._down_until_s = now_s + key_epoch.GRACE_S
         self._epochs: dict[bytes, InboundStreams] = {}
         self._newest: InboundStreams | None = None
-        self._commands = 0  # heard in the newest epoch
+        self._commands = 0  # received in the newest epoch
         self._former_until_s = 0.0
         self._verifier = BroadcastVerifier(job, public, controller)
         self._has_floors = False
@@ -47,30 +54,30 @@ class MembershipKeys:
 
     @property
     def epoch(self) -> int:
-        """The newest one; 0: there is none."""
+        """Number of the newest key epoch; 0: there is none."""
         return 0 if self._newest is None else self._newest.key.epoch
 
     def is_own(self, header: EnvelopeHeader) -> bool:
-        """Whether an envelope is under a key that this node has with the controller."""
+        """Whether an envelope is under a pairwise key of this node and the controller."""
         return any(streams.key.key_id == header.key_id for streams in self._down)
 
     def has(self, header: EnvelopeHeader) -> bool:
-        """Whether it is under the key of an epoch that this node has."""
+        """Whether an envelope is under the group key of an epoch that this node has."""
         return header.key_id in self._epochs
 
     def open_keys(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview:
-        """What the controller has said to this node. Raises FrameError."""
+        """Decrypt an envelope of the controller to this node. Raises FrameError: it is invalid."""
         streams = next(one for one in self._down if one.key.key_id == header.key_id)
         return streams.open(topic, header, view)
 
     def open_own(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview | None:
-        """The same; None: it is for somebody else, or from somebody else. Raises FrameError."""
+        """Decrypt an envelope to this node; None: it is for or from another one. Raises FrameError: it is invalid."""
         return self.open_keys(topic, header, view) if self.is_own(header) else None
 
     def open_group(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview:
-        """What the controller has said to all. Raises FrameError."""
+        """Decrypt an envelope of the controller to all, and verify its signature. Raises FrameError: it is invalid."""
         if topic not in key_epoch.TOPICS:
-            raise FrameError("level", f"an envelope for all on {topic}, where the controller says nothing")
+            raise FrameError("level", f"an envelope for all on {topic}, where the controller sends nothing")
         streams = self._epochs[header.key_id]
         plain = streams.open(topic, header, view)
         if topic != key_epoch.MODELS:  # those are signed as a whole
@@ -82,7 +89,7 @@ class MembershipKeys:
         return plain
 
     def take(self, word: KeyGrant, now_s: float) -> None:
-        """The key of an epoch has come."""
+        """Take in the granted group key of an epoch."""
         if not self._has_floors:
             self._has_floors = True
             self._verifier.start_above(key_epoch.COMMANDS, word.said[0])
@@ -90,7 +97,7 @@ class MembershipKeys:
         key = SharedKey(self._job, envelope.GROUP, word.epoch, word.secret)
         if key.key_id in self._epochs or word.epoch < self.epoch:
             return
-        # Every member has this key. What was opened before, the signed numbers tell, and of models the frames' own.
+        # All members have this key: replays are found by the signed numbers, and for models by those of the frames.
         streams = InboundStreams(key, self.controller, remembers=False)
         for topic, floor in zip(key_epoch.TOPICS, word.floors, strict=True):
             streams.start_above(topic, floor)
@@ -100,11 +107,11 @@ class MembershipKeys:
         self._former_until_s = now_s + FORMER_S
 
     def _drop_former(self) -> None:
-        """Of the epochs that there are, only the newest stays."""
+        """Drop all epochs but the newest."""
         self._epochs = {key_id: streams for key_id, streams in self._epochs.items() if streams is self._newest}
 
     def tick(self, now_s: float) -> None:
-        """Drop what is over."""
+        """Drop expired keys."""
         if now_s > self._former_until_s and len(self._epochs) > 1:
             self._drop_former()
         if now_s > self._down_until_s and len(self._down) > 1:

@@ -1,4 +1,4 @@
-"""A participant whose members have keys of their own: the controller lets them in, and talks with each alone."""
+"""DDS participant of a federated run whose nodes have keys of their own, with a pairwise key for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = frozenset(topic.name for topic in TOPICS.values())
 
 
 class ControllerStanding(Standing):
-    """Of the controller: its signature is under every model."""
+    """Access policy of the controller, which signs every model."""
 
     role = "controller"
     signs_models = True
@@ -47,7 +47,7 @@ class ControllerStanding(Standing):
 
 
 class MemberStanding(Standing):
-    """Of everybody else."""
+    """Access policy of clients and observers, which check the signatures of models."""
 
     def __init__(self, client: JoinClient) -> None:
         self.role = client.role
@@ -64,13 +64,13 @@ class MemberStanding(Standing):
 
 
 class IdentityNode(Node):
-    """A participant of the level ``identity``."""
+    """DDS participant at security level ``identity`` for clients, observers and their controller."""
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
         party: Admission | JoinClient, start: Callable[[IdentityNode, IoThread], None],
     ) -> None:  # fmt: skip
-        """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
+        """See :class:`.dds.Node`. ``start`` begins joining once there is a receive thread."""
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
         self.needs_crc = False  # the tag of the envelope tells as well
         self.party = party
@@ -85,20 +85,20 @@ class IdentityNode(Node):
             self.standing, self._cipher = MemberStanding(party), MemberCipher(party)
 
     def start(self, thread: IoThread) -> None:
-        """Let others in, or ask to be."""
+        """Start the join protocol, and watch for readers of no member."""
         self._start(self, thread)
         ForeignReaders(self, thread, self.members, knows_all=isinstance(self.party, Admission))
 
     def members(self) -> set[bytes] | None:
-        """See :class:`.foreign_readers.Members`. A client knows the controller alone, and has nothing to say to others:
-        what other clients do not take in time, is not sent to them for a while."""
+        """See :class:`.foreign_readers.Members`. A client knows the controller alone, and sends nothing to others: slow
+        readers of other clients are excluded for a while."""
         if isinstance(self.party, Admission):
             return self.party.participants
         known = self.party.controller_participant
         return {known} if known else None
 
     def refused(self) -> None:
-        """Actors are told by what they want to say next."""
+        """Do nothing: actors get the error from their next write."""
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> IdentityWriter:
         """See :meth:`.dds.Node.topic_writer`."""
@@ -114,11 +114,11 @@ class IdentityNode(Node):
         return IdentityReader(topic, super().topic_reader(wire_topic(topic)), self._cipher)
 
     def plain_writer(self, topic: Topic) -> Any:
-        """A writer whose samples are not sealed here."""
+        """Return a writer of unencrypted samples."""
         return super().topic_writer(topic)
 
     def plain_reader(self, topic: Topic) -> Any:
-        """A reader of such samples."""
+        """Return a reader of unencrypted samples."""
         return super().topic_reader(topic)
 
 

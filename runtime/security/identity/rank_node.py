@@ -1,9 +1,7 @@
-"""A participant of a job of ranks that have keys of their own: joining gives the key of the epoch, and all that follows
-is as with a job key.
+"""DDS participant of a job of ranks that have keys of their own: joining grants the group key of the epoch.
 
-So the way of a frame costs what it costs there, and shared memory and the proofs that a process is alive are the same.
-Who has joined can play any other that has: the key of the epoch is one for all. Who has not, and who was removed, is
-kept out.
+From then on everything is as with a job key: the same cost per frame, shared memory and liveness challenges. All ranks
+share the group key, so a rank could impersonate another one; processes that did not join or were removed are kept out.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ REMOVED = "its node was taken off the allow list"
 
 
 class RankStanding(Standing):
-    """Of a rank."""
+    """Access policy of a rank."""
 
     role = "worker"
 
@@ -54,7 +52,7 @@ class RankStanding(Standing):
         )
 
     def check_rank(self) -> None:
-        """Any rank, until it is known which."""
+        """Allow any rank: its number is checked later, by :meth:`check_ids`."""
 
     def check_ids(self, rank: int) -> None:
         party = self._party
@@ -69,21 +67,21 @@ class RankStanding(Standing):
 
     check_client = check_controller
 
-    def when_refused(self, tell: Callable[[GradbusError], None]) -> Callable[[], None]:
-        self._listeners.append(tell)
+    def when_refused(self, notify: Callable[[GradbusError], None]) -> Callable[[], None]:
+        self._listeners.append(notify)
         if self.refusal:
-            tell(self.error)
-        return lambda: self._listeners.remove(tell)
+            notify(self.error)
+        return lambda: self._listeners.remove(notify)
 
     @property
     def error(self) -> GradbusError:
-        """What it means that this process is refused."""
+        """The error of a refused process."""
         return job_taken(self.refusal) if isinstance(self._party, Admission) else JoinRefused(self.refusal, "process")
 
     def refused(self) -> None:
-        """Tell everybody. On the receive thread."""
-        for tell in list(self._listeners):
-            tell(self.error)
+        """Notify all listeners of the refusal. Runs on the receive thread."""
+        for notify in list(self._listeners):
+            notify(self.error)
 
 
 _OTHER_BUS = (
@@ -98,13 +96,13 @@ def _some(ids: Ids) -> str:
 
 
 class RankNode(SealedNode):
-    """A participant whose key comes from the one that gives it."""
+    """DDS participant that encrypts with the group key of the epoch."""
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
         party: Admission | JoinClient, keys: RankKeys, start: Callable[[RankNode, IoThread], None],
     ) -> None:  # fmt: skip
-        """See :class:`.dds.Node`. ``start``: begins the joining, once there is a receive thread."""
+        """See :class:`.dds.Node`. ``start`` begins joining once there is a receive thread."""
         seal = SessionCipher(partition, keys, party.session)
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast, seal=seal)
         self.party = party
@@ -116,7 +114,7 @@ class RankNode(SealedNode):
         self._liveness: LivenessChallenge | None = None
 
     def start(self, thread: IoThread) -> None:
-        """Join, or let others join; and greet, with every new key once more."""
+        """Start the join protocol; challenges are sent again with every new key."""
         self._thread = thread
 
         def changed() -> None:
@@ -131,21 +129,21 @@ class RankNode(SealedNode):
 
         self.keys.on_change = changed
         self.party.on_removed = removed
-        self._start(self, thread)  # first: keys come before what is sealed with them
+        self._start(self, thread)  # first: the keys come before anything that is encrypted with them
         self._liveness = self.start_liveness_challenge(thread)
         ForeignReaders(self, thread, self.members)
 
     def refused(self) -> None:
-        """This process must not go on."""
+        """Shut the keys and notify the listeners: this process must stop."""
         self.keys.shut()
         self._standing.refused()
         if self._thread is not None:
             self._thread.rematched()
 
     def plain_writer(self, topic: Topic) -> Any:
-        """A writer whose samples are not sealed here."""
+        """Return a writer of unencrypted samples."""
         return Node.topic_writer(self, topic)
 
     def plain_reader(self, topic: Topic) -> Any:
-        """A reader of such samples."""
+        """Return a reader of unencrypted samples."""
         return Node.topic_reader(self, topic)

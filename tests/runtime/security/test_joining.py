@@ -338,7 +338,7 @@ def test_what_a_controller_says_to_one_is_sealed_for_that_one_without_being_deco
     monkeypatch.setattr(control, "decode", lambda data: pytest.fail("a join, a CRC and a check of what is known"))
 
     def heard(body: control.Body) -> list[bool]:
-        key = frames.FrameKey(frames.JoinKind.CONTROL, 0, 0, frames.CONTROLLER, 1, 1)
+        key = frames.FrameKey(frames.Kind.CONTROL, 0, 0, frames.CONTROLLER, 1, 1)
         ((head, data),) = frames.split(key, control.encode(body))
         sealed = cipher.seal(CONTROL, (FrameType.prefix(len(head) + len(data)), head, data))
         assert sealed is not None
