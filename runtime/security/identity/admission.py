@@ -22,7 +22,7 @@ from gradbus.runtime.security.identity.admitted_nodes import MAX_OWN_RANKS, Admi
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
 from gradbus.runtime.security.identity.audit import AuditEvents
 from gradbus.runtime.security.identity.broadcast_signature import BroadcastSigner
-from gradbus.runtime.security.identity.duplicate_controllers import DuplicateControllers
+from gradbus.runtime.security.identity.duplicate_controllers import EarlierControllers
 from gradbus.runtime.security.identity.join_messages import (
     JOIN_TOPIC,
     MAGIC,
@@ -97,7 +97,7 @@ class Admission:
         self._duplicate_checks = TokenBucket(DUPLICATES_PER_S, DUPLICATES_AT_ONCE)
         self._refusals = {known: TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
         self._leads_since_s = now_s
-        self._duplicates = DuplicateControllers(job, key, self.session, self.start, self._stamps)
+        self._duplicates = EarlierControllers(job, key, self.session, self.start, self._stamps)
         self.rotation = KeyRotation(job, self.session, now_s)
         self.ranks = ranks
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None

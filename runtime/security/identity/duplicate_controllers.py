@@ -32,7 +32,7 @@ class _Probe:
     left: int = PROBES
 
 
-class DuplicateControllers:
+class EarlierControllers:
     """Of one start of a controller."""
 
     def __init__(self, job: str, key: NodeKey, session: bytes, start: int, stamps: Stamps) -> None:

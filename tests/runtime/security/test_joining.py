@@ -200,7 +200,7 @@ def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm()
         recorded += node.receive_beacon(memoryview(hall.controller.beacon), 1, hall.now_s)
     for hello in recorded:
         assert hall.controller.receive(memoryview(hello), hall.now_s)
-        with pytest.raises(FrameError, match="heard before"):
+        with pytest.raises(FrameError, match="received before"):
             hall.controller.receive(memoryview(hello), hall.now_s)
     assert len(hall.controller._pending) == pending_handshakes.MAX_PENDING_EACH
     hall.later(pending_handshakes.PENDING_S + 0.1)
