@@ -49,8 +49,9 @@ class DataParallelConfig(Settings):
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     """Seed of all random choices of the run."""
     exchange: Annotated[str, Field(min_length=1, max_length=256)] = "dense"
-    """How gradients are exchanged. `dense`: the mean of whole gradients. `dgc`: Deep Gradient Compression, the largest
-    entries of gradient and residual; see docs/dgc.md. Or your own, as package.module:Name."""
+    """How gradients are exchanged, such as `dense`, the mean of whole gradients, or `dgc`, Deep Gradient Compression,
+    the largest entries of gradient and residual (docs/dgc.md); docs/tuning.md lists all. Or your own, as
+    package.module:Name."""
     exchange_options: dict[str, Any] = Field(default={})
     """Options of an exchange of your own."""
     clip_norm: Positive | None = None

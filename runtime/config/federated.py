@@ -151,13 +151,13 @@ class FederatedConfig(Settings):
     and floating-point buffers; frozen ones are sent once, to clients whose own differ. `all`: every floating-point
     tensor in every round."""
     strategy: Annotated[str, Field(min_length=1, max_length=256)] = "fedavg"
-    """Aggregation: fedavg, fedavgm or fedadam; against hostile clients median, trimmed_mean, krum or multi_krum, which
-    hold all updates of a round in memory; or your own, as package.module:Name. See docs/tuning.md."""
+    """Aggregation of the updates, such as fedavg or fedadam, or, against hostile clients, median or krum, which hold
+    all updates of a round in memory; docs/tuning.md lists all. Or your own, as package.module:Name."""
     strategy_options: dict[str, Any] = Field(default={})
     """Options of a strategy of your own."""
     client_rule: Annotated[str, Field(min_length=1, max_length=256)] = "plain"
-    """How clients train: plain, or your own as package.module:Name. Each client has to name it as `client.rule`, too: a
-    client imports nothing that the network names."""
+    """How clients train, such as plain; docs/tuning.md lists all. Or your own, as package.module:Name: each client has
+    to name it as `client.rule`, too, as a client imports nothing that the network names."""
     client_options: ClientOptions = Field(default={})
     """Options of the client rule. The controller sends them to the clients."""
     byzantine: Annotated[int, Field(ge=0, le=100_000)] = 1

@@ -22,33 +22,30 @@ JOINING_ROLES: tuple[Joining, ...] = get_args(Joining)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Security:
-    """How a bus is protected.
-
-    Attributes:
-        level: ``user``: with the key that the process is given, as with psk; where it is given none, with that of
-            its user, which is made at first use and is for one machine. ``psk``: all members of the job share a key;
-            who has it is a member, and members trust each other. ``identity``: each node has a key of its own, and the
-            controller a list of those that it lets in. ``none``: not at all.
-        key_file: the key of the job, for user and psk; None: GRADBUS_KEY_FILE or GRADBUS_KEY say it. For identity the
-            key of this node; None: GRADBUS_KEY_FILE says it.
-        controller_key: for identity, the public key that the controller must have. Who has its private half is the
-            controller.
-        allow_file: for identity, the controller's list of nodes; others do not look at it.
-        role: for identity, as what other nodes join: ``client``; ``observer``, who only listens; or ``worker``, a rank
-            of a group. All processes of a job of ranks say ``worker``, that with the controller's key, too: it gives
-            the others their keys.
-        gives_keys: for ``worker``, whether this process is the one that does so; None: if its key is the controller's.
-            Where several processes share that key, one gives and the others join it.
-        insecure: let unprotected data leave the machine.
-    """
+    """How a bus is protected; made of the settings of the same names, see docs/settings.md, and of what joins."""
 
     level: Level = "user"
+    """``user``: encryption with the key that the process is given, as with ``psk``, else with that of its user, which
+    is made at first use and is for one machine. ``psk``: all members of the job share a key; a process that has it is a
+    member, and members trust each other. ``identity``: each node has a key of its own, and the controller a list of the
+    nodes that it admits. ``none``: no protection."""
     key_file: Path | None = None
+    """The key of the job, for ``user`` and ``psk``; None: GRADBUS_KEY_FILE names it, or GRADBUS_KEY is its text. With
+    ``identity`` the key of this node; None: GRADBUS_KEY_FILE names it."""
     controller_key: str = ""
+    """With ``identity``, the public key that the controller must have. The owner of its private half is the
+    controller."""
     allow_file: Path | None = None
+    """With ``identity``, the controller's list of nodes. Other nodes do not read it."""
     role: Joining = "client"
+    """With ``identity``, as what other nodes join: ``client``; ``observer``, which only listens; or ``worker``, a rank
+    of a group. All processes of a job of ranks have the role ``worker``, also the one with the controller's key, which
+    gives the others theirs."""
     gives_keys: bool | None = None
+    """For ``worker``, whether this process gives the others their keys; None: if its key is the controller's. Where
+    several processes share that key, one gives keys and the others join it."""
     insecure: bool = False
+    """Whether unprotected data may leave the machine."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -73,7 +70,7 @@ class Security:
 
 
 def security_of(settings: BusSettings) -> Security:
-    """What the settings of a bus say. Raises ConfigError: they do not fit together."""
+    """Make it of the settings of a bus. Raises ConfigError: they contradict each other."""
     return Security(
         level=settings.security,
         key_file=settings.key_file,
@@ -84,7 +81,8 @@ def security_of(settings: BusSettings) -> Security:
 
 
 def rank_security(settings: BusSettings, rank: int) -> Security:
-    """The same, for a rank of a job. Rank 0 gives the keys. Raises ConfigError."""
+    """Make it for a rank of a job, whose rank 0 gives the keys. Raises ConfigError: the settings contradict each
+    other."""
     security = security_of(settings)
     if security.level != "identity":
         return security
