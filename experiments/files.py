@@ -31,7 +31,7 @@ from gradbus.runtime.config.federated import (
 from gradbus.runtime.errors import ConfigError
 
 Options = dict[str, Any]
-"""Keyword arguments for what a setting names."""
+"""Keyword arguments of the function that a setting names."""
 
 
 class TaskSettings(Settings):
@@ -104,7 +104,7 @@ class ClientFile(Settings):
     client: ClientConfig = ClientConfig()
 
 
-OF_CLIENTS = {"momentum": "worker.momentum", "weight_decay": "worker.weight_decay", "train_fn": "task.task"}
+CLIENT_ONLY_SETTINGS = {"momentum": "worker.momentum", "weight_decay": "worker.weight_decay", "train_fn": "task.task"}
 
 
 class WorkerFile(Settings):
@@ -126,9 +126,9 @@ class WorkerFile(Settings):
     """Number of ranks. Usually given on the command line or in the environment."""
 
     @model_validator(mode="after")
-    def _no_rules_of_clients(self) -> WorkerFile:
-        for key in sorted(OF_CLIENTS.keys() & self.task.model_fields_set):
-            raise ValueError(f"task.{key} is a setting of federated clients; workers take {OF_CLIENTS[key]}")
+    def _no_client_settings(self) -> WorkerFile:
+        for key in sorted(CLIENT_ONLY_SETTINGS.keys() & self.task.model_fields_set):
+            raise ValueError(f"task.{key} is a setting of federated clients; workers take {CLIENT_ONLY_SETTINGS[key]}")
         return self
 
 
@@ -144,7 +144,7 @@ def load(
     overrides: Iterable[str] = (),
     data_root: Path | None = None,
 ) -> F:
-    """Read a file of this kind and all that goes before it. ``defaults``: what the program itself says.
+    """Read a file of this kind, the environment and the overrides. ``defaults``: those of the program, the weakest.
 
     Raises:
         ConfigError: with every wrong key, and the nearest right one.
@@ -162,7 +162,7 @@ def load(
 
 
 def _owner_of(kind: type[Settings], path: Path | None) -> str:
-    """The command whose configuration this file is, if it has a section that only another kind has; else ""."""
+    """Return the command whose configuration this file is, if it has a section that only another kind has; else ""."""
     owners = {"federated": "controller", "client": "client", "worker": "worker"}
     sections: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # of which the caller has an error already

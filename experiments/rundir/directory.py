@@ -31,7 +31,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self, TextIO
 
-from gradbus.experiments.files import OF_CLIENTS, WorkerFile
+from gradbus.experiments.files import CLIENT_ONLY_SETTINGS, WorkerFile
 from gradbus.experiments.rundir.traces import trace_of
 from gradbus.experiments.rundir.versions import machine, versions
 from gradbus.runtime.errors import ConfigError
@@ -200,7 +200,7 @@ class WorkerDirectory(RunDirectory):
     def write_config(self, file: WorkerFile) -> None:
         """Keep the settings in force, as a file that can be read again, by any rank."""
         unset = {"threads"} - file.task.model_fields_set  # how many it were depends on the machine
-        values = file.model_dump(mode="json", exclude={"rank": True, "task": set(OF_CLIENTS) | unset})
+        values = file.model_dump(mode="json", exclude={"rank": True, "task": set(CLIENT_ONLY_SETTINGS) | unset})
         write_json(self.path / "config.json", values)
 
     def add(self, report: EpochReport) -> None:

@@ -1,4 +1,4 @@
-"""Settings of data-parallel training. All ranks use equal ones, but for those that :data:`OWN_BUSINESS` names."""
+"""Settings of data-parallel training. All ranks use equal ones, except :data:`PER_RANK_SETTINGS`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MIB = 1 << 20
 
 Warmup = Literal["paper", "none"] | int | tuple[float, ...]
 
-# A rank may have its own: where it writes, how long it waits, what it tells.
-OWN_BUSINESS = frozenset(
+# These may differ between the ranks: directories, timeouts, and the intervals of reports.
+PER_RANK_SETTINGS = frozenset(
     {
         "state_dir",
         "profile_dir",
@@ -126,7 +126,7 @@ class DataParallelConfig(Settings):
     @field_validator("warmup", mode="before")
     @classmethod
     def _known_warmup(cls, value: Any) -> Any:
-        """One sentence in place of one complaint for each kind of warm-up that it is not."""
+        """Raise one error in place of one for each kind of warm-up that the value is not."""
         is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1000
         is_list = isinstance(value, list | tuple) and all(
             isinstance(density, int | float) and not isinstance(density, bool) and 0 < density <= 1 for density in value
@@ -142,6 +142,6 @@ class DataParallelConfig(Settings):
         return self
 
     def shared(self) -> dict[str, Any]:
-        """What must be equal on all ranks, as plain data: every setting but those that are each rank's own business."""
-        values = self.model_dump(mode="json", exclude=set(OWN_BUSINESS))
+        """Return the settings that must be equal on all ranks, as plain data: all but :data:`PER_RANK_SETTINGS`."""
+        values = self.model_dump(mode="json", exclude=set(PER_RANK_SETTINGS))
         return {**values, "state_dir": "given" if self.state_dir is not None else "none"}

@@ -1,4 +1,7 @@
-"""Settings, checked once, with the unit in the name. Errors name the key and the nearest right one."""
+"""Settings of buses and federated runs, checked once, with the unit in the name; reading of configuration files.
+
+Errors name the wrong key and the nearest right one.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ else:
 
 
 class _Explained(ModelMetaclass):
-    """Makes settings of keywords in a program, where what is wrong with them is told in the same words as of a file."""
+    """Checks settings that a program gives by keyword, with the same error texts as those of a file."""
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - of a metaclass
         if args:
@@ -53,7 +56,7 @@ class _Explained(ModelMetaclass):
 
 
 class Settings(BaseModel, metaclass=_Explained):
-    """Base: frozen, and an unknown key is an error."""
+    """Base of all settings: frozen; an unknown key is an error; the text below a field is its description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -237,7 +240,7 @@ class ClientConfig(Settings):
     """Directory of the event journal, for `gradbus check`. null: no journal."""
 
 
-_MAX_FAULTS = 20  # that are told; to look for the nearest right key takes its time
+_MAX_FAULTS = 20  # in one error text; the search for the nearest right key takes time
 _MAX_TEXT = 200
 _MAX_DEPTH = 32
 _SHORT = reprlib.Repr()  # of values: no deeper, no longer than a person reads
@@ -261,7 +264,7 @@ def load_settings(
         path: a ``.json`` or ``.toml`` file.
         overrides: ``section.key=value``; the value is JSON, or text if it is not.
         environment: ``GRADBUS_SECTION__KEY=value``; by default the process's own.
-        values: what the program itself gives.
+        values: the defaults of the program.
 
     Raises:
         ConfigError: with every wrong key, what was expected, and the nearest right key.
@@ -284,7 +287,7 @@ def load_settings(
 
 
 def check_settings(kind: type[S], values: Mapping[str, Any], *, where: str) -> S:
-    """The values as settings. Raises ConfigError in words that a person understands."""
+    """Check the values and return them as settings. Raises ConfigError: some are wrong; its text names each."""
     if _is_deep(values):
         raise ConfigError(f"{where}: sections and lists are nested more than {_MAX_DEPTH} deep")
     try:
@@ -322,7 +325,7 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
 
 
 def _is_deep(values: Mapping[str, Any]) -> bool:
-    """Deeper than what can be written down again, or told of in an error."""
+    """Whether the values are nested deeper than JSON and error texts can show."""
     level: list[Any] = [values]
     for _ in range(_MAX_DEPTH):
         level = [
@@ -342,7 +345,7 @@ def _shown(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """As much as a person reads."""
+    """Cut a text to a readable length."""
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 
@@ -355,7 +358,7 @@ def _known_keys(kind: type[BaseModel], location: list[str]) -> list[str]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The sections of a JSON or TOML file, unchecked. Raises ConfigError: it cannot be read, or is neither."""
+    """Read the sections of a JSON or TOML file, unchecked. Raises ConfigError: it cannot be read, or is neither."""
     try:
         text = read_text(path, MAX_FILE_BYTES)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The name of a job that was given none: one that two users of a machine do not share."""
+"""The default name of a job, which two users of a machine do not share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 
 @cache
 def user_name() -> str:
-    """Who runs this process, as the system knows it: variables of the environment can be anybody's."""
+    """Return the user of this process, from the system: anybody can set variables of the environment."""
     try:
         import pwd  # not on every platform
 
@@ -24,10 +24,10 @@ def user_name() -> str:
 
 
 def default_job() -> str:
-    """The job of who names none."""
+    """Return the name of a job that the settings do not name."""
     return f"default-{user_name()}"
 
 
 def with_user(job: str) -> str:
-    """A name with ``{user}`` in it, as the configurations that come along have it."""
+    """Put the user's name in the place of ``{user}``, as in the configurations of this package."""
     return job.replace(USER, user_name())

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from gradbus.runtime.config.data_parallel import OWN_BUSINESS, DataParallelConfig
+from gradbus.runtime.config.data_parallel import PER_RANK_SETTINGS, DataParallelConfig
 from gradbus.runtime.config.federated import check_settings
 from gradbus.runtime.errors import ConfigError
 
@@ -37,11 +37,11 @@ def test_what_is_wrong_is_said_in_one_line(values: dict[str, Any], text: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_what_ranks_compare_leaves_out_what_is_their_own_business(tmp_path: Any) -> None:
+def test_ranks_do_not_compare_settings_that_may_differ(tmp_path: Any) -> None:
     fields = set(DataParallelConfig.model_fields)
-    assert fields > OWN_BUSINESS
+    assert fields > PER_RANK_SETTINGS
     mine = DataParallelConfig(state_dir=tmp_path / "a", report_every_steps=5, warmup=[0.5])
     theirs = DataParallelConfig(state_dir=tmp_path / "b", collective_timeout_s=5, warmup=[0.5])
     assert mine.shared() == theirs.shared()
-    assert mine.shared().keys() == (fields - OWN_BUSINESS) | {"state_dir"}
+    assert mine.shared().keys() == (fields - PER_RANK_SETTINGS) | {"state_dir"}
     assert mine.shared() != DataParallelConfig(warmup=[0.5]).shared()  # one with a state directory, one without
