@@ -67,7 +67,7 @@ class NamedCalls:
             self._ahead_bytes += size_bytes
         for operation in task.operations:
             if asks_first:
-                operation.large_bytes = 0
+                operation.rendezvous_bytes = 0
             operation.on_end.append(partial(self._one_ended, waiting))
         self.stall.add(waiting)
         work = self._queue.start(DdsWork(self._queue, task, wire_name(space, name), self._timeout_s, ordered=False))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from gradbus.runtime.collectives.engine import Engine
-from gradbus.runtime.collectives.operation import lane_of
+from gradbus.runtime.collectives.operation import channel_of
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.torch.call import CollectiveCall
 from gradbus.torch.calls import CollectiveCalls
@@ -32,7 +32,7 @@ class Messages:
         self._moves = moves
         self._lock = threading.Lock()
         self._from_anyone: deque[tuple[DdsWork, Tensor, int]] = deque()  # receives, their tensors and tags
-        group.engine.on_news = self._look
+        group.engine.on_change = self._look
         self._to_self: dict[int, deque[tuple[DdsWork, Tensor]]] = {}  # by tag
         self._of_self: dict[int, deque[tuple[DdsWork, Tensor]]] = {}
 
@@ -84,7 +84,7 @@ class Messages:
         engine, rank = self._group.engine, self._group.rank
         for source in self._others():
             name = message_name(source, rank, tag)
-            if engine.has_come(name, 0, lane_of(f"send {source} {rank}")):
+            if engine.has_come(name, 0, channel_of(f"send {source} {rank}")):
                 work.task, work.name, work.source = self._moves.receive(tensor, source), name, source
                 work.begin()
                 return True

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradbus.runtime.collectives.stalls import MAX_LINES, who
+from gradbus.runtime.collectives.status import MAX_LINES, called_and_missing
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.call import CollectiveCall
@@ -100,7 +100,7 @@ class StallReport:
 
     def _facts(self, waiting: Waiting, now_s: float) -> dict[str, Any]:
         operations = waiting.task.operations
-        ready, missing = who(operations, self._rank)
+        ready, missing = called_and_missing(operations, self._rank)
         unknown = sorted(set(range(self._world)) - {*ready, *missing})
         return {
             "tensor": waiting.name, "ready": ready, "missing": missing, **({"unknown": unknown} if unknown else {}),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import RECEIPT, Operation
+from gradbus.runtime.collectives.operation import ACK, Operation
 from gradbus.runtime.collectives.streams import IntoMemory
 from gradbus.runtime.collectives.tensors import Bytes, as_bytes, dtype_name, is_plain
 from gradbus.runtime.errors import CollectiveError
@@ -22,7 +22,7 @@ class RefusingOperation(Operation):
     """A collective in which some ranks only send, and wait for receipts. A rank whose call does not fit is told."""
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
-        if signature != self.signature and part != RECEIPT:
+        if signature != self.signature and part != ACK:
             self.refuse(frame.key.sender)
         super().feed(frame, part, signature, meta)
 
@@ -32,7 +32,7 @@ class RefusingOperation(Operation):
         Args:
             room: what would be taken, as :func:`described`; empty: it finds out from the signature of this call.
         """
-        self.send(sender, RECEIPT, _EMPTY, meta=f"{_REFUSED}{room}" if room else "")
+        self.send(sender, ACK, _EMPTY, meta=f"{_REFUSED}{room}" if room else "")
 
 
 class TensorExchange(RefusingOperation):
@@ -69,7 +69,7 @@ class TensorExchange(RefusingOperation):
             if sender != self.rank:
                 self.expect(sender, 0, _Filling(tensor, self.refuse, sender))
         if self._receipts:
-            self.await_receipts(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
+            self.await_acks(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
         if self._to_all is not None:
             self.send(None, 0, as_bytes(self._to_all), meta=_meta(self._to_all))
         for other in self.others if self._to else ():
@@ -79,7 +79,7 @@ class TensorExchange(RefusingOperation):
             self._own()
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
-        if signature == self.signature and part == RECEIPT and meta.startswith(_REFUSED):
+        if signature == self.signature and part == ACK and meta.startswith(_REFUSED):
             sender = frame.key.sender
             sent = self._to.get(sender) if self._to_all is None else self._to_all
             room = in_words(meta.removeprefix(_REFUSED))

@@ -17,11 +17,11 @@ from gradbus.runtime.wire.frames import CHUNK_BYTES, FrameKey
 SLOT_WAIT_S = 0.02  # how long the writer thread waits while no slot comes back, before it sends a chunk over DDS
 NEXT_WAIT_S = 0.002  # and before each one after that
 STARVED = 10  # times as long where slots come back, but only others get them
-TOLD_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
+ANNOUNCED_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
 LOOK_S = 50e-6  # when it looks first whether there is one
 LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
 # How often it looks whether somebody else gets on, who tells when he leaves. With 0.5 ms a call takes a tenth longer.
-VISITED_S = 2e-3
+POLLED_S = 2e-3
 _SHARED = int(frames.Flags.SHARED)
 
 
@@ -29,7 +29,7 @@ def _no_letters(frame: Parts) -> bool:
     return False
 
 
-class Outgoing:
+class ChunkSender:
     """Some chunks of a payload. Several threads may send them, each chunk once.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outgoing:
         self._next = 0
         self._written = 0
         self._in_slots = 0  # chunks that got one
-        self._put_off: tuple[Sequence[int], Parts] | None = None
+        self._deferred: tuple[Sequence[int], Parts] | None = None
         self._may_be_known = False  # to the readers, what is put off or was
         self._lock = threading.RLock()
         self.job: Job | None = None
@@ -79,12 +79,12 @@ class Outgoing:
             try:
                 written = write(frame)
             except BaseException:  # a signal, for one. To write it once more does no harm
-                self._put_off, self._may_be_known = taken, True
+                self._deferred, self._may_be_known = taken, True
                 raise
             if not written:
-                self._put_off = taken
+                self._deferred = taken
                 return False
-        self._note(numbers)
+        self._note_written(numbers)
         return True
 
     def samples(
@@ -96,14 +96,16 @@ class Outgoing:
             wait: whether somebody else is at it just now.
             put_letter: send a frame past DDS. False: that is not possible.
         """
-        patience, look_s = None if self._slots is None else _Patience(self._slots), LOOK_S
+        backoff, look_s = None if self._slots is None else _Backoff(self._slots), LOOK_S
         while self._is_left():
-            waits = patience is not None and not patience.is_over(self._written, self._in_slots)
+            waits = backoff is not None and not backoff.is_over(self._written, self._in_slots)
             if wait() and waits:
-                yield VISITED_S
+                yield POLLED_S
                 continue
             with self._lock:
-                taken = self._take(waits=waits, most=TOLD_AT_ONCE if self._next else 1)  # the readers can begin soon
+                taken = self._take(
+                    waits=waits, most=ANNOUNCED_AT_ONCE if self._next else 1
+                )  # the readers can begin soon
             if taken is None:  # no slot is free
                 yield look_s
                 look_s = min(2 * look_s, LONG_LOOK_S)
@@ -111,30 +113,30 @@ class Outgoing:
             look_s = LOOK_S
             numbers, frame = taken
             if put_letter(frame):
-                self._note(numbers)
+                self._note_written(numbers)
                 yield 0.0  # it is others' turn
                 continue
             yield frame
-            self._note(numbers)
+            self._note_written(numbers)
 
     def outcome(self, outcome: int | Exception) -> None:
         """The writer thread has done what it could; or somebody else could not go on."""
         if isinstance(outcome, Exception):
-            finished = self._call_off()
+            finished = self._cancel()
             if finished is not None:
                 finished(outcome)
         self.job = None  # it has this as well
 
     def cancel(self) -> None:
         """Write no more. When this returns, the payload is no longer read."""
-        self._call_off()
+        self._cancel()
 
-    def _call_off(self) -> Finished | None:
+    def _cancel(self) -> Finished | None:
         with self._lock:
-            slots, put_off = None if self._may_be_known else self._slots, self._put_off
-            finished = self._let_go()
-        if put_off is not None:
-            _take_back(slots, put_off[1])
+            slots, deferred = None if self._may_be_known else self._slots, self._deferred
+            finished = self._finish()
+        if deferred is not None:
+            _take_back(slots, deferred[1])
         job = self.job
         if job is not None:
             job.cancel()  # waits for the write in progress
@@ -145,7 +147,7 @@ class Outgoing:
     def _is_left(self) -> bool:
         """Whether there is more to write. Waits for the write in progress, of which something may be left over."""
         with self._lock:
-            return not self.done and (self._put_off is not None or self._next < len(self._numbers))
+            return not self.done and (self._deferred is not None or self._next < len(self._numbers))
 
     def _take(self, *, waits: bool, most: int = 1) -> tuple[Sequence[int], Parts] | None:
         """The next chunk as a frame, or some that follow one another, as far as there are slots. With the lock held.
@@ -153,8 +155,8 @@ class Outgoing:
         Args:
             waits: it does not go over DDS if there is no slot.
         """
-        if self._put_off is not None:
-            taken, self._put_off = self._put_off, None
+        if self._deferred is not None:
+            taken, self._deferred = self._deferred, None
             return taken
         if self._next >= len(self._numbers) or self.done:
             return None
@@ -196,7 +198,7 @@ class Outgoing:
     def _chunk(self, number: int) -> Bytes:
         return self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
-    def _note(self, numbers: Sequence[int]) -> None:
+    def _note_written(self, numbers: Sequence[int]) -> None:
         """DDS or shared memory has the chunks. Without the lock: whoever is told may call the rest off, and wait for
         other threads to let go of it."""
         on_written = self._on_written
@@ -205,18 +207,18 @@ class Outgoing:
                 on_written(number)
         with self._lock:
             self._written += len(numbers)
-            finished = self._let_go() if self._written == len(self._numbers) else None
+            finished = self._finish() if self._written == len(self._numbers) else None
         if finished is not None:
             finished(self.bytes)
 
-    def _let_go(self) -> Finished | None:
+    def _finish(self) -> Finished | None:
         """Nothing more is to be done: keep nothing of the caller's. With the lock held. Returns whom to tell."""
         finished, self._finished = self._finished, None
-        self._payload, self._on_written, self._put_off, self._slots = NOTHING, None, None, None
+        self._payload, self._on_written, self._deferred, self._slots = NOTHING, None, None, None
         return finished
 
 
-class _Patience:
+class _Backoff:
     """How long a payload waits for slots. Readers may hold all of them because they wait for something else, perhaps
     for this very payload. So it goes on over DDS when no slot comes back, or when only others get those that do."""
 

@@ -26,7 +26,7 @@ from gradbus.runtime.collectives.tensors import (
 )
 
 
-class Parcel:
+class OutgoingPayload:
     """A payload on its way out: its memory, what it is (``tensor`` or ``bytes``), and how a tensor looks."""
 
     def __init__(self, payload: Any) -> None:
@@ -44,7 +44,7 @@ class Parcel:
         """Let go of the caller's memory."""
         self.memory, self._payload = payload_bytes(b""), None
 
-    def at_home(self, value: Any) -> Any:
+    def localize(self, value: Any) -> Any:
         """What came from another rank, on the device of this payload."""
         if self.kind == "tensor" and isinstance(value, Tensor) and value.device != self._payload.device:
             return value.to(self._payload.device)
@@ -55,11 +55,11 @@ class Parcel:
         return self._payload.detach().clone() if self.kind == "tensor" else self.memory.tobytes()
 
 
-class Move(Operation):
+class DataMovement(Operation):
     """Base: payloads of the caller's, and memory for those of others. Both are let go of at the end: one that has
     failed may have half of what it wanted, and its handle may live on."""
 
-    _own: Sequence[Parcel] = ()
+    _own: Sequence[OutgoingPayload] = ()
 
     def __init__(
         self, signature: str, rank: int, world: int, max_bytes: int = 0, *, peers: Sequence[int] | None = None
@@ -75,29 +75,29 @@ class Move(Operation):
         self.expect(sender, 0, self._arrivals[sender])
 
     def release(self) -> None:
-        for parcel in self._own:
-            parcel.release()
+        for payload in self._own:
+            payload.release()
         self._arrivals.clear()
 
 
-class AllGather(Move):
+class AllGather(DataMovement):
     """Everybody gets everybody's payload, in rank order."""
 
     def __init__(self, payload: Any, rank: int, world: int, max_bytes: int) -> None:
-        self._parcel = Parcel(payload)
-        self._own = [self._parcel]
-        super().__init__(f"all_gather {self._parcel.kind}", rank, world, max_bytes)
+        self._outgoing = OutgoingPayload(payload)
+        self._own = [self._outgoing]
+        super().__init__(f"all_gather {self._outgoing.kind}", rank, world, max_bytes)
 
     def set_up(self) -> None:
         for other in self.others:
             self.expect_payload(other)
         if self.world > 1:
-            self.send(None, 0, self._parcel.memory, meta=self._parcel.meta)
+            self.send(None, 0, self._outgoing.memory, meta=self._outgoing.meta)
 
     def result(self) -> list[Any]:
-        own = self._parcel
+        own = self._outgoing
         return [
-            own.copy() if rank == self.rank else own.at_home(self._arrivals[rank].value) for rank in range(self.world)
+            own.copy() if rank == self.rank else own.localize(self._arrivals[rank].value) for rank in range(self.world)
         ]
 
 
@@ -140,8 +140,8 @@ class Broadcast(Operation):
     def set_up(self) -> None:
         if self.rank == self._root:
             if self.world > 1:
-                self.await_receipts(self.others)
-                self.send(None, 0, Parcel(self._payload).memory)
+                self.await_acks(self.others)
+                self.send(None, 0, OutgoingPayload(self._payload).memory)
         elif isinstance(self._payload, Tensor):
             tensor = self._payload.detach()
             self._target = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -165,19 +165,19 @@ class Broadcast(Operation):
         return self._payload
 
 
-class Gather(Move):
+class Gather(DataMovement):
     """One rank gets everybody's payload, in rank order; the others get None."""
 
     def __init__(self, payload: Any, root: int, rank: int, world: int, max_bytes: int) -> None:
-        self._parcel = Parcel(payload)
-        self._own = [self._parcel]
-        super().__init__(f"gather {root} {self._parcel.kind}", rank, world, max_bytes)
+        self._outgoing = OutgoingPayload(payload)
+        self._own = [self._outgoing]
+        super().__init__(f"gather {root} {self._outgoing.kind}", rank, world, max_bytes)
         self._root = root
 
     def set_up(self) -> None:
         if self.rank != self._root:
-            self.await_receipts([self._root])
-            self.send(self._root, 0, self._parcel.memory, meta=self._parcel.meta)
+            self.await_acks([self._root])
+            self.send(self._root, 0, self._outgoing.memory, meta=self._outgoing.meta)
             return
         for other in self.others:
             self.expect_payload(other)
@@ -189,13 +189,13 @@ class Gather(Move):
     def result(self) -> list[Any] | None:
         if self.rank != self._root:
             return None
-        own = self._parcel
+        own = self._outgoing
         return [
-            own.copy() if rank == self.rank else own.at_home(self._arrivals[rank].value) for rank in range(self.world)
+            own.copy() if rank == self.rank else own.localize(self._arrivals[rank].value) for rank in range(self.world)
         ]
 
 
-class Scatter(Move):
+class Scatter(DataMovement):
     """One rank gives each rank its own payload."""
 
     def __init__(self, payloads: Sequence[Any] | None, root: int, rank: int, world: int, max_bytes: int) -> None:
@@ -203,64 +203,64 @@ class Scatter(Move):
             raise ValueError(f"scatter: rank {root} is the root and gives the payloads, all others give None")
         if payloads is not None and len(payloads) != world:
             raise ValueError(f"scatter: expected {world} payloads, one for each rank, got {len(payloads)}")
-        self._parcels = None if payloads is None else same_kind([Parcel(payload) for payload in payloads])
-        self._own = self._parcels or ()
+        self._outgoing = None if payloads is None else same_kind([OutgoingPayload(payload) for payload in payloads])
+        self._own = self._outgoing or ()
         super().__init__(f"scatter {root}", rank, world, max_bytes)
         self._root = root
 
     def set_up(self) -> None:
-        if self._parcels is None:
+        if self._outgoing is None:
             self.expect_payload(self._root)
             return
-        self.await_receipts(self.others)
+        self.await_acks(self.others)
         for other in self.others:
-            self.send(other, 0, self._parcels[other].memory, meta=self._parcels[other].meta)
+            self.send(other, 0, self._outgoing[other].memory, meta=self._outgoing[other].meta)
 
     def stream_done(self, sender: int, part: int) -> None:
         if part == 0:
             self.acknowledge(sender)
 
     def result(self) -> Any:
-        return self._arrivals[self._root].value if self._parcels is None else self._parcels[self.rank].copy()
+        return self._arrivals[self._root].value if self._outgoing is None else self._outgoing[self.rank].copy()
 
 
-class AllToAll(Move):
+class AllToAll(DataMovement):
     """Everybody gives each rank its own payload. The value: what came, by sender."""
 
     def __init__(self, payloads: Sequence[Any], rank: int, world: int, max_bytes: int) -> None:
         if len(payloads) != world:
             raise ValueError(f"all_to_all: expected {world} payloads, one for each rank, got {len(payloads)}")
-        self._own = self._parcels = same_kind([Parcel(payload) for payload in payloads])
-        super().__init__(f"all_to_all {self._parcels[0].kind}", rank, world, max_bytes)
+        self._own = self._outgoing = same_kind([OutgoingPayload(payload) for payload in payloads])
+        super().__init__(f"all_to_all {self._outgoing[0].kind}", rank, world, max_bytes)
 
     def set_up(self) -> None:
         for other in self.others:
             self.expect_payload(other)
         for other in self.others:
-            self.send(other, 0, self._parcels[other].memory, meta=self._parcels[other].meta)
+            self.send(other, 0, self._outgoing[other].memory, meta=self._outgoing[other].meta)
 
     def result(self) -> list[Any]:
         return [
-            self._parcels[rank].copy() if rank == self.rank else self._parcels[0].at_home(self._arrivals[rank].value)
+            self._outgoing[rank].copy() if rank == self.rank else self._outgoing[0].localize(self._arrivals[rank].value)
             for rank in range(self.world)
         ]
 
 
-class Send(Move):
+class Send(DataMovement):
     """A payload for one rank."""
 
     def __init__(self, payload: Any, to: int, rank: int, world: int) -> None:
-        self._parcel = Parcel(payload)
-        self._own = [self._parcel]
+        self._outgoing = OutgoingPayload(payload)
+        self._own = [self._outgoing]
         super().__init__(f"send {rank} {to}", rank, world, peers=[to])
         self._to = to
 
     def set_up(self) -> None:
-        self.await_receipts([self._to])
-        self.send(self._to, 0, self._parcel.memory, meta=self._parcel.meta)
+        self.await_acks([self._to])
+        self.send(self._to, 0, self._outgoing.memory, meta=self._outgoing.meta)
 
 
-class Receive(Move):
+class Receive(DataMovement):
     """A payload of one rank, whether tensor or bytes: that its sender decides."""
 
     def __init__(self, source: int, rank: int, world: int, max_bytes: int) -> None:
@@ -277,11 +277,11 @@ class Receive(Move):
         return self._arrivals[self._source].value
 
 
-def same_kind(parcels: list[Parcel]) -> list[Parcel]:
-    """The parcels. Raises ValueError: tensors and bytes are mixed."""
-    if len({parcel.kind for parcel in parcels}) > 1:
+def same_kind(payloads: list[OutgoingPayload]) -> list[OutgoingPayload]:
+    """The payloads. Raises ValueError: tensors and bytes are mixed."""
+    if len({payload.kind for payload in payloads}) > 1:
         raise ValueError("payloads must be all tensors or all bytes, not mixed")
-    return parcels
+    return payloads
 
 
 __all__ = ["AllGather", "AllToAll", "Barrier", "Broadcast", "Gather", "Receive", "Scatter", "Send"]

@@ -13,8 +13,14 @@ from functools import lru_cache
 from typing import Protocol
 
 from gradbus.runtime import forks
-from gradbus.runtime.collectives.credit import Credit
-from gradbus.runtime.collectives.operation import LARGE_BYTES, Operation, OperationKey, Transport, lane_of
+from gradbus.runtime.collectives.operation import (
+    RENDEZVOUS_BYTES,
+    Credit,
+    Operation,
+    OperationKey,
+    Transport,
+    channel_of,
+)
 from gradbus.runtime.collectives.unexpected import UnexpectedFrame, UnexpectedQueue
 from gradbus.runtime.errors import CollectiveError, PeerLost
 from gradbus.runtime.wire.frames import Flags, Frame
@@ -27,7 +33,7 @@ _MAX_NAMES = 65_536  # names whose calls are counted
 
 _SHARED = int(Flags.SHARED)
 
-_Call = tuple[int, str, str]  # round, name, lane
+_Call = tuple[int, str, str]  # round, name, channel
 
 
 @lru_cache(maxsize=1024)
@@ -50,10 +56,10 @@ def wire_name(name: str, signature: str, meta: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _parts_of(wire_name: str) -> tuple[str, str, str, str]:
-    """Name, signature, meta and lane, from what :func:`wire_name` made. Calls that are repeated say the same."""
+    """Name, signature, meta and channel, from what :func:`wire_name` made. Calls that are repeated say the same."""
     name, _, rest = wire_name.partition("\0")
     signature, _, rest = rest.partition("\0")
-    return name, signature, rest.partition("\0")[0], lane_of(signature)
+    return name, signature, rest.partition("\0")[0], channel_of(signature)
 
 
 class ProgressEngine(Protocol):
@@ -105,9 +111,9 @@ class Engine:
         self.world = world
         self._link = link
         self._lock = threading.Lock()
-        self._early = UnexpectedQueue(early_bytes, early_age_s)
+        self._unexpected = UnexpectedQueue(early_bytes, early_age_s)
         # So that some collectives may be called by all others before they are called here.
-        self._large_bytes = min(LARGE_BYTES, early_bytes // (4 * world))
+        self._rendezvous_bytes = min(RENDEZVOUS_BYTES, early_bytes // (4 * world))
         self.credit = Credit(world, early_bytes)
         self._pending: dict[OperationKey, Operation] = {}
         self._starting: set[OperationKey] = set()  # called, but not yet able to take frames
@@ -124,17 +130,17 @@ class Engine:
         self.bytes_out = 0
         self.progress: ProgressEngine = _NoProgress()
         # Finds the data of a frame that only says where it lies: a frame for each piece that is there.
-        self.look_up: Callable[[Frame], list[Frame]] = no_shared_memory
+        self.resolve_shared: Callable[[Frame], list[Frame]] = no_shared_memory
         # Called, on any thread and with no lock held, when something came that nobody has called for, a rank is gone,
         # or the engine is closed.
-        self.on_news: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
 
     def admit(self, group_id: int, incarnations: Mapping[int, int]) -> None:
         """Take frames of these starts of the ranks from now on, and of no others."""
         with self._lock:
             self._group_id = group_id
             self._incarnations = dict(incarnations)
-            self._early.clear()
+            self._unexpected.clear()
 
     @property
     def group_id(self) -> int:
@@ -155,7 +161,7 @@ class Engine:
     @property
     def early_bytes(self) -> int:
         """Payload that waits for a local call."""
-        return self._early.bytes
+        return self._unexpected.bytes
 
     @property
     def gone(self) -> dict[int, str]:
@@ -174,11 +180,11 @@ class Engine:
         """Why nothing can be done any more."""
         return self._closed
 
-    def has_come(self, name: str, round_id: int, lane: str = "") -> bool:
-        """Whether something is here for the next call of this name, round and lane."""
+    def has_come(self, name: str, round_id: int, channel: str = "") -> bool:
+        """Whether something is here for the next call of this name, round and channel."""
         with self._lock:
-            call = self._calls.get((round_id, name, lane), 0)
-            return OperationKey(round_id, call, name, lane) in self._early
+            call = self._calls.get((round_id, name, channel), 0)
+            return OperationKey(round_id, call, name, channel) in self._unexpected
 
     # Calls
 
@@ -199,43 +205,43 @@ class Engine:
             raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes and no NUL, got {size}: {name[:60]!r}")
         if not 0 <= round_id <= 0xFFFF_FFFF:
             raise ValueError(f"round_id must be within 0 .. 2**32 - 1, got {round_id}")
-        operation.large_bytes = min(operation.large_bytes, self._large_bytes)
+        operation.rendezvous_bytes = min(operation.rendezvous_bytes, self._rendezvous_bytes)
         operation.credit = self.credit
         with self._lock:
-            error = self._obstacle(operation) or self._too_many()
-            call = self._count((round_id, name, operation.lane))
-            key = operation.key = OperationKey(round_id, call, name, operation.lane)
-            if error is None and self._early.was_refused(key):
-                self._early.take(key)
-                error = _no_room(name)
+            error = self._error_for(operation) or self._limit_error()
+            call = self._count((round_id, name, operation.channel))
+            key = operation.key = OperationKey(round_id, call, name, operation.channel)
+            if error is None and self._unexpected.was_refused(key):
+                self._unexpected.take(key)
+                error = _dropped_error(name)
             if error is None:
                 self._starting.add(key)
         if error is not None:
             operation.fail(error)
             return
-        operation.on_end.insert(0, self._forget)  # before whoever awaits it goes on
+        operation.on_end.insert(0, self._remove)  # before whoever awaits it goes on
         operation.begin(self._link)
         with self._lock:
             self._starting.discard(key)  # until now its frames were put aside
             if not operation.done:
                 self._pending[key] = operation
-            refused = self._early.was_refused(key)
-            envelopes = self._early.take(key)
-            if not (envelopes or refused or self._left or self._lost or self._closed):
+            refused = self._unexpected.was_refused(key)
+            early = self._unexpected.take(key)
+            if not (early or refused or self._left or self._lost or self._closed):
                 return
             self._feeding.add(key)
-        for envelope in envelopes:
-            operation.feed(envelope.frame, envelope.frame.key.part, envelope.signature, envelope.meta)
+        for message in early:
+            operation.feed(message.frame, message.frame.key.part, message.signature, message.meta)
         with self._lock:
             self._feeding.discard(key)
             left = dict(self._left)
         missing = [rank for rank in operation.missing if rank in left]  # what they had sent is in by now
         with self._lock:  # somebody may have been lost in between
-            error = _no_room(name) if refused else self._obstacle(operation, missing)
+            error = _dropped_error(name) if refused else self._error_for(operation, missing)
         if error is not None:
             operation.fail(error)
 
-    def _obstacle(self, operation: Operation, missing: Sequence[int] = ()) -> BaseException | None:
+    def _error_for(self, operation: Operation, missing: Sequence[int] = ()) -> BaseException | None:
         """Why it cannot be done. ``missing``: what is owed now that all early frames were fed; of a rank that has left
         in order, nothing more will come."""
         if self._closed is not None:
@@ -246,7 +252,7 @@ class Engine:
         gone |= {rank: why for rank, why in self._lost.items() if rank in operation.peers}
         return PeerLost(self.group, gone) if gone else None
 
-    def _too_many(self) -> BaseException | None:
+    def _limit_error(self) -> BaseException | None:
         most = max_pending(self.world)
         if len(self._pending) >= most:
             return CollectiveError(
@@ -261,7 +267,7 @@ class Engine:
             self._calls.popitem(last=False)
         return call
 
-    def _forget(self, operation: Operation) -> None:
+    def _remove(self, operation: Operation) -> None:
         with self._lock:
             if self._pending.get(operation.key) is operation:
                 del self._pending[operation.key]
@@ -284,35 +290,35 @@ class Engine:
                 return
             pieces = [frame]
             if frame.flags & _SHARED:
-                pieces = self.look_up(frame)
+                pieces = self.resolve_shared(frame)
                 if not pieces:
                     self.dropped["shared memory"] += 1
                     return
-            name, signature, meta, lane = _parts_of(key.name)
-            wanted = OperationKey(key.round_id, key.transfer, name, lane)
+            name, signature, meta, channel = _parts_of(key.name)
+            wanted = OperationKey(key.round_id, key.transfer, name, channel)
             operation = self._pending.get(wanted)
             if operation is None:
                 for piece in pieces:
-                    self._put_aside(wanted, UnexpectedFrame(piece, signature, meta))
+                    self._keep_unexpected(wanted, UnexpectedFrame(piece, signature, meta))
         if operation is None:
-            self._tell()
+            self._notify()
             return
         while pieces:  # each is let go of, and its place in memory free, before the next one
             operation.feed(pieces.pop(0), key.part, signature, meta)
 
-    def _tell(self) -> None:
-        if self.on_news is not None:
-            self.on_news()
+    def _notify(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
-    def _put_aside(self, key: OperationKey, envelope: UnexpectedFrame) -> None:
+    def _keep_unexpected(self, key: OperationKey, message: UnexpectedFrame) -> None:
         if self._closed is not None:
             self.dropped["closed"] += 1
-        elif key.call < self._calls.get((key.round_id, key.name, key.lane), 0) and key not in self._starting:
+        elif key.call < self._calls.get((key.round_id, key.name, key.channel), 0) and key not in self._starting:
             self.dropped["stale"] += 1
         else:
-            too_old = self._early.too_old
-            kept = self._early.keep(key, envelope)
-            if dropped := (not kept) + self._early.too_old - too_old:
+            too_old = self._unexpected.too_old
+            kept = self._unexpected.keep(key, message)
+            if dropped := (not kept) + self._unexpected.too_old - too_old:
                 self.dropped["early"] += dropped
 
     # Ends
@@ -325,7 +331,7 @@ class Engine:
             lost = dict(self._lost)
         for operation in pending:
             operation.fail(PeerLost(self.group, lost))
-        self._tell()
+        self._notify()
 
     def leave(self, rank: int, why: str) -> None:
         """A rank has left in order, and all that it has sent is here: who still misses something will not get it."""
@@ -335,17 +341,17 @@ class Engine:
         for operation in pending:
             if rank in operation.missing:
                 operation.fail(PeerLost(self.group, {rank: why}))
-        self._tell()
+        self._notify()
 
     def close(self, error: BaseException) -> None:
         """End everything with this error, and take nothing more."""
         with self._lock:
             self._closed = error
             pending = list(self._pending.values())
-            self._early.clear()
+            self._unexpected.clear()
         for operation in pending:
             operation.fail(error)
-        self._tell()
+        self._notify()
 
 
 def max_pending(world: int) -> int:
@@ -358,7 +364,7 @@ def no_shared_memory(frame: Frame) -> list[Frame]:
     return []
 
 
-def _no_room(name: str) -> CollectiveError:
+def _dropped_error(name: str) -> CollectiveError:
     return CollectiveError(
         f"frames for {name!r} came before this call, when no room was left for such frames, and were dropped. Let the "
         f"ranks wait for each other more often, or raise early_bytes"

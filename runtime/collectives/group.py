@@ -25,7 +25,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives import data_movement
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
-from gradbus.runtime.collectives.handle import CollectiveHandle, DeadlineTimer, Looking, TimedOut, collective_timeout
+from gradbus.runtime.collectives.handle import CollectiveHandle, DeadlineTimer, InlineWait, TimedOut, collective_timeout
 from gradbus.runtime.collectives.membership import DONE, Membership
 from gradbus.runtime.collectives.objects import ObjectCollectives
 from gradbus.runtime.collectives.operation import Operation
@@ -85,7 +85,7 @@ class Group(ObjectCollectives):
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._deadlines = DeadlineTimer(self._loop, lambda: self._engine.progress.resume())
-        self._looking = Looking(self._engine, self._loop)
+        self._inline_wait = InlineWait(self._engine, self._loop)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self.name = name
@@ -100,8 +100,8 @@ class Group(ObjectCollectives):
 
     def at_step(self, step: int, epoch: int) -> None:
         """Note where this rank's training is, for ``gradbus status``."""
-        place = self._membership.pulses.place
-        place.step, place.epoch = step, epoch
+        position = self._membership.reporter.position
+        position.step, position.epoch = step, epoch
 
     # Facts
 
@@ -306,7 +306,7 @@ class Group(ObjectCollectives):
             if not on_loop or not operation.is_sent:
                 engine.progress.resume()
             self._deadlines.watch(operation, limit_s, timed_out, on_loop=on_loop)
-        return CollectiveHandle(operation, self._loop, self._looking)
+        return CollectiveHandle(operation, self._loop, self._inline_wait)
 
     def _arithmetic(self, tensor: Tensor, op: ReduceOp, divisor: int | None) -> Arithmetic:
         if divisor is not None and op != "mean":

@@ -113,7 +113,7 @@ class _Deadline(NamedTuple):
             operation.fail(self.timed_out(operation, self.timeout_s))
 
 
-class Looking:
+class InlineWait:
     """How the thread of an event loop waits for a small collective: it looks for what comes for a moment before it
     sleeps in the loop, as to be woken there takes longer than the collective. Where that was in vain, several of the
     next ones are not looked for."""
@@ -179,10 +179,10 @@ class CollectiveHandle(Generic[T]):
         asyncio.CancelledError: it was cancelled.
     """
 
-    def __init__(self, operation: Operation, loop: asyncio.AbstractEventLoop, looking: Looking) -> None:
+    def __init__(self, operation: Operation, loop: asyncio.AbstractEventLoop, inline_wait: InlineWait) -> None:
         self._operation = operation
         self._loop = loop
-        self._looking = looking
+        self._inline_wait = inline_wait
         self._future: asyncio.Future[T] | None = None
         self._is_used = False
 
@@ -199,11 +199,11 @@ class CollectiveHandle(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         self._is_used = True
         operation = self._operation
-        if self._future is None and self._looking.is_here:
+        if self._future is None and self._inline_wait.is_here:
             if not operation.settled:
-                self._looking.look(operation)
+                self._inline_wait.look(operation)
             if operation.settled and operation.error is None:
-                if self._looking.loop_is_due:
+                if self._inline_wait.loop_is_due:
                     yield
                 value: T = operation.value
                 return value

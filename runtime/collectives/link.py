@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from gradbus.runtime.bus.raw_endpoints import FramePort, Parts
 from gradbus.runtime.bus.receiver import Channel
-from gradbus.runtime.collectives.chunk_sender import Outgoing
+from gradbus.runtime.collectives.chunk_sender import ChunkSender
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
-from gradbus.runtime.collectives.shared_memory_transport import Shared
+from gradbus.runtime.collectives.shared_memory_transport import SharedMemoryTransport
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import collective_topic
@@ -44,7 +44,7 @@ class DdsLink:
     """
 
     def __init__(
-        self, port: FramePort, group: str, identity: Identity, world: int, shared: Shared | None = None
+        self, port: FramePort, group: str, identity: Identity, world: int, shared: SharedMemoryTransport | None = None
     ) -> None:
         """Open the writers. What comes in is heard from :meth:`listen` on."""
         self._port = port
@@ -53,7 +53,7 @@ class DdsLink:
         self._others = tuple(other for other in range(world) if other != identity.sender)
         self.inline_bytes = INLINE_BYTES
         self.inline_shared_bytes = INLINE_SHARED_BYTES
-        self._pushing: deque[tuple[Outgoing, Callable[[Parts], bool]]] = deque()
+        self._pushing: deque[tuple[ChunkSender, Callable[[Parts], bool]]] = deque()
         self._identity = identity
         self._world = world
         self._group_id = 0
@@ -118,7 +118,7 @@ class DdsLink:
                 finished(size)
                 return None
         numbers = range(frames.chunk_count(size)) if only is None else only
-        outgoing = Outgoing(
+        sender = ChunkSender(
             frame_key, payload, numbers, self._flags, self._world, slots=slots, readers=readers, written=written,
             finished=finished,
         )  # fmt: skip
@@ -129,18 +129,18 @@ class DdsLink:
         def write(frame: Parts) -> bool:
             return put(frame) or self._port.write(writer, frame)
 
-        if outgoing.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
+        if sender.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
             # What has many readers, one by one, is sent to all of them alike, see :meth:`push`.
             at_once = len(numbers) if slots is None else max(1, SLOTS // len(self._others))
-            while at_once and outgoing.advance(write):
+            while at_once and sender.advance(write):
                 at_once -= 1
-            if outgoing.done:
+            if sender.done:
                 return None
         if slots is not None and self._letters is not None:
             self._forget_done()
-            self._pushing.append((outgoing, write))
-        outgoing.job = self._port.submit(writer, outgoing.samples(self._is_visited, put), outgoing.outcome)
-        return outgoing
+            self._pushing.append((sender, write))
+        sender.job = self._port.submit(writer, sender.samples(self._is_visited, put), sender.outcome)
+        return sender
 
     def share_no_more(self) -> None:
         """Let go of the shared memory."""
@@ -168,18 +168,18 @@ class DdsLink:
         progress, in_vain = False, 0  # so many payloads, one after the other
         while in_vain < min(len(self._pushing), _IN_VAIN):
             try:
-                outgoing, write = self._pushing.popleft()
+                sender, write = self._pushing.popleft()
             except IndexError:
                 break
             sent = False
             try:
-                sent = outgoing.advance(write)
+                sent = sender.advance(write)
             except Exception as error:  # of DDS
-                outgoing.outcome(error)
+                sender.outcome(error)
             progress |= sent
-            in_vain = 0 if sent or outgoing.done else in_vain + 1
-            if not outgoing.done:
-                self._pushing.append((outgoing, write))
+            in_vain = 0 if sent or sender.done else in_vain + 1
+            if not sender.done:
+                self._pushing.append((sender, write))
         return progress
 
     def _forget_done(self) -> None:

@@ -14,11 +14,10 @@ from collections import deque
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
-from gradbus.runtime.collectives.formation import Formation, Member
-from gradbus.runtime.collectives.hello_scheduler import REPEAT_S, Introductions
+from gradbus.runtime.collectives.formation import REPEAT_S, Formation, HelloScheduler, Member
 from gradbus.runtime.collectives.link import DdsLink
-from gradbus.runtime.collectives.shared_memory_transport import LetterProgress, Shared
-from gradbus.runtime.collectives.status import Pulses
+from gradbus.runtime.collectives.shared_memory_transport import MailboxProgress, SharedMemoryTransport
+from gradbus.runtime.collectives.status import StatusReporter
 from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
 from gradbus.runtime.logs import get_logger
@@ -63,7 +62,7 @@ class Membership:
             options = hashlib.blake2b(f"{VERSION} {CHUNK_BYTES} {MAX_DESCRIPTORS}".encode(), digest_size=8).digest()
             self.formation = Formation(group, me, world, int.from_bytes(options, "little"), tuple(bus.incarnations))
             bus.incarnations.append(self.identity.incarnation)
-            self._introductions = Introductions(world)
+            self._scheduler = HelloScheduler(world)
             self._inbox = bus.subscribe(Control)
             undo.callback(self._inbox.close)
             bus.open_writer(Control)
@@ -74,7 +73,7 @@ class Membership:
             self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
             self.engine.progress = self._port
             if self._shared is not None:
-                self.engine.look_up = self._shared.slots.get
+                self.engine.resolve_shared = self._shared.slots.get
                 self.formation.memory = self._shared.place
             self._changed = asyncio.Event()
             self._is_formed = False
@@ -83,19 +82,19 @@ class Membership:
             self._has_complained = False
             self._probes: deque[tuple[int, int, int]] = deque()  # rank, topic, digest
             self._probes_told = False
-            self.pulses = Pulses(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
-            self._pulse: asyncio.Task[None] | None = None
+            self.reporter = StatusReporter(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
+            self._reporting: asyncio.Task[None] | None = None
             self._no_more_refused = bus.standing.when_refused(self._on_refused)
             undo.callback(self._no_more_refused)
             self._link.listen(self._take)  # last: frames may come at once, and need what is above
             undo.pop_all()
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
 
-    def _open_shared(self, rank: int, world: int) -> Shared | None:
+    def _open_shared(self, rank: int, world: int) -> SharedMemoryTransport | None:
         if world == 1 or not self._port.shared_memory:
             return None
         try:
-            return Shared(rank, world, self._take)
+            return SharedMemoryTransport(rank, world, self._take)
         except SharedMemoryFault as error:
             self._not_shared(str(error))
             return None
@@ -104,7 +103,7 @@ class Membership:
         """Give the shared memory back: nobody uses it any more, but who is in the midst of it keeps it for so long."""
         self._link.share_no_more()
         self.engine.progress = self._port
-        self.engine.look_up = no_shared_memory
+        self.engine.resolve_shared = no_shared_memory
         self._shared = None
 
     def _not_shared(self, reason: str) -> None:
@@ -133,7 +132,7 @@ class Membership:
         Raises:
             BarrierTimeout: they are not within ``timeout_s``; ``.missing``.
             ConfigError: the ranks do not fit together, or this node may not be this one.
-            BusError: the bus is closed, or DDS does not take what this rank says.
+            BusError: the bus is closed, or DDS does not take what this rank sends.
             JoinRefused, JobTaken: this process may not take part.
         """
         self._note_change()  # a rank alone has formed its group
@@ -146,8 +145,8 @@ class Membership:
                     if _OF_ALL.fullmatch(self.formation.group):
                         self._bus.standing.check_ids(self.formation.me.rank)
                     self._changed.clear()
-                    wait_s = await self._introduce()
-                    missing, reason = self._absent()
+                    wait_s = await self._send_due()
+                    missing, reason = self._missing_and_reason()
                     waiting.look(missing, reason=reason, doubt=self._bus.doubt)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
@@ -159,7 +158,7 @@ class Membership:
             raise self._timed_out(timeout_s) from None
         except ConfigError:
             for _ in range(_MISFIT_HELLOS):  # who does not fit here shall hear of this rank as well, and say the same
-                await self._say_hello()
+                await self._send_hello()
                 await asyncio.sleep(REPEAT_S)
             raise
         finally:
@@ -169,42 +168,42 @@ class Membership:
         if self._shared is not None:
             self._shared.admit(self.formation.readers)
             if self._shared.letters is not None:
-                self.engine.progress = LetterProgress(self._shared.letters, self._port, self._link)
-        await self._say_hello()  # the others may only be waiting for this
+                self.engine.progress = MailboxProgress(self._shared.letters, self._port, self._link)
+        await self._send_hello()  # the others may only be waiting for this
         name = f"gradbus-pulse-{self.formation.group}-{self.formation.me.rank}"
-        self._pulse = asyncio.create_task(self.pulses.run(), name=name)
+        self._reporting = asyncio.create_task(self.reporter.run(), name=name)
 
-    async def _introduce(self) -> float:
+    async def _send_due(self) -> float:
         """Say and send what is due. Returns the seconds until more may be."""
-        formation, introductions = self.formation, self._introductions
+        formation, scheduler = self.formation, self._scheduler
         digest = formation.digest
         if digest and digest != self.engine.group_id:
             self._link.admit(digest)
             self.engine.admit(digest, {member.rank: member.incarnation for member in formation.members})
         now_s = time.monotonic()
         hello = formation.hello_now()
-        if introductions.says(hello, now_s):
+        if scheduler.is_due(hello, now_s):
             await self._bus.publish(self.identity, hello)
-        owed = formation.owed_probes
+        owed = formation.awaiting_probes
         if owed and self._link.matched:
-            ranks, to_all = introductions.probes(digest, owed, all_know=formation.all_know, now_s=now_s)
+            ranks, to_all = scheduler.probes(digest, owed, all_know=formation.all_know, now_s=now_s)
             self._link.probe(ranks, to_all=to_all)
-        return introductions.wait_s(hello, time.monotonic())
+        return scheduler.wait_s(hello, time.monotonic())
 
     async def _watch_matches(self, timeout_s: float) -> None:
         """Whom DDS has matched just now has not heard what was said before, and may be able to take probes."""
-        with contextlib.suppress(GradbusError):  # who forms the group finds out, too, and says so
+        with contextlib.suppress(GradbusError):  # form() meets the same error, and raises it
             while True:
                 before = self._matched
                 await self._bus.matched(lambda known=before: self._matched != known, timeout_s=timeout_s)  # type: ignore[misc]
-                self._introductions.met = True
+                self._scheduler.met = True
                 self._changed.set()
 
     @property
     def _matched(self) -> tuple[int, bool]:
         return self._bus.matched_readers(Control), self._link.matched
 
-    async def _say_hello(self) -> None:
+    async def _send_hello(self) -> None:
         await self._bus.publish(self.identity, self.formation.hello_now())
 
     def _check(self) -> None:
@@ -213,14 +212,14 @@ class Membership:
 
     def _timed_out(self, timeout_s: float) -> BarrierTimeout:
         formation = self.formation
-        missing, reason = self._absent()
+        missing, reason = self._missing_and_reason()
         what = f"group {formation.group!r}, rank {formation.me.rank}" + (f" ({reason})" if reason else "")
         return BarrierTimeout(
             what, missing=missing, ready=formation.world - len(missing), needed=formation.world, timeout_s=timeout_s,
             doubt=self._bus.doubt, hint=self._bus.reach.advice(),
         )  # fmt: skip
 
-    def _absent(self) -> tuple[list[int], str]:
+    def _missing_and_reason(self) -> tuple[list[int], str]:
         """Ranks that this rank waits for, and what is known of why."""
         missing, unlinked = self.formation.missing, self.formation.unlinked
         reason = self._bus.standing.absence
@@ -315,7 +314,7 @@ class Membership:
             self.formation.gone(rank, incarnation)
             return
         if not self._is_formed:  # it has been a member and is through already: it would say that all is linked
-            self.formation.vouch(rank)
+            self.formation.confirm_linked(rank)
             self._note_change()
         self._left.add(rank)
 
@@ -346,22 +345,22 @@ class Membership:
             if said.group == self.formation.group and not said.formed and time.monotonic() > self._replied_s + REPLY_S:
                 self._replied_s = time.monotonic()
                 with contextlib.suppress(WriteTimeout):  # it is a courtesy: who does not take it, asks again
-                    await self._say_hello()
+                    await self._send_hello()
             return
         try:
             was_known = self.formation.knows(rank, incarnation)
             if self.formation.hello(rank, incarnation, said):
-                self._introductions.met |= not was_known
+                self._scheduler.met |= not was_known
                 self._attach(rank, said.memory)
                 self._note_change()
-            elif not said.linked and self._introductions.still_owed(rank, time.monotonic()):
+            elif not said.linked and self._scheduler.probe_again(rank, time.monotonic()):
                 self._changed.set()
         except ConfigError as error:
             self._end(error)
 
     # The end
 
-    async def _say_leave(self, ok: bool, reason: str) -> None:
+    async def _send_leave(self, ok: bool, reason: str) -> None:
         lost = sorted(self.engine.dead)[:MAX_SEQS]
         text = reason.encode("utf-8", "replace").decode()[:1000]  # an exception may tell of a file name that is no text
         leave = GroupLeave(self.formation.group, self.engine.group_id, ok, text, lost)
@@ -373,15 +372,15 @@ class Membership:
         if self._made_in != forks.generation:
             return
         self._no_more_refused()
-        if self._pulse is not None:
-            self._pulse.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()
         self.engine.close(BusClosed(f"this rank has left group {self.formation.group!r}"))
         drained = False
         try:
             if ok:
                 await self._port.drain(DRAIN_S)
             drained = True
-            await self._say_leave(ok, reason)
+            await self._send_leave(ok, reason)
             await self._bus.drain(Control, DRAIN_S)  # else the others may see the end of the process first
         except BusError as error:
             log.debug("left without a word", group=self.formation.group, reason=str(error))
@@ -389,7 +388,7 @@ class Membership:
             try:
                 if not drained:  # cancelled meanwhile
                     with contextlib.suppress(BusError):
-                        await self._say_leave(False, f"{reason}, in haste")
+                        await self._send_leave(False, f"{reason}, in haste")
             finally:
                 await self._disband()
 
@@ -399,7 +398,7 @@ class Membership:
         self._watcher.cancel()
         self._inbox.close()
         try:
-            await asyncio.wait([self._watcher] if self._pulse is None else [self._watcher, self._pulse])
+            await asyncio.wait([self._watcher] if self._reporting is None else [self._watcher, self._reporting])
         finally:
             try:
                 await self._port.close()

@@ -16,38 +16,39 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from gradbus.runtime.collectives.credit import FRAME_BYTES, Credit
 from gradbus.runtime.collectives.streams import Signal, Stream
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Frame, chunk_count
 
 # Parts of empty messages about the payloads of a collective.
-RECEIPT = 0xFFFF  # your payload is here, whole
-READY = 0xFFFE  # I have called this collective, too: send
-OFFER = 0xFFFD  # I have something large for you
+ACK = 0xFFFF  # your payload is here, whole
+CTS = 0xFFFE  # I have called this collective, too: send
+RTS = 0xFFFD  # I have something large for you
 
 # What is larger waits until its receiver has made the call, who else would have to keep it without a place for it. That
 # costs one round trip, a small part of the time that so many bytes take.
-LARGE_BYTES = 8 << 20
+RENDEZVOUS_BYTES = 8 << 20
+# What a kept frame counts for beside its payload: its header, its fields and its place in the table take half as much.
+FRAME_BYTES = 2048
 
 
 class OperationKey(NamedTuple):
-    """Which collective of a group: the same on all ranks. ``call`` counts the calls with this round, name and lane.
+    """Which collective of a group: the same on all ranks. ``call`` counts the calls with this round, name and channel.
 
     Attributes:
-        lane: empty for what all ranks call; for a message from one rank to another these two: others call nothing then,
-            and must not count it.
+        channel: empty for what all ranks call. For a message from one rank to another it names these two: the others
+            call nothing then, and must not count it.
     """
 
     round_id: int
     call: int
     name: str
-    lane: str = ""
+    channel: str = ""
 
 
-def lane_of(signature: str) -> str:
-    """The lane of an operation with this signature: that of ``send FROM TO`` says which."""
+def channel_of(signature: str) -> str:
+    """The channel of an operation with this signature: that of ``send FROM TO`` says which."""
     return signature if signature.startswith("send ") else ""
 
 
@@ -81,12 +82,50 @@ class Transport(Protocol):
         """
 
 
+class Credit:
+    """Bytes that one rank may send ahead of the calls of the others: flow control of the eager protocol. Thread-safe.
+
+    A receiver keeps what arrives before its call, within a bound. Each sender has a share of half of that bound, and
+    counts what it has there: from a message on until the receiver is known to have made the call. When the share is
+    used up, messages of any size are announced first and sent when they are requested (rendezvous), so nothing is ever
+    dropped for want of room. The other half is for these requests, which have no payload, and for ranks that count
+    otherwise.
+    """
+
+    def __init__(self, world: int, early_bytes: int) -> None:
+        """``early_bytes``: what each rank keeps for calls that it has not made yet, from all others together."""
+        self.share_bytes = early_bytes // (2 * max(1, world - 1))
+        self._used = [0] * world
+        self._lock = threading.Lock()
+
+    def take(self, ranks: Sequence[int], size: int) -> bool:
+        """Whether so many bytes may go to these ranks, all of them; then they count as used there."""
+        used, room = self._used, self.share_bytes - size
+        with self._lock:
+            for rank in ranks:  # no any(): this is in the way of every small collective
+                if used[rank] > room:
+                    return False
+            for rank in ranks:
+                used[rank] += size
+            return True
+
+    def restore(self, rank: int, size: int) -> None:
+        """Count bytes as unused again: the rank has made their call, or gets no more for it."""
+        with self._lock:
+            self._used[rank] -= size
+
+    @property
+    def used_bytes(self) -> tuple[int, ...]:
+        """Bytes in use, by rank."""
+        return tuple(self._used)
+
+
 class Operation:
     """Base of all collectives. Subclasses say in :meth:`set_up` what they expect and send.
 
     Attributes:
         key: set by the engine. signature: what all ranks must agree on, in words.
-        heard: ranks that have made the call, too, as far as anything of theirs for it has come.
+        called: ranks that have made the call, too, as far as anything of theirs for it has come.
         peers: ranks that it cannot do without.
         started_s, finished_s: ``time.perf_counter``. sent_bytes, received_bytes: of payload.
     """
@@ -96,7 +135,7 @@ class Operation:
     sent_bytes = 0
     received_bytes = 0
     repeats = 0
-    large_bytes = LARGE_BYTES  # what is larger waits for its receivers; the engine may set less
+    rendezvous_bytes = RENDEZVOUS_BYTES  # what is larger waits for its receivers; the engine may set less
     credit: Credit | None = None  # what may be sent ahead of ranks that have not called; the engine has it
     value: Any = None
     convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
@@ -110,7 +149,7 @@ class Operation:
 
     def __init__(self, signature: str, rank: int, world: int, *, peers: Sequence[int] | None = None) -> None:
         self.signature = signature
-        self.lane = lane_of(signature)
+        self.channel = channel_of(signature)
         self.rank = rank
         self.world = world
         self.peers = _all_but(rank, world) if peers is None else tuple(other for other in peers if other != rank)
@@ -120,12 +159,12 @@ class Operation:
         self._lock = threading.RLock()  # an inline write may finish, and call back, before it returns
         self._streams: dict[tuple[int, int], Stream] = {}
         self._sendings: dict[int, Sending | None] = {}
-        self.heard: set[int] = set()
-        self._ready: set[int] = set()  # ranks that have made the call, as far as they were asked
-        self._offered: set[int | None] = set()
-        self._ahead: dict[int, int] = {}  # credit used for ranks that were not heard yet, bytes
-        self._held: list[tuple[int | None, Callable[[], None]]] = []  # large payloads that wait for their receivers
-        self._open = 1  # streams and sendings to come, and one for set_up
+        self.called: set[int] = set()
+        self._cts: set[int] = set()  # ranks that have made the call, as far as they were asked
+        self._rts_sent: set[int | None] = set()
+        self._eager_bytes: dict[int, int] = {}  # credit used, by rank that has not called yet
+        self._awaiting_cts: list[tuple[int | None, Callable[[], None]]] = []  # until receivers have called
+        self._incomplete = 1  # streams and sendings to come, and one for set_up
 
     # For subclasses
 
@@ -149,32 +188,32 @@ class Operation:
         """Wait for a payload."""
         with self._lock:
             self._streams[sender, part] = stream
-            self._open += 1
+            self._incomplete += 1
 
     def send(
         self, to: int | None, part: int, payload: Bytes, *, meta: str = "", only: Sequence[int] | None = None,
-        written: Callable[[int], None] | None = None, has_called: bool = False,
+        written: Callable[[int], None] | None = None, is_ready: bool = False,
     ) -> None:  # fmt: skip
         """Send a payload to a rank, or to all others.
 
         Args:
-            has_called: the receivers are known to have made the call.
+            is_ready: the receivers are known to have made the call.
         """
         with self._lock:
             if self._ended:
                 return
             number = self._numbers = self._numbers + 1
-            self._open += 1
+            self._incomplete += 1
             self._sendings[number] = None
-            held = not has_called and self._must_ask(to, payload, only)
-            if held:
-                self._held.append((to, partial(self._send_now, number, to, part, payload, meta, only, written)))
-                ask = to not in self._offered
-                self._offered.add(to)
-        if not held:
+            must_wait = not is_ready and self._needs_rendezvous(to, payload, only)
+            if must_wait:
+                self._awaiting_cts.append((to, partial(self._send_now, number, to, part, payload, meta, only, written)))
+                send_rts = to not in self._rts_sent
+                self._rts_sent.add(to)
+        if not must_wait:
             self._send_now(number, to, part, payload, meta, only, written)
-        elif ask:
-            self.send(to, OFFER, _EMPTY)
+        elif send_rts:
+            self.send(to, RTS, _EMPTY)
 
     def _send_now(
         self, number: int, to: int | None, part: int, payload: Bytes, meta: str, only: Sequence[int] | None,
@@ -193,8 +232,8 @@ class Operation:
             with self._lock:
                 self._sendings.pop(number, None)
                 self.sent_bytes += outcome
-                self._one_less()
-            self._announce()
+                self._complete_one()
+            self._call_back_if_done()
 
         sending = self._link.send(
             self.key, to, part, payload, signature=self.signature, meta=meta, only=only,
@@ -209,16 +248,16 @@ class Operation:
         if cancel is not None:  # it failed meanwhile
             cancel.cancel()
 
-    def _must_ask(self, to: int | None, payload: Bytes, only: Sequence[int] | None) -> bool:
+    def _needs_rendezvous(self, to: int | None, payload: Bytes, only: Sequence[int] | None) -> bool:
         """Whether a payload waits until its receivers have called: it is large, or so much is there already that they
         keep for calls to come. With the lock held."""
         size = len(payload)
-        if not size or self._are_ready(to):
+        if not size or self._has_cts(to):
             return False
-        if size > self.large_bytes or to in self._offered:
+        if size > self.rendezvous_bytes or to in self._rts_sent:
             return True
-        credit, heard = self.credit, self.heard
-        ranks = [rank for rank in (self.others if to is None else (to,)) if rank not in heard]
+        credit, called = self.credit, self.called
+        ranks = [rank for rank in (self.others if to is None else (to,)) if rank not in called]
         if credit is None or not ranks:
             return False
         chunks = chunk_count(size) if only is None else len(only)
@@ -226,40 +265,40 @@ class Operation:
         if not credit.take(ranks, cost):
             return True
         for rank in ranks:
-            self._ahead[rank] = self._ahead.get(rank, 0) + cost
+            self._eager_bytes[rank] = self._eager_bytes.get(rank, 0) + cost
         return False
 
-    def _note_heard(self, sender: int) -> None:
+    def _note_called(self, sender: int) -> None:
         """A rank has made the call. With the lock held."""
-        self.heard.add(sender)
-        self._give_back(sender)
+        self.called.add(sender)
+        self._restore_credit(sender)
 
-    def _give_back(self, rank: int) -> None:
+    def _restore_credit(self, rank: int) -> None:
         """Nothing that this rank has sent ahead of another one is kept there any more, or it will not be used."""
-        ahead = self._ahead.pop(rank, 0)
+        ahead = self._eager_bytes.pop(rank, 0)
         if ahead and self.credit is not None:
-            self.credit.give_back(rank, ahead)
+            self.credit.restore(rank, ahead)
 
-    def _are_ready(self, to: int | None) -> bool:
-        return to in self._ready if to is not None else len(self._ready) == self.world - 1
+    def _has_cts(self, to: int | None) -> bool:
+        return to in self._cts if to is not None else len(self._cts) == self.world - 1
 
-    def _on_ready(self, sender: int) -> None:
+    def _on_cts(self, sender: int) -> None:
         """A rank has made the call. With the lock held."""
-        self._ready.add(sender)
-        held, self._held = self._held, []
-        self._held = [(to, go) for to, go in held if not self._are_ready(to)]
-        for to, go in held:
-            if self._are_ready(to):
+        self._cts.add(sender)
+        waiting, self._awaiting_cts = self._awaiting_cts, []
+        self._awaiting_cts = [(to, go) for to, go in waiting if not self._has_cts(to)]
+        for to, go in waiting:
+            if self._has_cts(to):
                 go()
 
     def acknowledge(self, sender: int) -> None:
         """Tell a rank that all of its payload is here."""
-        self.send(sender, RECEIPT, _EMPTY)
+        self.send(sender, ACK, _EMPTY)
 
-    def await_receipts(self, ranks: Sequence[int]) -> None:
+    def await_acks(self, ranks: Sequence[int]) -> None:
         """Wait until these ranks have acknowledged."""
         for rank in ranks:
-            self.expect(rank, RECEIPT, Signal())
+            self.expect(rank, ACK, Signal())
 
     def stream_done(self, sender: int, part: int) -> None:
         """A payload is complete. Called with the lock held."""
@@ -273,12 +312,12 @@ class Operation:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that something is still owed by."""
+        """Ranks of which something is still outstanding."""
         with self._lock:
-            owed = {sender for (sender, _), stream in self._streams.items() if not stream.complete}
-            for to, _ in self._held:  # they owe the word that they have called
-                owed |= {*(self.others if to is None else [to])} - self._ready
-            return tuple(sorted(owed)) or self._missing
+            outstanding = {sender for (sender, _), stream in self._streams.items() if not stream.complete}
+            for to, _ in self._awaiting_cts:  # they have not confirmed their call
+                outstanding |= {*(self.others if to is None else [to])} - self._cts
+            return tuple(sorted(outstanding)) or self._missing
 
     def begin(self, link: Transport) -> None:
         """Set up and send."""
@@ -286,11 +325,11 @@ class Operation:
         try:
             with self._lock:  # who lets it fail meanwhile waits for what is sent at once
                 self.set_up()
-                self._one_less()
+                self._complete_one()
         except Exception as error:
             self.fail(error)
             return
-        self._announce()
+        self._call_back_if_done()
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
         """Take a frame that belongs to this collective. Frames that are not needed (any more) are counted only."""
@@ -301,13 +340,13 @@ class Operation:
                     return
                 if signature != self.signature:
                     raise CollectiveError(f"calls {signature!r} where this rank calls {self.signature!r}")
-                if sender not in self.heard:
-                    self._note_heard(sender)
-                if part == OFFER:
-                    self.send(sender, READY, _EMPTY)
+                if sender not in self.called:
+                    self._note_called(sender)
+                if part == RTS:
+                    self.send(sender, CTS, _EMPTY)
                     return
-                if part == READY:
-                    self._on_ready(sender)
+                if part == CTS:
+                    self._on_cts(sender)
                     return
                 stream = self._streams.get((sender, part))
                 if stream is None:
@@ -319,12 +358,12 @@ class Operation:
                 self.received_bytes += len(frame.data)
                 if stream.complete:
                     self.stream_done(sender, part)
-                    self._one_less()
+                    self._complete_one()
         except CollectiveError as error:
             self.fail(CollectiveError(f"collective {self.key.name!r}: rank {sender} {error}"))
         except Exception as error:
             self.fail(error)
-        self._announce()
+        self._call_back_if_done()
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, unless it has ended. When this returns, its buffers are neither read nor written."""
@@ -349,10 +388,10 @@ class Operation:
         except Exception as error:
             self.fail(error)
 
-    def _one_less(self) -> None:
-        """One of the things to come has come. With the lock held."""
-        self._open -= 1
-        if self._open == 0 and not self._ended:
+    def _complete_one(self) -> None:
+        """Count one stream or sending as complete, and end after the last one. With the lock held."""
+        self._incomplete -= 1
+        if self._incomplete == 0 and not self._ended:
             try:
                 value = self.result()
                 self.value = value if self.convert is None else self.convert(value)
@@ -367,11 +406,11 @@ class Operation:
         self._ended = True
         self.finished_s = time.perf_counter()
         self.release()
-        for rank in tuple(self._ahead):
-            self._give_back(rank)
-        self._streams, self._sendings, self._held = {}, {}, []  # and with them all buffers, those of DDS among them
+        for rank in tuple(self._eager_bytes):
+            self._restore_credit(rank)
+        self._streams, self._sendings, self._awaiting_cts = {}, {}, []  # and all buffers
 
-    def _announce(self) -> None:
+    def _call_back_if_done(self) -> None:
         if self.done:
             self._call_back()
 

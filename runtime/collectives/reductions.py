@@ -138,7 +138,7 @@ class ShardedAllReduce(Reduction):
             return
 
         def pass_on(seq: int) -> None:
-            self.send(None, 1, result, only=[seq], has_called=True)  # all have sent their part
+            self.send(None, 1, result, only=[seq], is_ready=True)  # all have sent their part
 
         for other in self.others:
             region = self.out[bounds[other] : bounds[other + 1]]
@@ -183,7 +183,7 @@ class RingAllReduce(Reduction):
             self.expect(before, 1, _Results(self.out, forward, link, partial.itemsize // self.itemsize))
 
     def _forward(self, after: int) -> Callable[[int], None]:
-        return lambda seq: self.send(after, 1, self.out, only=[seq], has_called=True)
+        return lambda seq: self.send(after, 1, self.out, only=[seq], is_ready=True)
 
 
 class _Link(Stream):
@@ -212,7 +212,7 @@ class _Link(Stream):
             self._operation.send(self._after, 0, self._total, only=[seq])
             return
         for number in self._fresh.add(here):
-            self._operation.send(self._after, 1, self._total, only=[number], has_called=True)
+            self._operation.send(self._after, 1, self._total, only=[number], is_ready=True)
 
 
 class _Results(IntoMemory):
@@ -288,7 +288,7 @@ class ReduceToRoot(Reduction):
             if not len(self.own):
                 self._reduced()
         else:
-            self.await_receipts([self.root])
+            self.await_acks([self.root])
             if len(self.own):
                 self.send(self.root, 0, self.own)
 

@@ -19,7 +19,7 @@ LOOK_S = 200e-6  # how long the thread of an event loop looks for the end of a s
 CLOSE_S = 1.0  # the thread may be adding up some chunks
 
 
-class Shared:
+class SharedMemoryTransport:
     """The shared memory of one rank of a group.
 
     Attributes:
@@ -86,7 +86,7 @@ class Shared:
         self.slots.lose(rank)
 
 
-class LetterProgress:
+class MailboxProgress:
     """Whoever waits reads letters meanwhile. Implements :class:`.engine.ProgressEngine`."""
 
     def __init__(self, box: Letters, port: FramePort, work: Work) -> None:

@@ -1,54 +1,114 @@
-"""What a rank says of itself while its group works: once a second, for whoever looks on, and for its own log."""
+"""The status that a rank publishes once a second while its group works, and its report of stalled collectives.
+
+A collective that waits too long gets one line in the log, which names the ranks it waits for; the next one after twice
+the time, and so on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.engine import Engine
-from gradbus.runtime.collectives.stalls import Stalls, who
+from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.wire.control import MAX_SEQS, Pulse
 from gradbus.runtime.wire.messages import Identity
 
 EVERY_S = 1.0
-RANKS_PER_S = 64  # that say so, all together: every rank hears all of it
+RANKS_PER_S = 64  # that publish, all together: every rank receives all of it
+
+MAX_LINES = 20  # of one look; how many more there are is logged in one line
 
 log = get_logger("group")
 
 
+def called_and_missing(operations: Sequence[Operation], rank: int) -> tuple[list[int], list[int]]:
+    """Ranks that have made the call, and ranks that this rank waits for and that have not, as far as it knows.
+
+    That something of a rank is outstanding does not mean that it has not called: in all_reduce by shards a rank's sum
+    comes when all others have called. A rank that has sent anything at all has called. Of the others only those are
+    missing that this rank waits for: a receiver of a broadcast knows nothing of the other receivers.
+    """
+    called = {rank}.union(*(tuple(operation.called) for operation in operations))
+    outstanding = {other for operation in operations if not operation.done for other in operation.missing}
+    return sorted(called), sorted(outstanding - called)
+
+
+class StallReport:
+    """The stall report of one rank of one group. It is asked now and then, and never waits."""
+
+    def __init__(self, group: str, rank: int, world: int, warning_s: float) -> None:
+        """``warning_s``: a collective that has waited for so long gets a line. 0: none does."""
+        self._group = group
+        self._rank = rank
+        self._world = world
+        self._warning_s = warning_s
+        self._next_lines: WeakKeyDictionary[Operation, tuple[float, float]] = (
+            WeakKeyDictionary()
+        )  # next line, time between
+
+    def look(self, pending: Sequence[Operation], now_s: float | None = None) -> None:
+        """Write lines for what waits too long. ``now_s``: ``time.perf_counter``."""
+        if not self._warning_s:
+            return
+        now_s = time.perf_counter() if now_s is None else now_s
+        lines = 0
+        for operation in pending:
+            due_s, every_s = self._next_lines.get(operation, (operation.started_s + self._warning_s, self._warning_s))
+            if now_s < due_s or operation.done:
+                continue
+            self._next_lines[operation] = (now_s + 2 * every_s, 2 * every_s)
+            lines += 1
+            if lines <= MAX_LINES:
+                self._warn(operation, now_s)
+        if lines > MAX_LINES:
+            log.warning("stalled", more_collectives=lines - MAX_LINES, group=self._group, rank=self._rank)
+
+    def _warn(self, operation: Operation, now_s: float) -> None:
+        ready, missing = called_and_missing([operation], self._rank)
+        unknown = sorted(set(range(self._world)) - {*ready, *missing})
+        log.warning(
+            "stalled", collective=operation.key.name, round=operation.key.round_id, call_no=operation.key.call,
+            what=operation.signature, ready=ready, missing=missing, **({"unknown": unknown} if unknown else {}),
+            waiting_s=round(now_s - operation.started_s, 1), group=self._group, rank=self._rank,
+        )  # fmt: skip
+
+
 def period_s(world: int) -> float:
-    """How often each rank of such a group says where it stands."""
+    """Seconds between two status messages of each rank of a group of this size."""
     return max(EVERY_S, world / RANKS_PER_S)
 
 
 @dataclass(slots=True)
-class Place:
-    """Where the worker of a group is: written by it, read here. -1: there is no worker."""
+class TrainingPosition:
+    """Step and epoch of the worker of a group, which writes them. -1: there is no worker."""
 
     step: int = -1
     epoch: int = -1
 
 
-class Pulses:
-    """Tells of one rank of one group."""
+class StatusReporter:
+    """Publishes the status of one rank of one group."""
 
     def __init__(self, bus: Bus, identity: Identity, engine: Engine, host: str, *, stall_warning_s: float) -> None:
         self._bus = bus
         self._identity = identity
         self._engine = engine
         self._host = host
-        self._stalls = Stalls(engine.group, engine.rank, engine.world, stall_warning_s)
+        self._stalls = StallReport(engine.group, engine.rank, engine.world, stall_warning_s)
         self._formed_s = self._last_s = time.perf_counter()
         self._last_step = -1
-        self.place = Place()
+        self.position = TrainingPosition()
 
     async def run(self) -> None:
-        """Tell until cancelled. Nothing that goes wrong here concerns the group."""
+        """Publish until cancelled. Nothing that goes wrong here concerns the group."""
         while True:
             await asyncio.sleep(period_s(self._engine.world))
             try:
@@ -56,20 +116,20 @@ class Pulses:
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, self.now(time.perf_counter()))
             except Exception:
-                log.exception("pulse failed", group=self._engine.group)
+                log.exception("rank status failed", group=self._engine.group)
 
     def now(self, now_s: float) -> Pulse:
-        """The message. ``now_s``: ``time.perf_counter``."""
-        engine, place = self._engine, self.place
-        step, span_s = place.step, now_s - self._last_s
+        """The status message. ``now_s``: ``time.perf_counter``."""
+        engine, position = self._engine, self.position
+        step, span_s = position.step, now_s - self._last_s
         rate = (step - self._last_step) / span_s if 0 <= self._last_step <= step and span_s > 0 else 0.0
         self._last_step, self._last_s = step, now_s
         waiting = engine.waiting
         oldest = min(waiting, key=lambda operation: operation.started_s, default=None)
-        missing = [] if oldest is None else who([oldest], engine.rank)[1]
+        missing = [] if oldest is None else called_and_missing([oldest], engine.rank)[1]
         return Pulse(
             engine.group, engine.world, self._host[:256], max(0.0, now_s - self._formed_s), step=step,
-            epoch=place.epoch, steps_per_s=rate, bytes_out=engine.bytes_out, bytes_in=engine.bytes_in,
+            epoch=position.epoch, steps_per_s=rate, bytes_out=engine.bytes_out, bytes_in=engine.bytes_in,
             pending=len(waiting), oldest="" if oldest is None else oldest.key.name,
             oldest_s=0.0 if oldest is None else max(0.0, now_s - oldest.started_s), missing=missing[:MAX_SEQS],
             lost=sorted(engine.dead)[:MAX_SEQS],

@@ -156,7 +156,7 @@ class ChunkwiseReduction:
         self.left = self.chunks
         self._region_bytes = region_bytes
         self._parts: list[list[Bytes | None]] = [[None] * sources for _ in range(self.chunks)]
-        self._owed = [sources] * self.chunks
+        self._awaited = [sources] * self.chunks
         self._reduce = reduce
         self._done = done
 
@@ -167,12 +167,12 @@ class ChunkwiseReduction:
 
     def hold(self, seq: int) -> None:
         """Let a chunk wait for one thing more: a call of :meth:`one_less`."""
-        self._owed[seq] += 1
+        self._awaited[seq] += 1
 
     def one_less(self, seq: int) -> None:
         """One thing that the chunk waits for has come."""
-        self._owed[seq] -= 1
-        if self._owed[seq]:
+        self._awaited[seq] -= 1
+        if self._awaited[seq]:
             return
         operands = [part for part in self._parts[seq] if part is not None]
         self._parts[seq] = []

@@ -191,7 +191,7 @@ def test_the_algorithms_are_those_of_the_code(page: str) -> None:
 
 def test_numbers_are_those_of_the_code(page: str) -> None:
     text = " ".join(page.split())
-    assert f"more than {operation.LARGE_BYTES // MIB} MiB (or" in text
+    assert f"more than {operation.RENDEZVOUS_BYTES // MIB} MiB (or" in text
     assert f"at most {engine.MAX_NAME_BYTES} bytes" in text
     assert f"the latest {engine._MAX_NAMES} pairs" in text
     assert f"At most {engine.MAX_PENDING} / (world - 1) collectives, or {engine.MIN_PENDING}, may be pending" in text

@@ -16,10 +16,9 @@ from doc_pages import rows, section, tables
 from memory_link import MAX_BYTES, Job, MemoryLink, MemoryNet
 
 from gradbus.runtime.collectives import (
-    credit,
     engine,
+    formation,
     group,
-    hello_scheduler,
     link,
     membership,
     objects,
@@ -197,14 +196,14 @@ def test_sizes_of_what_the_algorithms_send(page: str) -> None:
 
 def test_what_is_large_is_offered_first_and_sent_to_those_who_have_called(page: str) -> None:
     numbers = {row[1]: int(row[0]) for row in rows(section(page, "A COLLECTIVE frame"), "part")}
-    assert numbers == {"OFFER": operation.OFFER, "READY": operation.READY, "RECEIPT": operation.RECEIPT}
+    assert numbers == {"RTS": operation.RTS, "CTS": operation.CTS, "ACK": operation.ACK}
     assert "above are empty" in section(page, "A COLLECTIVE frame")
     sent = traffic(CALLS["all_gather"][0], large_bytes=1)
-    assert {(a, b) for *_, part, a, b, _ in sent if part == operation.OFFER} == ROUTES["each → all"]
-    assert {(a, b) for *_, part, a, b, _ in sent if part == operation.READY} == ROUTES["each → each"]
+    assert {(a, b) for *_, part, a, b, _ in sent if part == operation.RTS} == ROUTES["each → all"]
+    assert {(a, b) for *_, part, a, b, _ in sent if part == operation.CTS} == ROUTES["each → each"]
     assert {size for *_, part, _, _, size in sent if part != 0} == {0}
     shards = traffic(reduction("shards"), large_bytes=1)
-    assert {(a, b) for *_, part, a, b, _ in shards if part == operation.OFFER} == ROUTES["each → each"]
+    assert {(a, b) for *_, part, a, b, _ in shards if part == operation.RTS} == ROUTES["each → each"]
 
 
 @pytest.mark.parametrize("op", get_args(ReduceOp))
@@ -240,7 +239,7 @@ def test_kept_frames_have_names_as_the_code_makes_them_but_for_the_padding(root:
         assert frame.key.name.rstrip("\0") == wire_name(*parts).rstrip("\0")
         assert engine._parts_of(frame.key.name) == engine._parts_of(wire_name(*parts))
         assert (8 + 4 + frames.HEADER_BYTES + len(wire_name(*parts).encode())) % 16 == 0
-    assert frames.parse(bytes.fromhex(kept["group_receipt"])).key.part == operation.RECEIPT
+    assert frames.parse(bytes.fromhex(kept["group_receipt"])).key.part == operation.ACK
     assert tensors.describe(torch.ones(())) == "float32 "
 
 
@@ -263,28 +262,28 @@ def test_limits_are_those_of_the_code(page: str) -> None:
     assert limits["object"] == f"{objects.MAX_OBJECT_BYTES} bytes"
     pending = f"{engine.MAX_PENDING} / (world - 1) but not fewer than {engine.MIN_PENDING}"
     assert limits["collectives of a group that are pending on a rank"] == pending
-    assert engine.Engine("", 0, 3, None, early_bytes=800, early_age_s=1).credit.share_bytes == 800 / (2 * 2)  # type: ignore[arg-type]
+    assert engine.Engine("", 0, 3, None, early_bytes=800, early_age_s=1).credit.share_bytes == 200  # type: ignore[arg-type]
     assert (
-        f"{credit.FRAME_BYTES} bytes for each frame" in limits["payload without OFFER, to a rank that has not called"]
+        f"{operation.FRAME_BYTES} bytes for each frame" in limits["payload without RTS, to a rank that has not called"]
     )
     assert (
         f"{defaults['early_bytes']} by default; {unexpected.MAX_FRAMES} frames"
         in limits["frames for calls not made yet"]
     )
-    assert limits["payload without OFFER"].startswith(f"{operation.LARGE_BYTES} bytes or")
-    assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1)._large_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
+    assert limits["payload without RTS"].startswith(f"{operation.RENDEZVOUS_BYTES} bytes or")
+    assert engine.Engine("", 0, 8, None, early_bytes=800, early_age_s=1)._rendezvous_bytes == 800 / (4 * 8)  # type: ignore[arg-type]
     assert limits["payload of unknown size"].endswith(f"{defaults['max_payload_bytes']} by default")
     assert limits["pairs of round_id and name whose calls are counted"] == f"the latest {engine._MAX_NAMES}"
 
 
 def test_the_times_are_those_of_the_code(page: str) -> None:
     hello = section(page, "GroupHello")
-    assert f"a pause that doubles, up to {hello_scheduler.REPEAT_S:g} s" in " ".join(hello.split())
-    assert f"again, at least every {hello_scheduler.REPEAT_S:g} s" in section(page, "How a group forms")
+    assert f"a pause that doubles, up to {formation.REPEAT_S:g} s" in " ".join(hello.split())
+    assert f"again, at least every {formation.REPEAT_S:g} s" in section(page, "How a group forms")
     assert f"every {membership.REPLY_S:g} s" in hello
-    assert hello_scheduler.NEWS_S == 0.001
+    assert formation.NEWS_S == 0.001
     assert "every `world` milliseconds" in " ".join(hello.split())
-    assert f"{hello_scheduler.REPEAT_S * 1000:g} at the most" in " ".join(hello.split())
+    assert f"{formation.REPEAT_S * 1000:g} at the most" in " ".join(hello.split())
     assert f"at most {membership.DRAIN_S:g} s" in section(page, "Leaving")
     assert (link.PROBE_ALL, link.PROBE_INBOX) == (0, 1)
     assert membership._MISFIT_HELLOS == 3

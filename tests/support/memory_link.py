@@ -109,7 +109,7 @@ class MemoryNet:
             for link in self.links
         ]
         for engine in self.engines:
-            engine._large_bytes = self.large_bytes
+            engine._rendezvous_bytes = self.large_bytes
             engine.credit.share_bytes = self.share_bytes
             engine.admit(GROUP_ID, {rank: INCARNATION + rank for rank in range(self.world)})
 
@@ -176,4 +176,4 @@ class MemoryNet:
             assert (engine.pending, engine._starting) == (0, set())
             assert engine.credit.used_bytes == (0,) * self.world
             if engine.rank != but_early_frames_of:
-                assert (engine.early_bytes, len(engine._early), len(engine._early._slots)) == (0, 0, 0)
+                assert (engine.early_bytes, len(engine._unexpected), len(engine._unexpected._slots)) == (0, 0, 0)

@@ -10,7 +10,7 @@ from shared_pair import key
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Pause
-from gradbus.runtime.collectives.chunk_sender import Outgoing
+from gradbus.runtime.collectives.chunk_sender import ChunkSender
 from gradbus.runtime.shm.slots import Slots
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Flags
@@ -26,7 +26,7 @@ class Payload:
         self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
         self.sent: list[Parts] = []
         self.outcomes: list[int | Exception] = []
-        self.outgoing = Outgoing(
+        self.sender = ChunkSender(
             key(), self.data, only or range(chunks), int(Flags.HEAD_CRC), 2,
             slots=slots, readers=(to,), written=written, finished=self.outcomes.append,
         )  # fmt: skip
@@ -38,7 +38,7 @@ class Payload:
     def write_rest(self, wait: Callable[[], bool] = lambda: False) -> int:
         """What the writer thread does. Returns how many chunks there were for it."""
         count = 0
-        for sample in self.outgoing.samples(wait):
+        for sample in self.sender.samples(wait):
             if isinstance(sample, Pause):
                 time.sleep(sample)
             else:

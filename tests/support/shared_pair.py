@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradbus.runtime.collectives.shared_memory_transport import Shared
+from gradbus.runtime.collectives.shared_memory_transport import SharedMemoryTransport
 from gradbus.runtime.shm.mailbox import Letters
 from gradbus.runtime.shm.segment import Bytes
 from gradbus.runtime.wire import frames
@@ -18,7 +18,7 @@ class Ranks:
 
     def __init__(self, world: int = 2) -> None:
         self.taken: list[list[Frame]] = [[] for _ in range(world)]
-        self.shared = [Shared(rank, world, self.taken[rank].append) for rank in range(world)]
+        self.shared = [SharedMemoryTransport(rank, world, self.taken[rank].append) for rank in range(world)]
         for one in self.shared:
             for rank, other in enumerate(self.shared):
                 if other is not one:

@@ -16,10 +16,10 @@ from shared_pair import Ranks
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause
-from gradbus.runtime.collectives.chunk_sender import Outgoing
+from gradbus.runtime.collectives.chunk_sender import ChunkSender
 from gradbus.runtime.collectives.link import DdsLink
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.shared_memory_transport import LetterProgress
+from gradbus.runtime.collectives.shared_memory_transport import MailboxProgress
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.wire import frames
@@ -40,12 +40,12 @@ def full(_: Parts) -> bool:
 def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> None:
     written: list[int] = []
     payload = Payload(ranks.shared[0].slots, written=written.append)
-    assert payload.outgoing.advance(payload.write)
+    assert payload.sender.advance(payload.write)
     payload.write_rest()
-    assert not payload.outgoing.advance(payload.write)
+    assert not payload.sender.advance(payload.write)
     assert payload.numbers() == written == [0, 1, 2]
     assert payload.outcomes == [3 * CHUNK_BYTES]
-    assert payload.outgoing.done
+    assert payload.sender.done
 
 
 def test_the_writer_thread_tells_of_the_first_chunk_at_once_and_then_of_some_at_a_time(ranks: Ranks) -> None:
@@ -70,10 +70,10 @@ def test_the_writer_thread_tells_of_as_many_chunks_as_there_are_slots(ranks: Ran
     for _ in range(SLOTS - 3):
         slots.put((1,), np.zeros(1, np.uint8))
     payload = Payload(slots, chunks=9)
-    samples = payload.outgoing.samples(lambda: False)
+    samples = payload.sender.samples(lambda: False)
     found = [next(samples) for _ in range(3)]
     assert [None if isinstance(sample, Pause) else len(sample[1]) // 8 for sample in found] == [1, 2, None]
-    payload.outgoing.cancel()
+    payload.sender.cancel()
     assert free_slots(slots) == 0  # the reader was told
 
 
@@ -81,7 +81,7 @@ def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ra
     payload = Payload(ranks.shared[0].slots, chunks=4)
 
     def visitor_sends_one_more() -> bool:
-        payload.outgoing.advance(payload.write)
+        payload.sender.advance(payload.write)
         return True
 
     assert payload.write_rest(visitor_sends_one_more) == 0
@@ -91,18 +91,18 @@ def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ra
 
 def test_what_dds_does_not_take_now_is_written_next(ranks: Ranks) -> None:
     payload = Payload(ranks.shared[0].slots)
-    assert not payload.outgoing.advance(full)
+    assert not payload.sender.advance(full)
     assert free_slots(ranks.shared[0].slots) == SLOTS - 1
-    assert payload.outgoing.advance(payload.write)
+    assert payload.sender.advance(payload.write)
     assert payload.numbers() == [0]
 
 
 def test_a_slot_that_nobody_was_told_of_is_free_when_the_payload_is_called_off(ranks: Ranks) -> None:
     for _ in range(2 * SLOTS):
         payload = Payload(ranks.shared[0].slots)
-        assert not payload.outgoing.advance(full)
-        payload.outgoing.cancel()
-        assert payload.outgoing.done
+        assert not payload.sender.advance(full)
+        payload.sender.cancel()
+        assert payload.sender.done
     assert free_slots(ranks.shared[0].slots) == SLOTS
 
 
@@ -110,13 +110,13 @@ def test_a_slot_that_nobody_was_told_of_is_free_when_the_payload_is_called_off(r
 def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterwards(ranks: Ranks, by: str) -> None:
     payload = Payload(ranks.shared[0].slots)
     writer: Any = None
-    job = Job(writer, (((), frame) for frame in payload.outgoing.samples(lambda: False)), lambda _: None, 1.0)
-    payload.outgoing.job = job
+    job = Job(writer, (((), frame) for frame in payload.sender.samples(lambda: False)), lambda _: None, 1.0)
+    payload.sender.job = job
     job.pending = next(job.samples)
     if by == "cancel":
-        payload.outgoing.cancel()
+        payload.sender.cancel()
     else:
-        payload.outgoing.outcome(TimeoutError("DDS takes nothing"))
+        payload.sender.outcome(TimeoutError("DDS takes nothing"))
         assert [type(outcome) for outcome in payload.outcomes] == [TimeoutError]
     assert free_slots(ranks.shared[0].slots) == SLOTS
 
@@ -124,13 +124,13 @@ def test_a_slot_of_a_frame_that_the_writer_thread_could_not_write_is_free_afterw
 def test_all_slots_of_a_frame_that_tells_of_some_chunks_are_free_when_nobody_gets_it(ranks: Ranks) -> None:
     payload = Payload(ranks.shared[0].slots, chunks=4)
     writer: Any = None
-    job = Job(writer, (((), frame) for frame in payload.outgoing.samples(lambda: False)), lambda _: None, 1.0)
-    payload.outgoing.job = job
+    job = Job(writer, (((), frame) for frame in payload.sender.samples(lambda: False)), lambda _: None, 1.0)
+    payload.sender.job = job
     next(job.samples)
     job.pending = pending = next(job.samples)
     assert not isinstance(pending, Pause)
     assert len(pending[1][1]) == 3 * frames.DESCRIPTOR_BYTES
-    payload.outgoing.cancel()
+    payload.sender.cancel()
     assert free_slots(ranks.shared[0].slots) == SLOTS - 1  # one was told of
 
 
@@ -142,8 +142,8 @@ def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        payload.outgoing.advance(interrupted)
-    while payload.outgoing.advance(payload.write):
+        payload.sender.advance(interrupted)
+    while payload.sender.advance(payload.write):
         pass
     assert payload.numbers() == [0, 1, 2]
     assert payload.outcomes == [3 * CHUNK_BYTES]
@@ -158,7 +158,7 @@ def test_the_writer_thread_takes_over_what_another_thread_could_not_write(ranks:
         writing.set()
         return not go_on.wait(WAIT_S)
 
-    threads = [threading.Thread(target=payload.outgoing.advance, args=(slow_and_full,))]
+    threads = [threading.Thread(target=payload.sender.advance, args=(slow_and_full,))]
     threads[0].start()
     assert writing.wait(WAIT_S)
     threads.append(threading.Thread(target=payload.write_rest))
@@ -178,14 +178,14 @@ def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks)
     def call_off(_: int) -> None:
         if threading.current_thread() is visitor:
             at_work.wait(WAIT_S)
-            payload.outgoing.cancel()
+            payload.sender.cancel()
             cancelled.set()
 
     payload = Payload(ranks.shared[0].slots, chunks=4, written=call_off)
     at_work, job_ended = threading.Event(), threading.Event()
-    visitor = threading.Thread(target=payload.outgoing.advance, args=(payload.write,), daemon=True)
+    visitor = threading.Thread(target=payload.sender.advance, args=(payload.write,), daemon=True)
     writer: Any = None
-    job = payload.outgoing.job = Job(writer, iter(()), lambda _: None, 1.0)
+    job = payload.sender.job = Job(writer, iter(()), lambda _: None, 1.0)
 
     def write_some() -> None:
         with job.writing:  # as the writer thread does
@@ -202,20 +202,20 @@ def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks)
 def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks) -> None:
     for slots in (ranks.shared[0].slots, None):
         payload = Payload(slots)
-        samples = payload.outgoing.samples(lambda: False)
+        samples = payload.sender.samples(lambda: False)
         next(samples)
-        payload.outgoing.cancel()
+        payload.sender.cancel()
         assert list(samples) == []
-        assert not payload.outgoing.advance(payload.write)
+        assert not payload.sender.advance(payload.write)
         assert (payload.sent, payload.outcomes) == ([], [])
-        assert len(payload.outgoing._payload) == 0
-        assert payload.outgoing._slots is None
+        assert len(payload.sender._payload) == 0
+        assert payload.sender._slots is None
 
 
 # Whoever waits sends meanwhile
 
 
-def link_with(*pushing: tuple[Outgoing, Callable[[Parts], bool]]) -> DdsLink:
+def link_with(*pushing: tuple[ChunkSender, Callable[[Parts], bool]]) -> DdsLink:
     """One that has these to push, and is not on any bus."""
     link = DdsLink.__new__(DdsLink)
     link._pushing = deque(pushing)
@@ -224,7 +224,7 @@ def link_with(*pushing: tuple[Outgoing, Callable[[Parts], bool]]) -> DdsLink:
 
 def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
     payloads = [Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)]
-    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    link = link_with(*((payload.sender, payload.write) for payload in payloads))
     assert link.push()
     assert [payload.outcomes for payload in payloads] == [[3 * CHUNK_BYTES]] * 2
     assert link.idle
@@ -233,7 +233,7 @@ def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
 def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
     """Ranks hold the slots of a chunk until it has come from all: one payload must not take them from the others."""
     payloads = [Payload(ranks.shared[0].slots, chunks=SLOTS) for _ in range(2)]
-    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
+    link = link_with(*((payload.sender, payload.write) for payload in payloads))
     assert link.push()
     assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
     assert not link.push()
@@ -244,15 +244,15 @@ def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goe
     ranks, woken = Ranks(), []
     port: Any = SimpleNamespace(wake_sender=lambda: woken.append(1))
     work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
-    LetterProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
+    MailboxProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
     assert woken == [1] * is_left
 
 
 def test_a_payload_whose_reader_gets_no_more_slots_does_not_hold_up_the_next_one() -> None:
     slots = Ranks(3).shared[0].slots
     payloads = [Payload(slots, chunks=SLOTS, to=to) for to in (1, 2)]
-    link = link_with(*((payload.outgoing, payload.write) for payload in payloads))
-    while payloads[0].outgoing.advance(payloads[0].write):
+    link = link_with(*((payload.sender, payload.write) for payload in payloads))
+    while payloads[0].sender.advance(payloads[0].write):
         pass
     assert link.push()
     assert [len(payload.sent) for payload in payloads] == [SLOTS - 1, 1]
@@ -263,7 +263,7 @@ def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:
         raise BusError("DDS write returned -1")
 
     ill, well = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
-    link = link_with((ill.outgoing, broken), (well.outgoing, well.write))
+    link = link_with((ill.sender, broken), (well.sender, well.write))
     while link.push():
         pass
     assert [type(outcome) for outcome in ill.outcomes] == [BusError]
@@ -285,8 +285,8 @@ def test_payloads_that_are_through_are_forgotten_also_when_two_threads_do_so(ran
             return found
 
     done, left = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
-    done.outgoing.cancel()
-    entries = [(done.outgoing, done.write), (left.outgoing, left.write)]
+    done.sender.cancel()
+    entries = [(done.sender, done.write), (left.sender, left.write)]
     for count in (1, 2):
         link = link_with()
         raced = link._pushing = Raced(entries[:count])

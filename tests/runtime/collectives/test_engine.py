@@ -149,7 +149,7 @@ def test_each_piece_is_let_go_of_before_the_next_one_is_used(early: bool) -> Non
     here, sizes = net.engines[0], (frames.CHUNK_BYTES, frames.CHUNK_BYTES, 1)
     alive: list[int] = []
 
-    def look_up(told: Frame) -> list[Frame]:
+    def resolve_shared(told: Frame) -> list[Frame]:
         pieces = []
         for seq, size in enumerate(sizes):
             data = np.full(size, seq, np.uint8)
@@ -158,7 +158,7 @@ def test_each_piece_is_let_go_of_before_the_next_one_is_used(early: bool) -> Non
             pieces.append(told._replace(seq=seq, offset=seq * sizes[0], size=size, data=data.data))
         return pieces
 
-    here.look_up = look_up
+    here.resolve_shared = resolve_shared
     told = frame()._replace(flags=int(Flags.SHARED), seq_cnt=len(sizes), total_bytes=sum(sizes), size=sizes[0])
     if early:
         here.receive(told)

@@ -186,7 +186,7 @@ def test_a_rank_that_leaves_in_order_ends_only_what_it_still_owes_something_for(
     assert isinstance(later.error, PeerLost)
     assert later.error.reasons == {2: "left: done"}
     net.engines[1].leave(2, "left: done")
-    net.engines[1]._early.clear()
+    net.engines[1]._unexpected.clear()
 
 
 def test_what_a_rank_gave_before_it_left_in_order_still_counts_for_a_call_that_comes_later() -> None:
@@ -216,7 +216,7 @@ def test_a_closed_group_ends_everything_and_takes_nothing_more() -> None:
     assert net.start(gather(1), "later").error is error
     here.receive(frame(sender=0, incarnation=INCARNATION, transfer=5))
     assert here.dropped == {"closed": 1}
-    assert (here.pending, here.early_bytes, len(here._early)) == (0, 0, 0)
+    assert (here.pending, here.early_bytes, len(here._unexpected)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("large_bytes", [0, 1 << 20])

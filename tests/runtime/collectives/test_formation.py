@@ -130,7 +130,7 @@ def test_a_rank_that_has_left_the_formed_group_in_order_has_shown_that_all_were_
     one, other = formation(0, 2), formation(1, 2)
     tell(other, one)
     assert not one.formed
-    one.vouch(1)
+    one.confirm_linked(1)
     assert one.formed
 
 

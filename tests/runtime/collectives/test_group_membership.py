@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from backoff import eventually
 from bus_helpers import Run
 from group_node import LEASE_S, as_ranks, joined
-from patience import eventually
 
 import gradbus
-from gradbus.runtime.collectives import Group, hello_scheduler
+from gradbus.runtime.collectives import Group, formation
 from gradbus.runtime.collectives.formation import Formation
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, PeerLost
 from gradbus.runtime.wire.control import GroupHello
@@ -354,7 +354,7 @@ def test_a_rank_whose_loop_is_slow_has_joined_a_group_although_the_others_left_i
         return hello if linked.is_set() else dataclasses.replace(hello, linked=False)
 
     monkeypatch.setattr(Formation, "hello_now", said)
-    monkeypatch.setattr(hello_scheduler, "NEWS_S", 1e-6)  # it is out before the loop stands still
+    monkeypatch.setattr(formation, "NEWS_S", 1e-6)  # it is out before the loop stands still
 
     async def comes_and_goes() -> None:
         async with joined(place, 0, 2):

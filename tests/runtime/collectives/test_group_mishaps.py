@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from backoff import eventually
 from bus_helpers import CLIENT, Run, reads, topics_of
 from group_node import LEASE_S, as_ranks, joined
-from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
@@ -184,7 +184,7 @@ def test_a_courtesy_that_dds_does_not_take_does_not_end_the_group(
 
     async def script(group: Group) -> None:
         await group.barrier()
-        monkeypatch.setattr(Membership, "_say_hello", refuse)
+        monkeypatch.setattr(Membership, "_send_hello", refuse)
         await group.barrier()
         if group.rank == 0:  # one that comes too late
             hello = GroupHello("world", 2, 0, False, False, 5, "host (process 1)", "", [])

@@ -14,7 +14,7 @@ from bus_helpers import Run
 
 import gradbus
 from gradbus.runtime.collectives import ALGORITHMS, Group
-from gradbus.runtime.collectives.operation import LARGE_BYTES
+from gradbus.runtime.collectives.operation import RENDEZVOUS_BYTES
 
 Script = Callable[[Group], Awaitable[Any]]
 
@@ -40,7 +40,7 @@ async def as_ranks(
     return [task.result() for task in running]
 
 
-@pytest.mark.parametrize(("size", "kept"), [(1000, 1000), (LARGE_BYTES + 1, 0)])
+@pytest.mark.parametrize(("size", "kept"), [(1000, 1000), (RENDEZVOUS_BYTES + 1, 0)])
 def test_a_payload_before_the_local_call_is_kept_if_it_is_small_and_held_back_if_it_is_large(
     run: Run, place: dict[str, Any], size: int, kept: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_late_rank_finds_all_that_the_others_have_called_meanwhile(
 
 def test_a_large_broadcast_waits_for_the_last_receiver(run: Run, place: dict[str, Any]) -> None:
     async def script(group: Group) -> float:
-        tensor = torch.full((LARGE_BYTES // 4 + 1,), float(group.rank))
+        tensor = torch.full((RENDEZVOUS_BYTES // 4 + 1,), float(group.rank))
         handle = None if group.rank == 2 else group.broadcast("model", tensor, root=1)
         await group.barrier("called")
         if handle is None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from backoff import eventually
 from bus_helpers import Run
 from federation import named_by
 from group_node import LEASE_S, as_ranks, group_ranks
 from memory_maps import mapped, open_files
-from patience import eventually
 from shared_scripts import (
     LARGE_SIZES,
     MIB,
@@ -211,7 +211,7 @@ def test_where_one_rank_is_elsewhere_the_others_share_what_is_for_them_alone(
         mine = int(task.get_name().rpartition("-")[2]) if task is not None else -1
         return really(place) and mine != 2 and places.get(place) != 2
 
-    made = membership.Shared.__init__
+    made = membership.SharedMemoryTransport.__init__
 
     def note(self: Any, rank: int, *arguments: Any) -> None:
         made(self, rank, *arguments)
@@ -230,7 +230,7 @@ def test_where_one_rank_is_elsewhere_the_others_share_what_is_for_them_alone(
         return int(shared_of(group).slots.sent_bytes)
 
     monkeypatch.setattr(membership, "is_here", is_here)
-    monkeypatch.setattr(membership.Shared, "__init__", note)
+    monkeypatch.setattr(membership.SharedMemoryTransport, "__init__", note)
     sent = run(lambda: as_ranks(place, 3, script))
     assert sent[0] >= MIB
     assert sent[1] >= MIB

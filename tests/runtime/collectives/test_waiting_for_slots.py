@@ -24,7 +24,7 @@ def ranks() -> Ranks:
 
 def test_without_shared_memory_nothing_is_waited_for() -> None:
     payload = Payload(None, chunks=9)
-    samples = list(payload.outgoing.samples(lambda: False))
+    samples = list(payload.sender.samples(lambda: False))
     assert len(samples) == 9
     assert not any(isinstance(sample, Pause) for sample in samples)
 
@@ -47,7 +47,7 @@ class Waiting:
         monkeypatch.setattr(chunk_sender, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self._slots = slots
         free_slots(slots)
-        self._samples = Payload(slots, chunks=100).outgoing.samples(lambda: False)
+        self._samples = Payload(slots, chunks=100).sender.samples(lambda: False)
 
     def goes_on_after(self, seconds: float) -> str | None:
         """How the next chunk goes, so long after the last look, if it does."""
@@ -112,7 +112,7 @@ def test_who_advances_a_payload_waits_for_slots_while_the_writer_thread_does_not
     monkeypatch.setattr(chunk_sender, "SLOT_WAIT_S", 0.0)
     free_slots(ranks.shared[0].slots)
     payload = Payload(ranks.shared[0].slots)
-    for sample in payload.outgoing.samples(lambda: False):
+    for sample in payload.sender.samples(lambda: False):
         if not isinstance(sample, Pause):
             break
-    assert not payload.outgoing.advance(payload.write)
+    assert not payload.sender.advance(payload.write)
