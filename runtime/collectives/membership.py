@@ -383,7 +383,7 @@ class Membership:
             await self._send_leave(ok, reason)
             await self._bus.drain(Control, DRAIN_S)  # else the others may see the end of the process first
         except BusError as error:
-            log.debug("left without a word", group=self.formation.group, reason=str(error))
+            log.debug("left without announcing it", group=self.formation.group, reason=str(error))
         finally:
             try:
                 if not drained:  # cancelled meanwhile

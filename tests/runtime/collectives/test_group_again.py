@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backoff import eventually
 from bus_helpers import Run
 from group_node import LEASE_S, as_ranks
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.collectives import Group, Member

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from backoff import eventually
 from bus_helpers import Run
 from group_node import as_ranks
+from patience import eventually
 
 from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.errors import BarrierTimeout, CollectiveError, CollectiveTimeout

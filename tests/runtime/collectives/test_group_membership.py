@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from backoff import eventually
 from bus_helpers import Run
 from group_node import LEASE_S, as_ranks, joined
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.collectives import Group, formation

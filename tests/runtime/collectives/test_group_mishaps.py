@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from backoff import eventually
 from bus_helpers import CLIENT, Run, reads, topics_of
 from group_node import LEASE_S, as_ranks, joined
+from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus

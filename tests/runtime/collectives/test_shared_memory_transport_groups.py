@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from backoff import eventually
 from bus_helpers import Run
 from federation import named_by
 from group_node import LEASE_S, as_ranks, group_ranks
 from memory_maps import mapped, open_files
+from patience import eventually
 from shared_scripts import (
     LARGE_SIZES,
     MIB,
