@@ -41,7 +41,7 @@ def called_and_missing(operations: Sequence[Operation], rank: int) -> tuple[list
     return sorted(called), sorted(outstanding - called)
 
 
-class StallReport:
+class StallLog:
     """The stall report of one rank of one group. It is asked now and then, and never waits."""
 
     def __init__(self, group: str, rank: int, world: int, warning_s: float) -> None:
@@ -102,7 +102,7 @@ class StatusReporter:
         self._identity = identity
         self._engine = engine
         self._host = host
-        self._stalls = StallReport(engine.group, engine.rank, engine.world, stall_warning_s)
+        self._stalls = StallLog(engine.group, engine.rank, engine.world, stall_warning_s)
         self._formed_s = self._last_s = time.perf_counter()
         self._last_step = -1
         self.position = TrainingPosition()

@@ -14,7 +14,7 @@ import gradbus
 from gradbus.runtime.collectives import status
 from gradbus.runtime.collectives.data_movement import Barrier
 from gradbus.runtime.collectives.operation import Operation, OperationKey
-from gradbus.runtime.collectives.status import MAX_LINES, StallReport
+from gradbus.runtime.collectives.status import MAX_LINES, StallLog
 
 
 class Log:
@@ -43,7 +43,7 @@ def waiting(name: str, started_s: float = 100.0) -> Operation:
 
 
 def test_lines_come_after_the_time_that_was_set_and_then_after_twice_as_long(log: Log) -> None:
-    report, operation = StallReport("world", 0, 3, 10.0), waiting("worker/save")
+    report, operation = StallLog("world", 0, 3, 10.0), waiting("worker/save")
     told_at = []
     for now_s in range(100, 200):
         before = len(log.lines)
@@ -57,9 +57,9 @@ def test_lines_come_after_the_time_that_was_set_and_then_after_twice_as_long(log
 
 def test_many_at_once_are_summed_up_and_zero_means_never(log: Log) -> None:
     many = [waiting(f"grad/{i}") for i in range(MAX_LINES + 5)]
-    StallReport("world", 0, 3, 0.0).look(many, 1e6)
+    StallLog("world", 0, 3, 0.0).look(many, 1e6)
     assert log.lines == []
-    StallReport("world", 0, 3, 10.0).look(many, 1e6)
+    StallLog("world", 0, 3, 10.0).look(many, 1e6)
     assert len(log.lines) == MAX_LINES + 1
     assert log.lines[-1]["more_collectives"] == 5
 
