@@ -70,7 +70,7 @@ def test_of_a_process_that_has_announced_many_participants_each_is_taken_leave_o
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
             for number in range(COUNT):
                 speaker.sendto(announcement(os.urandom(12), f"{claim}\n0", f"host {number}"), addresses[0])
-        until(lambda: made.look_around() or len(made.others) == COUNT)
+        until(lambda: made.look_around() and len(made.others) == COUNT)
         known = set(made.others)
         assert {made.claims()[prefix].host for prefix in known} == {f"host {number}" for number in range(COUNT)}
         child.kill()
