@@ -59,7 +59,12 @@ class DeadlineTimer:
         try:
             (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._look)
         except RuntimeError:  # the loop is closed, and nobody would watch the deadline
-            operation.fail(BusClosed("the event loop of the group is closed"))
+            with self._lock:
+                new, self._new, self._is_called = self._new, [], False
+            for one in new:
+                unwatched = one.operation()
+                if unwatched is not None:
+                    unwatched.fail(BusClosed("the event loop of the group is closed"))
 
     def _look(self) -> None:
         with self._lock:

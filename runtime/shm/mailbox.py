@@ -11,11 +11,14 @@ letters to the next visit, which usually comes soon: to wake a thread takes long
 
 The attention word of a rank says whether its sender has to wake somebody:
 
-| attention | meaning | to which it changes |
-|---|---|---|
-| CLOSED | nobody reads letters: frames go over DDS | LOOKING when the group has formed |
-| LOOKING | a thread looks, or will in some milliseconds | ASLEEP by the thread that sleeps next; CLOSED at the end |
-| ASLEEP | a thread sleeps: wake it | LOOKING by that thread, or by a visitor that comes |
+| attention | meaning |
+|---|---|
+| CLOSED | nobody reads letters: frames go over DDS |
+| LOOKING | a thread looks, or will in some milliseconds |
+| ASLEEP | a thread sleeps: wake it |
+
+:data:`AFTER` names the steps that change it. Whatever the order of the steps of sender, visitor, thread and close, no
+letter is left while its readers sleep: ``tests/runtime/shm/test_mailbox_model.py`` tries all of them.
 
 A sleeper waits for the counters of bytes in the senders' segments to change (``futex_waitv``, Linux 5.16), so a letter
 that is written just before the sleep ends it at once. On an older kernel it waits for its own attention word, which a
@@ -35,6 +38,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from gradbus.runtime import forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.shm import futex
 from gradbus.runtime.shm.layout import LETTER_RING_BYTES, Layout
@@ -53,6 +57,20 @@ WORK_S = 50e-6  # with work that waits for others: they do not wake anybody for 
 PARKED_S = 0.003  # how often the thread looks whether visits go on
 LONG_PARKED_S = 0.012  # the same when visitors have come again and again: each look takes their core, and the GIL
 _CLOSED, _LOOKING, _ASLEEP = range(3)
+# The attention word after each step that changes it. Steps of a visit and of the thread may overlap: both sleep on the
+# same word, so a visit that ends, or that begins, wakes the thread, which then finds out whose turn it is.
+AFTER = {
+    "open": _LOOKING,
+    "begin duty": _ASLEEP,  # the thread, unless there is a visitor
+    "end duty": _LOOKING,  # the thread, unless there is a visitor
+    "begin visit": _LOOKING,
+    "sleep": _ASLEEP,  # a visitor
+    "wake up": _LOOKING,  # a visitor
+    "end visit": _LOOKING,
+    "nudge": _LOOKING,  # a thread that has ended what a visitor waits for
+    "stop": _LOOKING,  # whoever closes; the thread, or the last visitor, then ends it all
+    "end": _CLOSED,
+}
 _SKIP = 0xFFFF_FFFF  # the rest of the ring is not used, the next letter stands at its beginning
 _MASK = 0xFFFF_FFFF
 _WORD = 8  # letters stand at multiples of it, behind their length
@@ -117,6 +135,7 @@ class Letters:
         self._visiting = threading.Lock()
         self._attending = threading.RLock()  # guards who changes the attention word. Signal handlers may nudge
         self._visitor = 0
+        self._made_in = forks.generation  # in a child by fork these letters are its parent's: they are left alone
         self._pushes = False
         self._thread: LetterThread | None = None
         self._bed = self.bed()  # of the visitor
@@ -136,14 +155,20 @@ class Letters:
         }
         self._bed = self.bed()
         self._thread = LetterThread(self, name)
-        self._attention[0] = _LOOKING
+        self._attention[0] = AFTER["open"]
         self._thread.start()
 
     def close(self) -> threading.Thread | None:
         """Take no more letters. Returns the thread, which ends soon."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._made_in != forks.generation:
+            return None
+        with self._attending:  # so that what the thread writes at its end comes after this
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return None
             thread.stop()
+            self._attention[0] = AFTER["stop"]
+        futex.wake(self._attention_at)
         return thread
 
     # Out
@@ -151,7 +176,7 @@ class Letters:
     def put(self, readers: Sequence[int], parts: Sequence[bytes | memoryview]) -> bool:
         """Write a frame for some ranks. False: one of them takes none, or has no room; nobody has got it."""
         size = sum(len(part) for part in parts)
-        if size > MAX_LETTER_BYTES:
+        if size > MAX_LETTER_BYTES or self._made_in != forks.generation:
             return False
         need = _WORD + -(-size // _WORD) * _WORD
         with self._writing:
@@ -194,6 +219,8 @@ class Letters:
     def poll(self) -> bool:
         """Take the letters that are here. False: there are none, or another thread is at it, which then looks again."""
         found = False
+        if self._made_in != forks.generation:
+            return False
         self._look_again = True
         while self._look_again and self._reading.acquire(blocking=False):
             try:
@@ -204,6 +231,8 @@ class Letters:
 
     def finish(self) -> None:
         """Take the letters that are here; if another thread is at it, wait for that. Not from within ``take``."""
+        if self._made_in != forks.generation:
+            return
         if self._reading.acquire(timeout=FINISH_S):
             try:
                 self._read_all()
@@ -276,15 +305,16 @@ class Letters:
         Returns:
             False: another thread is visiting, nothing was done.
         """
-        if not self._visiting.acquire(blocking=False):
+        if self._made_in != forks.generation or not self._visiting.acquire(blocking=False):
             return False
+        thread = self._thread
         try:
             with self._attending:
                 self._visitor = threading.get_ident()
                 self._pushes = work is not None
-                self._attention[0] = _LOOKING
+                self._attention[0] = AFTER["begin visit"]
                 self.visits += 1
-            if self._thread is not None and self._thread.on_duty:
+            if thread is not None and thread.on_duty:
                 futex.wake(self._attention_at)  # it leaves the letters to this visit and the next ones
             bed = self._bed
             bed.nap_s = NAP_S
@@ -312,24 +342,26 @@ class Letters:
             try:
                 with self._attending:
                     self._visitor = 0
-                    self._attention[0] = _LOOKING if self._thread is not None else _CLOSED
+                    self._attention[0] = AFTER["end visit" if self._thread is not None else "end"]
+                if thread is not None and thread.on_duty:
+                    futex.wake(self._attention_at)  # it may have fallen asleep beside this visit: nobody else wakes it
             finally:
                 self._visiting.release()
         return True
 
     def _sleep(self, bed: _Bed, done: Callable[[], bool], timeout_s: float) -> None:
         bed.remember()  # first: whatever comes after it keeps this thread awake
-        self._attention[0] = _ASLEEP
+        self._attention[0] = AFTER["sleep"]
         if not self.poll() and not done():  # it takes a lock: what was written before the store above is seen
             bed.sleep(timeout_s)
-        self._attention[0] = _LOOKING
+        self._attention[0] = AFTER["wake up"]
 
     def nudge(self) -> None:
         """Something that the visitor may wait for has happened on this thread."""
-        if self._visitor and self._visitor != threading.get_ident():
+        if self._visitor and self._visitor != threading.get_ident() and self._made_in == forks.generation:
             with self._attending:  # it may have gone away meanwhile
                 if self._visitor:
-                    self._attention[0] = _LOOKING  # so that it does not fall asleep now
+                    self._attention[0] = AFTER["nudge"]  # so that it does not fall asleep now
             futex.wake(self._attention_at)
 
     def resume(self) -> None:
@@ -344,24 +376,18 @@ class Letters:
             if self._visitor:
                 return False
             bed.remember()
-            self._attention[0] = _ASLEEP
+            self._attention[0] = AFTER["begin duty"]
             return True
 
     def end_duty(self, *, closes: bool = False) -> None:
         """On the thread: it is awake, or it ends."""
         with self._attending:
             if not self._visitor:
-                self._attention[0] = _CLOSED if closes else _LOOKING
+                self._attention[0] = AFTER["end" if closes else "end duty"]
 
     def bed(self) -> _Bed:
         """A place to sleep, for one thread."""
         return _Bed(self._attention_at, list(self._boxes.values()), self._rank)
-
-    def wake_thread(self) -> None:
-        """Wake whoever of this rank sleeps."""
-        with self._attending:
-            self._attention[0] = _LOOKING
-        futex.wake(self._attention_at)
 
 
 class _Bed:
@@ -414,10 +440,9 @@ class LetterThread(threading.Thread):
         self.on_duty = False
 
     def stop(self) -> None:
-        """End soon."""
+        """End soon, and sleep no more: the caller wakes it."""
         self._stop_flag = True
         self._wanted.set()
-        self._letters.wake_thread()
 
     def resume(self) -> None:
         """Go on duty as soon as nobody visits, unless it is."""
@@ -430,7 +455,7 @@ class LetterThread(threading.Thread):
             self.on_duty = True
             while letters.visits == self._visits and not self._stop_flag and letters.begin_duty(bed):
                 found = self._poll()
-                if not found:
+                if not found and not self._stop_flag:  # it may have been set before the attention word was
                     bed.sleep(IDLE_S)
                 letters.end_duty()
                 if found:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from shared_pair import Ranks, letter
 
+from gradbus.runtime import forks
 from gradbus.runtime.shm import futex
 from gradbus.runtime.shm import mailbox as module
 from gradbus.runtime.shm.layout import LETTER_RING_BYTES
@@ -387,3 +388,98 @@ def test_a_visit_ends_in_time_also_when_there_is_always_something_to_do(ranks: R
     work: Any = SimpleNamespace(idle=False, push=lambda: True)
     ranks.letters(1).visit(lambda: time.monotonic() > start_s + WAIT_S, start_s + 0.01, work)
     assert time.monotonic() < start_s + WAIT_S
+
+
+def test_a_thread_that_fell_asleep_beside_a_visitor_is_woken_when_that_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sleep on the same word; the visitor takes its ASLEEP back, and no sender would wake the thread then."""
+    sleep, has_visitor, fell_asleep = module._Bed.sleep, threading.Event(), threading.Event()
+
+    def late(bed: Any, timeout_s: float) -> None:
+        if isinstance(threading.current_thread(), module.LetterThread) and not has_visitor.is_set():
+            has_visitor.wait(WAIT_S)
+            fell_asleep.set()
+        sleep(bed, timeout_s)
+
+    monkeypatch.setattr(module, "IDLE_S", 2 * WAIT_S)
+    ranks = Ranks()
+    letters = ranks.letters(1)
+    wait_until(lambda: letters._attention[0] == module._ASLEEP)
+    monkeypatch.setattr(module._Bed, "sleep", late)
+    assert send(ranks, 1)  # it reads this, and is about to sleep anew
+    wait_until(lambda: transfers(ranks) == [1] and letters._attention[0] == module._ASLEEP)
+
+    def visitor_sleeps(bed: Any, timeout_s: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            has_visitor.set()
+            fell_asleep.wait(WAIT_S)
+            time.sleep(0.01)  # until the other one is in the kernel; if it is not, nothing is tested
+        late(bed, min(timeout_s, 0.001))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Bed, "sleep", visitor_sleeps)
+        letters.visit(lambda: fell_asleep.is_set(), time.monotonic() + WAIT_S, NoWork())
+    assert send(ranks, 2)
+    wait_until(lambda: transfers(ranks) == [1, 2])
+    for rank in range(2):
+        thread = ranks.letters(rank).close()
+        assert thread is not None
+        thread.join(WAIT_S)
+
+
+def test_a_thread_that_is_stopped_just_before_it_sleeps_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_duty, holds, go_on = Letters.begin_duty, threading.Event(), threading.Event()
+
+    def late(letters: Letters, bed: Any) -> bool:
+        holds.set()
+        go_on.wait(WAIT_S)
+        return begin_duty(letters, bed)
+
+    monkeypatch.setattr(module, "IDLE_S", 2 * WAIT_S)
+    monkeypatch.setattr(Letters, "begin_duty", late)
+    letters = Ranks().letters(1)
+    assert holds.wait(WAIT_S)
+    thread = letters.close()
+    go_on.set()
+    assert thread is not None
+    thread.join(WAIT_S / 2)
+    assert not thread.is_alive()
+    assert letters._attention[0] == module._CLOSED
+
+
+def test_a_child_by_fork_leaves_the_letters_to_its_parent(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = ranks.letters(1)
+    assert send(ranks, 1)
+    letters._attention[0] = module._ASLEEP
+    with monkeypatch.context() as child:
+        child.setattr(forks, "generation", forks.generation + 1)
+        assert not letters.visit(lambda: False, time.monotonic() + WAIT_S, NoWork())
+        assert not letters.poll()
+        assert not send(ranks, 2)
+        letters.finish()
+        letters.nudge()
+        assert letters.close() is None
+    assert (letters._attention[0], transfers(ranks)) == (module._ASLEEP, [])
+    assert letters.poll()
+    assert transfers(ranks) == [1]
+
+
+def test_the_word_changes_by_the_steps_of_the_table_alone(attended: Ranks) -> None:
+    """Which the model in test_mailbox_model.py takes its words from."""
+    letters = attended.letters(1)
+    written: list[int] = []
+
+    class Words:
+        def __getitem__(self, number: int) -> int:
+            return int(word[number])
+
+        def __setitem__(self, number: int, value: int) -> None:
+            written.append(value)
+            word[number] = value
+
+    word, letters._attention = letters._attention, Words()  # type: ignore[assignment]
+    assert send(attended, 1)
+    letters.visit(lambda: transfers(attended) == [1], time.monotonic() + WAIT_S, NoWork())
+    assert set(written) <= set(module.AFTER.values())
+    assert written[-1] in (module.AFTER["end visit"], module.AFTER["begin duty"])
