@@ -158,7 +158,7 @@ class ModelReplica:
         flags, base = self._keys.get(key), self.vector
         try:
             if key.name:  # the signature of what was followed
-                from gradbus.runtime.security.identity.model_signature import check_payload
+                from gradbus.runtime.security.identity.controller_signatures import check_payload
 
                 check_payload(key, payload)
             if flags is None or not flags & Flags.DELTA:

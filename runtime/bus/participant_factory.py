@@ -17,8 +17,7 @@ from gradbus.runtime.dds.network import NetworkConfig, Profile, build_xml, has_p
 from gradbus.runtime.dds.participant import Node
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.security.other_users import other_users
-from gradbus.runtime.security.settings import Level, Security, level_in_force
+from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
 
 log = get_logger("bus")
 

@@ -1,8 +1,10 @@
-"""The levels of security, and which of them may leave the machine."""
+"""The security levels, which of them may leave the machine, and whether the machine has other users."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,3 +128,25 @@ def level_in_force(security: Security, document: str, environment: Mapping[str, 
         "bus.security to 'identity', with a key for each node. On a network where you trust everybody: --insecure, or "
         "bus.insecure=true"
     )
+
+
+_PEOPLE = range(1000, 60_001)  # as in Debian, Fedora and most others: UID_MIN and UID_MAX of /etc/login.defs
+_NO_SHELLS = ("nologin", "false")
+_MOST = 5  # that are named
+
+
+def other_users() -> list[str]:
+    """Names, or numbers where there is no name, of some of them; empty: this user is alone."""
+    own = os.geteuid()
+    found: dict[int, str] = {}
+    for account in pwd.getpwall():
+        if account.pw_uid in _PEOPLE and not account.pw_shell.endswith(_NO_SHELLS):
+            found[account.pw_uid] = account.pw_name
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):  # it has ended
+                    user = entry.stat().st_uid
+                    if user in _PEOPLE:
+                        found.setdefault(user, str(user))
+    return [name for user, name in sorted(found.items()) if user != own][:_MOST]

@@ -7,7 +7,7 @@ import pytest
 from joining_hall import ONE, Hall
 
 from gradbus.actors.federated.global_model import ModelReplica
-from gradbus.runtime.security.identity.model_signature import sign_model
+from gradbus.runtime.security.identity.controller_signatures import sign_model
 from gradbus.runtime.security.identity.node import ControllerStanding, MemberStanding
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind

@@ -7,10 +7,10 @@ from gradbus.runtime.security.encryption import SessionCipher, StreamDecryptor
 from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, Role
+from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key import NodeKey, new_node_key
 from gradbus.runtime.security.identity.rank_keys import RankKeys
-from gradbus.runtime.security.identity.stamp import Stamps
 
 JOB = "mnist"
 SERVER, ONE, TWO, STRANGER = (new_node_key(name) for name in ("server", "robot-1", "robot-2", "stranger"))

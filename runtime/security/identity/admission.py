@@ -18,11 +18,10 @@ from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import OutboundEnvelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import handshake, key_epoch
-from gradbus.runtime.security.identity.admitted_nodes import MAX_OWN_RANKS, AdmittedNode, member_id, most_processes
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
-from gradbus.runtime.security.identity.audit import AuditEvents
-from gradbus.runtime.security.identity.broadcast_signature import BroadcastSigner
+from gradbus.runtime.security.identity.controller_signatures import BroadcastSigner
 from gradbus.runtime.security.identity.duplicate_controllers import EarlierControllers
+from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_messages import (
     JOIN_TOPIC,
     MAGIC,
@@ -33,19 +32,22 @@ from gradbus.runtime.security.identity.join_messages import (
     SignedMessage,
     parse,
 )
-from gradbus.runtime.security.identity.key import NodeKey, public_text
-from gradbus.runtime.security.identity.pending_handshakes import (
+from gradbus.runtime.security.identity.joining_nodes import (
+    MAX_OWN_RANKS,
     MAX_PENDING_EACH,
     PENDING_S,
+    AdmittedNode,
     PendingHandshake,
     PendingHandshakes,
+    member_id,
+    most_processes,
     with_tag,
 )
+from gradbus.runtime.security.identity.key import NodeKey, public_text
+from gradbus.runtime.security.identity.key_epoch import KeyRotation
 from gradbus.runtime.security.identity.rank_keys import RankKeys
-from gradbus.runtime.security.identity.rotation import KeyRotation
+from gradbus.runtime.security.identity.rate_limits import AuditEvents, TokenBucket
 from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams, SharedKey, opened_header
-from gradbus.runtime.security.identity.stamp import Stamps
-from gradbus.runtime.security.token_bucket import TokenBucket
 from gradbus.runtime.wire.messages import new_incarnation
 
 SILENT_S = 5.0  # after this silence a member may be replaced by a process with an earlier start number

@@ -1,4 +1,4 @@
-"""Who may take part: the controller's list of names, what each may be, and their public keys.
+"""The controller's allow list: names, roles and public keys of the nodes that it admits.
 
 A text file, one node a line: ``NAME ROLE ed25519:KEY``, and the ids that a client, or the ranks that a worker may use,
 ``0`` or ``0-3,7``.
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.identity.key import check_name, parse_public, public_text
@@ -278,3 +278,66 @@ def without(allowed: AllowList, name: str) -> AllowList:
         known = ", ".join(entry.name for entry in allowed.entries[:20]) or "nobody"
         raise ConfigError(f"{name!r} is not on the list, which has: {known}")
     return AllowList(tuple(entry for entry in allowed.entries if entry.name != name))
+
+
+class _Stamp(NamedTuple):
+    """File metadata that changes with every write or replacement. ``mtime_ns`` can be set back; ``ctime_ns`` cannot."""
+
+    ctime_ns: int
+    mtime_ns: int
+    device: int
+    inode: int
+    size: int
+
+
+class AllowListWatcher:
+    """Watches the file of an allow list, and reloads it when it has changed.
+
+    An editor or a copy may write the file in several steps, so a state counts once two successive checks have found it,
+    and an empty file never does: an intentionally empty list contains a comment.
+
+    Attributes:
+        allowed: the list as it was read last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError: it cannot be read, or is no list."""
+        self._path = path
+        self._seen = self._looked = self._stamp()  # before reading: a change meanwhile is found by the next check
+        self.allowed = self._read(self._seen)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether the last check has found another state than was read last."""
+        return self._looked != self._seen
+
+    def news(self) -> AllowList | None:
+        """Check the file; returns the new list, or None if it is unchanged or not stable yet.
+
+        Raises:
+            ConfigError: the file is invalid; raised once per state.
+        """
+        before, self._looked = self._looked, self._stamp()
+        if not self.is_changing or self._looked != before:
+            return None
+        self._seen = self._looked
+        allowed = self._read(self._seen)
+        if self._stamp() != self._seen:
+            return None  # changed while it was read
+        self.allowed = allowed
+        return allowed
+
+    def _read(self, stamp: _Stamp | None) -> AllowList:
+        if stamp is not None and not stamp.size:
+            raise ConfigError(
+                f"allow list {self._path} is empty. A list of nobody has a comment in it, as 'gradbus keys remove' "
+                f"leaves it; 'gradbus keys allow' makes a new list"
+            )
+        return load_allow_list(self._path)
+
+    def _stamp(self) -> _Stamp | None:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return _Stamp(status.st_ctime_ns, status.st_mtime_ns, status.st_dev, status.st_ino, status.st_size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.join_messages import Beacon, parse
-from gradbus.runtime.security.token_bucket import TokenBucket
+from gradbus.runtime.security.identity.rate_limits import TokenBucket
 
 MAX_BEACONS = 8
 MAX_SOURCES = 8

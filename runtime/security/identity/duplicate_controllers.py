@@ -1,6 +1,6 @@
-"""Other controllers of the job, with the same key: one that began earlier is asked whether it lives.
+"""Finds an earlier live controller of the job with the same key, by asking each announced one.
 
-It may be a recording, which does not answer. Pure; the time is told.
+A beacon may be a recording, which does not answer. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.allow_list import ROLES
+from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_messages import Beacon, JoinHello, JoinRefusal
 from gradbus.runtime.security.identity.key import NodeKey
-from gradbus.runtime.security.identity.stamp import Stamps
 
 PROBES, PROBE_S = 20, 0.1  # so often, and so fast, one is asked
 AGAIN_S = 30.0  # one that did not answer, and still says that it is there, is asked again: it may have been busy
@@ -23,7 +23,7 @@ HOLD_S = 3.0  # so long nobody is let in because of them: who has many recording
 
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """What another controller was asked."""
+    """The probe of one other controller."""
 
     start: int
     data: bytes
@@ -33,10 +33,10 @@ class _Probe:
 
 
 class EarlierControllers:
-    """Of one start of a controller."""
+    """Probes the earlier controllers on behalf of one start of a controller."""
 
     def __init__(self, job: str, key: NodeKey, session: bytes, start: int, stamps: Stamps) -> None:
-        """``stamps``: of this controller."""
+        """``stamps``: the stamps of this controller."""
         self._job = job
         self._stamps = stamps
         self._key = key
@@ -47,15 +47,15 @@ class EarlierControllers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is being asked."""
+        """Whether an answer is pending."""
         return any(probe.left for probe in self._probes.values())
 
     def holds_up(self, now_s: float) -> bool:
-        """Whether nobody is to be let in before one of them has had time to answer."""
+        """Whether admissions are delayed, until another controller has had time to answer."""
         return self._asked_s is not None and now_s - self._asked_s < HOLD_S and self.is_busy
 
     def is_news(self, beacon: Beacon, now_s: float) -> bool:
-        """Whether this one is to be asked, if its signature is right."""
+        """Whether to probe the sender of a beacon, provided that its signature is valid."""
         if beacon.start >= self._start:
             return False
         known = self._probes.get(beacon.session)
@@ -65,11 +65,11 @@ class EarlierControllers:
 
     @property
     def _least(self) -> tuple[tuple[bool, int], bytes]:
-        """Who makes room first: one that has not answered, then the earliest start, which is the oldest recording."""
+        """The probe to evict first: a finished one, then the earliest start, which is the oldest recording."""
         return min(((bool(probe.left), probe.start), session) for session, probe in self._probes.items())
 
     def ask(self, beacon: Beacon, now_s: float) -> bytes:
-        """What to say to it."""
+        """Return the Hello that probes the sender of a beacon."""
         if beacon.session not in self._probes and len(self._probes) >= MAX_DUPLICATES:
             del self._probes[self._least[1]]
         if self._asked_s is None:
@@ -85,16 +85,16 @@ class EarlierControllers:
         return data
 
     def is_answer(self, refusal: JoinRefusal) -> bool:
-        """Whether it answers what was asked here."""
+        """Whether a refusal answers one of the probes."""
         probe = self._probes.get(refusal.session)
         return probe is not None and probe.digest == refusal.hello
 
     def stop(self) -> None:
-        """One has answered: there is nothing to ask any more."""
+        """End all probes, as one was answered."""
         self._probes.clear()
 
     def tick(self, now_s: float) -> list[bytes]:
-        """What to say again."""
+        """Return the Hellos that are due for repetition."""
         said = []
         for probe in self._probes.values():
             if probe.left and now_s - probe.said_s >= PROBE_S:

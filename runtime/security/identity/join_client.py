@@ -19,7 +19,7 @@ from gradbus.runtime.security.encryption import OutboundEnvelope
 from gradbus.runtime.security.identity import handshake, key_epoch
 from gradbus.runtime.security.identity.allow_list import ROLES, Ids, Role
 from gradbus.runtime.security.identity.beacons import AnnouncedController, Beacons
-from gradbus.runtime.security.identity.handshake import Secrets
+from gradbus.runtime.security.identity.handshake import Secrets, Stamps
 from gradbus.runtime.security.identity.join_messages import (
     JOIN_TOPIC,
     MAGIC,
@@ -33,9 +33,8 @@ from gradbus.runtime.security.identity.join_messages import (
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.membership_keys import MembershipKeys
 from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.identity.rate_limits import TokenBucket
 from gradbus.runtime.security.identity.shared_keys import InboundStreams, SharedKey
-from gradbus.runtime.security.identity.stamp import Stamps
-from gradbus.runtime.security.token_bucket import TokenBucket
 from gradbus.runtime.wire.messages import new_incarnation
 
 # A Hello without result is repeated with exponential backoff. A late answer to the Hello before is void then, so the

@@ -1,7 +1,6 @@
-"""What nodes say to each other before they share a key: bytes only, no keys. docs/wire.md shows every byte.
+"""Messages of the join protocol as bytes, before two nodes share a key. docs/wire.md documents every byte.
 
-All but the tag of a Confirm can be read by everybody, and everybody can send such bytes: sizes and limits are checked
-here, signatures in :mod:`.handshake`.
+They travel in clear and anybody can send them: sizes and limits are checked here, signatures in :mod:`.handshake`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _HEAD = struct.Struct("<4sBBH")  # magic, version, kind, bytes of the text
 
 
 class JoinKind(IntEnum):
-    """Of messages."""
+    """The kinds of join messages, as they stand in the header."""
 
     BEACON = 1
     HELLO = 2
@@ -34,11 +33,11 @@ class JoinKind(IntEnum):
 
 
 class Beacon(NamedTuple):
-    """Controller to all, kept by DDS for who comes later: I am here.
+    """Controller to all, retained by DDS for late readers: announces the controller.
 
     Attributes:
-        session: this start of it, random. start: number of this start; a later one has a higher number.
-        public: its key.
+        session: random id of this start. start: number of this start; a later one has a higher number.
+        public: public key of the controller.
     """
 
     session: bytes
@@ -47,10 +46,10 @@ class Beacon(NamedTuple):
 
 
 class JoinHello(NamedTuple):
-    """Node to controller: I want to take part.
+    """Node to controller: asks for admission.
 
     Attributes:
-        session: this start of the node, random. controller: session of the controller that is meant.
+        session: random id of this start of the node. controller: session of the addressed controller.
         start: number of this start. attempt: number of this Hello among those of this start.
         nonce: random. ephemeral: X25519 key of this attempt. public: the node's own key.
         pinned: the key that it expects the controller to have.
@@ -70,7 +69,7 @@ class JoinHello(NamedTuple):
 
 
 class JoinWelcome(NamedTuple):
-    """Controller to one node: prove that it is you. Its signature is over the whole of this and of the Hello."""
+    """Controller to one node: asks it for a Confirm. The signature covers this message and the Hello."""
 
     to: bytes
     session: bytes
@@ -81,7 +80,7 @@ class JoinWelcome(NamedTuple):
 
 
 class JoinConfirm(NamedTuple):
-    """Node to controller: its signature is over all before, and ``tag`` shows that it has the keys."""
+    """Node to controller: the signature covers all messages before, and ``tag`` proves possession of the keys."""
 
     controller: bytes
     session: bytes
@@ -89,7 +88,7 @@ class JoinConfirm(NamedTuple):
 
 
 class JoinRefusal(NamedTuple):
-    """Controller to one node: no, and why. ``hello``: SHA-256 of what is answered."""
+    """Controller to one node: refuses it, with the reason. ``hello``: SHA-256 of the refused Hello."""
 
     to: bytes
     session: bytes
@@ -111,11 +110,11 @@ _KINDS = {body: kind for kind, (body, _) in _BODIES.items()}
 
 
 class SignedMessage(NamedTuple):
-    """A message as it came.
+    """A received message with its signature.
 
     Attributes:
-        said: the bytes that its signature is over, together with more.
-        stamp: what shows cheaply that it comes from whom it says, see :mod:`.stamp`; empty in kinds that have none.
+        said: the message bytes, which the signature covers together with more.
+        stamp: cheap authenticator of the sender, see :class:`.handshake.Stamps`; empty in kinds that have none.
     """
 
     message: Message
@@ -125,12 +124,12 @@ class SignedMessage(NamedTuple):
 
     @property
     def whole(self) -> bytes:
-        """All its bytes but the stamp."""
+        """All bytes except the stamp."""
         return self.said + self.signature
 
 
 def pack(message: Message) -> bytes:
-    """Bytes of a message, without signature and stamp."""
+    """Return the bytes of a message, without signature and stamp."""
     kind = _KINDS[type(message)]
     fields: tuple[object, ...] = tuple(message)
     text = b""
@@ -141,7 +140,7 @@ def pack(message: Message) -> bytes:
 
 
 def parse(data: memoryview) -> SignedMessage:
-    """The message in ``data``. Its signature and its stamp are not looked at.
+    """Parse a message. Signature and stamp are not checked.
 
     Raises:
         FrameError: with ``reason`` one of short, not sealed, version, join.

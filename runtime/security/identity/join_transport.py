@@ -18,7 +18,7 @@ from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.identity.admission import Admission
-from gradbus.runtime.security.identity.allow_list_watcher import AllowListWatcher
+from gradbus.runtime.security.identity.allow_list import AllowListWatcher
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC
 from gradbus.runtime.wire.frames import Frame

@@ -6,7 +6,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import key_epoch
-from gradbus.runtime.security.identity.broadcast_signature import BroadcastVerifier
+from gradbus.runtime.security.identity.controller_signatures import BroadcastVerifier
 from gradbus.runtime.security.identity.key_epoch import KeyGrant
 from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams, SharedKey
 

@@ -12,7 +12,7 @@ from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.foreign_readers import ForeignReaders
-from gradbus.runtime.security.identity import model_signature
+from gradbus.runtime.security.identity import controller_signatures
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.endpoints import (
     ControllerCipher,
@@ -43,7 +43,9 @@ class ControllerStanding(Standing):
     def sign_model(self, key: FrameKey, flags: int, payload: Any) -> str:
         admission = self._admission
         epoch = admission.group.key.epoch
-        return model_signature.sign_model(admission.job, admission.key, admission.session, epoch, key, flags, payload)
+        return controller_signatures.sign_model(
+            admission.job, admission.key, admission.session, epoch, key, flags, payload
+        )
 
 
 class MemberStanding(Standing):
@@ -60,7 +62,7 @@ class MemberStanding(Standing):
     def check_model(self, key: FrameKey, flags: int, total_bytes: int) -> None:
         keys, client = self._client.keys, self._client
         controller, newest = (b"", 0) if keys is None else (keys.controller, keys.epoch)
-        model_signature.check_model(client.job, client.pinned, controller, newest, key, flags, total_bytes)
+        controller_signatures.check_model(client.job, client.pinned, controller, newest, key, flags, total_bytes)
 
 
 class IdentityNode(Node):

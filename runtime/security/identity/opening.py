@@ -11,8 +11,7 @@ from gradbus.runtime.dds.participant import IoThread, Node
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import process_name
 from gradbus.runtime.security.identity.admission import Admission
-from gradbus.runtime.security.identity.allow_list import AllowList
-from gradbus.runtime.security.identity.allow_list_watcher import AllowListWatcher
+from gradbus.runtime.security.identity.allow_list import AllowList, AllowListWatcher
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key import NodeKey, load_node_key, parse_public, public_text
 from gradbus.runtime.security.identity.rank_keys import RankKeys

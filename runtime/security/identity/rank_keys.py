@@ -15,7 +15,7 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.encryption import Key
 from gradbus.runtime.security.envelope import EnvelopeHeader
-from gradbus.runtime.security.identity.rotation import SWITCH_S
+from gradbus.runtime.security.identity.key_epoch import SWITCH_S
 from gradbus.runtime.security.identity.shared_keys import SharedKey
 
 FORMER_S = 5.0  # so long what was sealed with the key of the epoch before may still be on its way

@@ -11,11 +11,11 @@ from joining_hall import COMMANDS, JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall, 
 from gradbus.runtime.errors import FrameError, JobTaken
 from gradbus.runtime.security.identity import (
     admission,
-    audit,
     beacons,
     duplicate_controllers,
     handshake,
-    pending_handshakes,
+    joining_nodes,
+    rate_limits,
 )
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
@@ -144,7 +144,7 @@ def test_recorded_hellos_of_earlier_starts_do_not_push_out_the_one_that_lives() 
     hall, node = Hall(), newcomer()
     (hello,) = node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)
     (welcome,) = hall.controller.receive(memoryview(hello), hall.now_s)
-    for number in range(2 * pending_handshakes.MAX_PENDING_EACH):
+    for number in range(2 * joining_nodes.MAX_PENDING_EACH):
         former = newcomer()
         former.start = node.start - 1 - number
         (recorded,) = former.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)
@@ -286,13 +286,13 @@ def test_a_stranger_with_many_names_fills_no_log_and_takes_no_answer_from_those_
 
     names = [NodeKey(f"stranger-{number}", STRANGER.private) for number in range(300)]
     assert sum(map(refused, names)) == admission.REFUSALS_AT_ONCE
-    assert told == [key.name for key in names[: audit.TOLD_AT_ONCE]]
+    assert told == [key.name for key in names[: rate_limits.TOLD_AT_ONCE]]
     observer = ROLES.index("observer")
     assert refused(ONE, observer) == refused(SERVER, ROLES.index("controller")) == 1
-    assert told[audit.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[rate_limits.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
     hall.now_s += 5.0
     assert refused(ONE, observer) == 1
-    assert told[audit.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[rate_limits.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
 
 
 def test_two_hundred_nodes_that_come_at_once_are_let_in_by_a_controller_that_is_slow() -> None:

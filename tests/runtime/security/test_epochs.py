@@ -10,10 +10,10 @@ from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, TWO,
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import StreamEncryptor
-from gradbus.runtime.security.identity import key_epoch, rotation
+from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.security.identity.allow_list import without
+from gradbus.runtime.security.identity.controller_signatures import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.join_client import JoinClient
-from gradbus.runtime.security.identity.model_signature import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.shared_keys import OutboundStreams
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
@@ -145,7 +145,7 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
     hall.later(0.0)
     assert hall.controller.group is before
     assert hall.heard(two, COMMANDS, hall.tell(COMMANDS, b"go")) == "go"
-    hall.later(rotation.SWITCH_S + 0.1)
+    hall.later(key_epoch.SWITCH_S + 0.1)
     assert hall.controller.group.key.epoch == before.key.epoch + 1
     assert hall.heard(two, COMMANDS, hall.tell(COMMANDS, b"go")) == "no key"
     hall.nodes.append(two)
@@ -156,7 +156,7 @@ def test_a_new_epoch_waits_for_members_that_have_not_got_its_key_but_not_for_eve
 
 
 def test_an_epoch_ends_before_its_counters_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "EPOCH_FRAMES", 10)
+    monkeypatch.setattr(key_epoch, "EPOCH_FRAMES", 10)
     hall = Hall(ONE)
     before = hall.controller.group.key.epoch
     for _ in range(10):

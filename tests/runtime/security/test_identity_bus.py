@@ -23,7 +23,7 @@ from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobTaken
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_topic
-from gradbus.runtime.security.identity.model_signature import check_payload
+from gradbus.runtime.security.identity.controller_signatures import check_payload
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.identity.shared_keys import OutboundStreams
 from gradbus.runtime.wire import control, frames

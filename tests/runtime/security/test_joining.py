@@ -28,15 +28,15 @@ from joining_hall import (
 from gradbus.runtime.dds.idl_types import FrameType
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.identity import admission, beacons, handshake, join_client, key_epoch, pending_handshakes
+from gradbus.runtime.security.identity import admission, beacons, handshake, join_client, joining_nodes, key_epoch
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
 from gradbus.runtime.security.identity.endpoints import ControllerCipher
+from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_client import ASK_S, JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC, VERSION, Beacon, JoinHello, JoinWelcome, parse
 from gradbus.runtime.security.identity.key import NodeKey
 from gradbus.runtime.security.identity.shared_keys import OutboundStreams, SharedKey
-from gradbus.runtime.security.identity.stamp import Stamps
 from gradbus.runtime.wire import control, frames
 
 
@@ -202,8 +202,8 @@ def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm()
         assert hall.controller.receive(memoryview(hello), hall.now_s)
         with pytest.raises(FrameError, match="received before"):
             hall.controller.receive(memoryview(hello), hall.now_s)
-    assert len(hall.controller._pending) == pending_handshakes.MAX_PENDING_EACH
-    hall.later(pending_handshakes.PENDING_S + 0.1)
+    assert len(hall.controller._pending) == joining_nodes.MAX_PENDING_EACH
+    hall.later(joining_nodes.PENDING_S + 0.1)
     assert not hall.controller.is_busy
     assert hall.controller.members == {}
 

@@ -10,7 +10,7 @@ from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.security.identity import join_messages, key_epoch
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, parse_allow_list
-from gradbus.runtime.security.identity.broadcast_signature import BroadcastVerifier
+from gradbus.runtime.security.identity.controller_signatures import BroadcastVerifier
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import (
     Beacon,

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.security.identity import allow_list, allow_list_watcher
+from gradbus.runtime.security.identity import allow_list
 from gradbus.runtime.security.identity.allow_list import (
     AllowList,
+    AllowListWatcher,
     Entry,
     load_allow_list,
     parse_allow_list,
@@ -24,7 +25,6 @@ from gradbus.runtime.security.identity.allow_list import (
     without,
     write_allow_list,
 )
-from gradbus.runtime.security.identity.allow_list_watcher import AllowListWatcher
 from gradbus.runtime.security.identity.key import (
     load_node_key,
     new_node_key,
@@ -156,7 +156,7 @@ def test_a_list_that_changes_while_it_is_read_is_read_again_and_a_bad_one_is_tol
         return allowed
 
     with monkeypatch.context() as patched:
-        patched.setattr(allow_list_watcher, "load_allow_list", load)
+        patched.setattr(allow_list, "load_allow_list", load)
         file = AllowListWatcher(path)
         assert file.allowed.entries == both.entries
     assert file.news() is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.identity import handshake
-from gradbus.runtime.security.identity.handshake import Secrets
+from gradbus.runtime.security.identity.handshake import Secrets, Stamps
 from gradbus.runtime.security.identity.join_messages import (
     STAMP_BYTES,
     Beacon,
@@ -24,7 +24,6 @@ from gradbus.runtime.security.identity.join_messages import (
     parse,
 )
 from gradbus.runtime.security.identity.key import new_node_key
-from gradbus.runtime.security.identity.stamp import Stamps
 
 JOB = "mnist"
 SERVER, CLIENT, OTHER = new_node_key("server"), new_node_key("robot-1"), new_node_key("robot-2")

@@ -13,11 +13,11 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import StreamEncryptor
 from gradbus.runtime.security.envelope import parse as parse_header
 from gradbus.runtime.security.identity import key_epoch, rank_keys
-from gradbus.runtime.security.identity.admitted_nodes import most_processes
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, with_entry, without
 from gradbus.runtime.security.identity.endpoints import MemberCipher
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JoinHello, parse
+from gradbus.runtime.security.identity.joining_nodes import most_processes
 from gradbus.runtime.security.identity.key_epoch import RankKeyGrant
 
 ROUNDS = 12
