@@ -75,7 +75,7 @@ def test_of_a_process_that_has_announced_many_participants_each_is_taken_leave_o
         assert {made.claims()[prefix].host for prefix in known} == {f"host {number}" for number in range(COUNT)}
         child.kill()
         child.wait()
-        until(lambda: made.look_around() or not made.others)
+        until(lambda: made.look_around() and not made.others)
         assert sorted(dismissed) == sorted([*known] * len(addresses))
         assert not known & set(made.claims())
 
