@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause
 from gradbus.runtime.collectives.operation import Finished
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes
-from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CHUNK_BYTES, FrameKey
 
@@ -29,6 +30,18 @@ def _no_letters(frame: Parts) -> bool:
     return False
 
 
+class FrameTemplate(NamedTuple):
+    """The fields that all frames of a payload share.
+
+    Attributes:
+        flags: of frames that carry their data themselves.
+    """
+
+    key: FrameKey
+    flags: int
+    world: int
+
+
 class ChunkSender:
     """Some chunks of a payload. Several threads may send them, each chunk once.
 
@@ -37,21 +50,19 @@ class ChunkSender:
     """
 
     def __init__(
-        self, key: FrameKey, payload: Bytes, numbers: Sequence[int], flags: int, world: int, *,
-        slots: Slots | None, readers: tuple[int, ...], written: Callable[[int], None] | None, finished: Finished,
+        self, template: FrameTemplate, payload: Bytes, numbers: Sequence[int], *,
+        slots: SlotPool | None, readers: tuple[int, ...], written: Callable[[int], None] | None, finished: Finished,
     ) -> None:  # fmt: skip
         """
         Args:
-            numbers: of the chunks. flags: of frames that carry their data themselves.
+            numbers: of the chunks that are sent.
             slots: where the data goes; None: it travels in the frames. readers: ranks that it is for.
             written, finished: as :meth:`.operation.Transport.send` has them.
         """
         self.bytes = sum(min(CHUNK_BYTES, len(payload) - number * CHUNK_BYTES) for number in numbers)
-        self._key = key
+        self._template = template
         self._payload = payload
         self._numbers = numbers
-        self._flags = flags
-        self._world = world
         self._slots = slots
         self._readers = readers
         self._on_written = written
@@ -136,12 +147,12 @@ class ChunkSender:
             slots, deferred = None if self._may_be_known else self._slots, self._deferred
             finished = self._finish()
         if deferred is not None:
-            _take_back(slots, deferred[1])
+            _reclaim(slots, deferred[1])
         job = self.job
         if job is not None:
             job.cancel()  # waits for the write in progress
             if job.pending is not None:  # DDS has not taken it
-                _take_back(slots, job.pending[1])
+                _reclaim(slots, job.pending[1])
         return finished
 
     def _is_left(self) -> bool:
@@ -161,17 +172,16 @@ class ChunkSender:
         if self._next >= len(self._numbers) or self.done:
             return None
         number, total = self._numbers[self._next], len(self._payload)
+        key, flags, world = self._template
         data = self._chunk(number)
         descriptors = self._put(most)
         if descriptors:
-            head = frames.head(
-                self._key, data.data, number, total, flags=_SHARED, world=self._world, descriptor=descriptors
-            )
+            head = frames.head(key, data.data, number, total, flags=_SHARED, world=world, descriptor=descriptors)
             frame: Parts = (head, descriptors)
         elif waits:
             return None
         else:
-            head = frames.head(self._key, data.data, number, total, flags=self._flags, world=self._world)
+            head = frames.head(key, data.data, number, total, flags=flags, world=world)
             frame = (head, data.data)
         first, self._next = self._next, self._next + max(1, len(descriptors) // frames.DESCRIPTOR_BYTES)
         return self._numbers[first : self._next], frame
@@ -187,7 +197,7 @@ class ChunkSender:
                 try:
                     descriptor = self._slots.put(self._readers, self._chunk(number))
                 except BaseException:
-                    self._slots.take_back(b"".join(descriptors))
+                    self._slots.reclaim(b"".join(descriptors))
                     raise
                 if descriptor is None:
                     break
@@ -199,7 +209,7 @@ class ChunkSender:
         return self._payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def _note_written(self, numbers: Sequence[int]) -> None:
-        """DDS or shared memory has the chunks. Without the lock: whoever is told may call the rest off, and wait for
+        """DDS or shared memory has the chunks. Without the lock: a callback may cancel the rest, and wait for
         other threads to let go of it."""
         on_written = self._on_written
         if on_written is not None:
@@ -212,7 +222,7 @@ class ChunkSender:
             finished(self.bytes)
 
     def _finish(self) -> Finished | None:
-        """Nothing more is to be done: keep nothing of the caller's. With the lock held. Returns whom to tell."""
+        """Let go of the caller's memory, with the lock held. Returns the callback that is to be called."""
         finished, self._finished = self._finished, None
         self._payload, self._on_written, self._deferred, self._slots = NOTHING, None, None, None
         return finished
@@ -222,7 +232,7 @@ class _Backoff:
     """How long a payload waits for slots. Readers may hold all of them because they wait for something else, perhaps
     for this very payload. So it goes on over DDS when no slot comes back, or when only others get those that do."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
         self._wait_s = SLOT_WAIT_S
         self._written = self._sent_bytes = self._in_slots = -1
@@ -245,12 +255,12 @@ class _Backoff:
         return over
 
 
-def _take_back(slots: Slots | None, frame: Parts) -> None:
-    """Nobody has got the frame: if it has descriptors, their slots are free."""
+def _reclaim(slots: SlotPool | None, frame: Parts) -> None:
+    """Free the slots of a frame with descriptors that no reader has received."""
     if slots is not None and _is_shared(frame):
-        slots.take_back(bytes(frame[1]))
+        slots.reclaim(bytes(frame[1]))
 
 
 def _is_shared(frame: Parts) -> bool:
-    """Whether it has descriptors: data comes as a view on the payload."""
+    """Whether a frame has descriptors: data comes as a view on the payload."""
     return isinstance(frame[1], bytes)

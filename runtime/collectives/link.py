@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from gradbus.runtime.bus.raw_endpoints import FramePort, Parts
 from gradbus.runtime.bus.receiver import Channel
-from gradbus.runtime.collectives.chunk_sender import ChunkSender
+from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
 from gradbus.runtime.collectives.shared_memory_transport import SharedMemoryTransport
@@ -21,7 +21,7 @@ from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.shm.mailbox import Letters
-from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
@@ -118,10 +118,10 @@ class DdsLink:
                 finished(size)
                 return None
         numbers = range(frames.chunk_count(size)) if only is None else only
+        template = FrameTemplate(frame_key, self._flags, self._world)
         sender = ChunkSender(
-            frame_key, payload, numbers, self._flags, self._world, slots=slots, readers=readers, written=written,
-            finished=finished,
-        )  # fmt: skip
+            template, payload, numbers, slots=slots, readers=readers, written=written, finished=finished
+        )
 
         def put(frame: Parts) -> bool:
             return self._put_letter(readers, frame)
@@ -148,7 +148,7 @@ class DdsLink:
         self._pushing.clear()
 
     @property
-    def _slots(self) -> Slots | None:
+    def _slots(self) -> SlotPool | None:
         return None if self._shared is None else self._shared.slots
 
     @property

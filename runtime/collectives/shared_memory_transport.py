@@ -11,7 +11,7 @@ from gradbus.runtime.shm import mailbox
 from gradbus.runtime.shm.layout import Layout
 from gradbus.runtime.shm.mailbox import Letters, Work
 from gradbus.runtime.shm.segment import Bytes, Segment, SharedMemoryFault, attach
-from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire.frames import Frame
 
 MAX_WORLD = 256  # each rank maps the segments of all others
@@ -44,7 +44,7 @@ class SharedMemoryTransport:
         self._layout = Layout(world)
         self._segment = Segment(self._layout.size)
         self._others: dict[int, Bytes] = {}
-        self.slots = Slots(rank, self._segment.memory, self._layout)
+        self.slots = SlotPool(rank, self._segment.memory, self._layout)
         self.letters: Letters | None = None
 
     @property

@@ -37,12 +37,12 @@ class _Slot:
         self.readers: tuple[int, ...] = ()  # ranks
 
 
-class _Loan:
-    """Notes that the data is no longer needed, when the last view on it is gone."""
+class _Lease:
+    """Releases a slot when the last view on its data is gone."""
 
     __slots__ = ("_generation", "_memory", "_sender", "_slot", "_slots")
 
-    def __init__(self, slots: Slots, memory: Bytes, sender: int, slot: int, generation: int) -> None:
+    def __init__(self, slots: SlotPool, memory: Bytes, sender: int, slot: int, generation: int) -> None:
         self._slots = slots
         self._memory = memory  # keeps it mapped
         self._sender = sender
@@ -50,14 +50,14 @@ class _Loan:
         self._generation = generation
 
     def __del__(self) -> None:
-        self._slots.give_back(self._sender, self._slot, self._generation)
+        self._slots.release(self._sender, self._slot, self._generation)
 
 
-class Slots:
+class SlotPool:
     """The shared memory of one rank of a group, and its views on that of the others. From any thread.
 
-    A slot is left for each reader that has none yet. Who adds up holds a chunk until it has come from all ranks: were
-    all slots given to the reader that asks first, ranks that serve each other's readers last would wait in a circle.
+    A slot is left for each reader that has none yet. A reduction holds a chunk until it has arrived from all
+    ranks: were all slots given to the first reader, ranks that serve each other's readers last would wait in a circle.
     """
 
     def __init__(self, rank: int, mine: Bytes, layout: Layout) -> None:
@@ -70,24 +70,24 @@ class Slots:
         self._lock = threading.RLock()  # the last view may go while this thread is in here
         self._others: dict[int, Bytes] = {}  # by rank
         self._their_notes: dict[int, memoryview] = {}
-        self._lent: dict[tuple[int, int], int] = {}  # sender, slot -> generation that is held here
+        self._leased: dict[tuple[int, int], int] = {}  # sender, slot -> generation that is held here
         self._readers: frozenset[int] = frozenset()
         self._made_in = forks.generation
         self.sent_bytes = 0
 
     def attach(self, rank: int, memory: Bytes) -> None:
-        """See what another rank puts into its segment."""
+        """Map the segment of another rank, to read what it sends."""
         with self._lock:
             self._others[rank] = memory
             self._their_notes[rank] = self._layout.notes(memory)
 
     def admit(self, readers: Sequence[int]) -> None:
-        """These ranks, and no others, read this rank's segment."""
+        """Set the ranks that read this rank's segment."""
         with self._lock:
             self._readers = frozenset(readers)
 
     def lose(self, rank: int) -> None:
-        """A rank is gone; nothing more is sent to it here. The slots it holds are not used again."""
+        """Send nothing more to a rank that is gone. The slots it holds are not used again."""
         with self._lock:
             self._readers -= {rank}
 
@@ -119,12 +119,12 @@ class Slots:
         try:
             self._data[start : start + len(data)] = data
         except BaseException:  # a signal, for one
-            self.take_back(descriptor)
+            self.reclaim(descriptor)
             raise
         return descriptor
 
-    def take_back(self, descriptors: bytes) -> None:
-        """Free slots that :meth:`put` has filled, but that no reader was told of."""
+    def reclaim(self, descriptors: bytes) -> None:
+        """Free slots that :meth:`put` has filled, but that were announced to no reader."""
         with self._lock:
             for number, generation in _DESCRIPTOR.iter_unpack(descriptors):
                 slot = self._slots[number]
@@ -173,20 +173,20 @@ class Slots:
             return None
         with self._lock:
             memory = self._others.get(sender)
-            held = self._lent.get((sender, number))
+            held = self._leased.get((sender, number))
             done = self._notes[sender * SLOTS + number] if memory is not None else 0
             if memory is None or held is not None or not 0 < ((generation - done) & _MASK) < _NEWER:
                 return None
-            self._lent[sender, number] = generation
+            self._leased[sender, number] = generation
         start = self._layout.slots_at + number * CHUNK_BYTES
         array: Any = (ct.c_uint8 * size).from_address(memory.ctypes.data + start)
-        array._loan = _Loan(self, memory, sender, number, generation)
+        array._lease = _Lease(self, memory, sender, number, generation)
         return memoryview(array).cast("B").toreadonly()
 
-    def give_back(self, sender: int, slot: int, generation: int) -> None:
-        """Note that a slot of a sender's is no longer needed."""
+    def release(self, sender: int, slot: int, generation: int) -> None:
+        """Write into the own table that this rank no longer reads a slot of the sender."""
         if self._made_in != forks.generation:
             return  # the parent of this process holds it still
         with self._lock:
-            self._lent.pop((sender, slot), None)
+            self._leased.pop((sender, slot), None)
             self._notes[sender * SLOTS + slot] = generation

@@ -10,8 +10,8 @@ from shared_pair import key
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Pause
-from gradbus.runtime.collectives.chunk_sender import ChunkSender
-from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
+from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Flags
 
@@ -20,15 +20,15 @@ class Payload:
     """One that is being sent from rank 0 to rank ``to``: what was written, and what came of it."""
 
     def __init__(
-        self, slots: Slots | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
+        self, slots: SlotPool | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
         only: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
         self.sent: list[Parts] = []
         self.outcomes: list[int | Exception] = []
         self.sender = ChunkSender(
-            key(), self.data, only or range(chunks), int(Flags.HEAD_CRC), 2,
-            slots=slots, readers=(to,), written=written, finished=self.outcomes.append,
+            FrameTemplate(key(), int(Flags.HEAD_CRC), 2), self.data, only or range(chunks), slots=slots, readers=(to,),
+            written=written, finished=self.outcomes.append,
         )  # fmt: skip
 
     def write(self, frame: Parts) -> bool:
@@ -55,7 +55,7 @@ class Payload:
         return sorted(found)
 
 
-def free_slots(slots: Slots) -> int:
+def free_slots(slots: SlotPool) -> int:
     """How many are free; they are not afterwards."""
     count = 0
     while slots.put((1,), np.zeros(1, np.uint8)) is not None:

@@ -34,7 +34,7 @@ from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.shm import mailbox
 from gradbus.runtime.shm.segment import Bytes, SharedMemoryFault
-from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -293,13 +293,13 @@ def test_a_handle_that_is_cancelled_gives_its_buffer_back_while_others_hold_the_
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of it is sent, and a part waits: nothing that is written to the buffer then reaches the other rank."""
-    put, part_bytes, cancelled = Slots.put, 4 * CHUNK_BYTES, threading.Event()
+    put, part_bytes, cancelled = SlotPool.put, 4 * CHUNK_BYTES, threading.Event()
     called_off = asyncio.Event()
 
-    def is_held(self: Slots, readers: Sequence[int], data: Any) -> bytes | None:
+    def is_held(self: SlotPool, readers: Sequence[int], data: Any) -> bytes | None:
         return put(self, readers, data) if cancelled.is_set() or self.sent_bytes < part_bytes else None
 
-    monkeypatch.setattr(Slots, "put", is_held)
+    monkeypatch.setattr(SlotPool, "put", is_held)
     monkeypatch.setattr(chunk_sender, "SLOT_WAIT_S", WAIT_S)  # what waits does not go over DDS meanwhile
 
     async def script(group: Group) -> None:

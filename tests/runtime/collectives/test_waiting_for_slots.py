@@ -12,7 +12,7 @@ from shared_pair import Ranks
 from gradbus.runtime.bus.sender import Pause
 from gradbus.runtime.collectives import chunk_sender
 from gradbus.runtime.collectives.chunk_sender import NEXT_WAIT_S, SLOT_WAIT_S, STARVED
-from gradbus.runtime.shm.slots import Slots
+from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Flags
 
@@ -42,7 +42,7 @@ def test_slots_that_are_not_given_back_are_not_waited_for_long(ranks: Ranks) -> 
 class Waiting:
     """A payload that waits for slots, all of which are held. Time is what the test says."""
 
-    def __init__(self, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, slots: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(chunk_sender, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self._slots = slots
@@ -57,13 +57,13 @@ class Waiting:
             return None
         return "memory" if frames.parse(b"".join(sample)).flags & Flags.SHARED else "DDS"
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """One slot is free."""
-        self._slots.take_back(struct.pack("<II", 0, self._slots._slots[0].generation))
+        self._slots.reclaim(struct.pack("<II", 0, self._slots._slots[0].generation))
 
     def lose_to_another(self) -> None:
         """One slot comes back, and another payload gets it."""
-        self.give_back()
+        self.release()
         free_slots(self._slots)
 
 
@@ -85,7 +85,7 @@ def test_a_payload_that_went_over_dds_uses_slots_again_when_there_are_some(
 ) -> None:
     waiting = Waiting(ranks.shared[0].slots, monkeypatch)
     assert [waiting.goes_on_after(seconds) for seconds in (0, 2 * SLOT_WAIT_S)] == [None, "DDS"]
-    waiting.give_back()
+    waiting.release()
     assert waiting.goes_on_after(2 * SLOT_WAIT_S) == "memory"
     assert waiting.goes_on_after(0) is None
     assert waiting.goes_on_after(0.9 * SLOT_WAIT_S) is None

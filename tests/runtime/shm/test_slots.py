@@ -1,4 +1,4 @@
-"""Slots of shared memory: who may use one, when it is free again, and what is refused."""
+"""SlotPool of shared memory: who may use one, when it is free again, and what is refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_of_a_frame_that_was_partly_here_already_the_rest_is_used() -> None:
 
 def test_slots_that_nobody_was_told_of_are_free_again() -> None:
     ranks = Ranks()
-    ranks.shared[0].slots.take_back(put(ranks, 1) + put(ranks, 2))
+    ranks.shared[0].slots.reclaim(put(ranks, 1) + put(ranks, 2))
     assert [number_of(put(ranks, value)) for value in (3, 4)] == [0, 1]
 
 
@@ -182,7 +182,7 @@ def test_what_no_sender_of_ours_says_is_refused(number: int, size: int, sender: 
     ranks = Ranks()
     slots = ranks.shared[1].slots
     assert slots.get(told(struct.pack("<II", number, 1), size, sender=sender)) == []
-    assert slots._lent == {}
+    assert slots._leased == {}
 
 
 def test_data_stays_readable_when_all_else_is_gone() -> None:
@@ -207,9 +207,9 @@ def test_a_slot_that_nobody_heard_of_is_free_again() -> None:
     ranks = Ranks()
     slots = ranks.shared[0].slots
     descriptor = put(ranks, 1)
-    slots.take_back(descriptor)
+    slots.reclaim(descriptor)
     assert number_of(put(ranks, 2)) == 0
-    slots.take_back(descriptor)  # this is another one by now
+    slots.reclaim(descriptor)  # this is another one by now
     assert number_of(put(ranks, 3)) == 1
 
 

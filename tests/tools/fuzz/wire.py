@@ -184,7 +184,7 @@ class _Watched(NewPayload):
 
 
 def _in_memory(frame: Frame) -> list[Frame]:
-    """The chunks that a frame's descriptors stand for, as :class:`.slots.Slots` finds them."""
+    """The chunks that a frame's descriptors stand for, as :class:`.slots.SlotPool` finds them."""
     found, chunk_bytes = [], frame.chunk_bytes
     for seq in range(frame.seq, frame.seq + len(frame.data) // frames.DESCRIPTOR_BYTES):
         size = min(chunk_bytes, frame.total_bytes - seq * chunk_bytes)
