@@ -1,4 +1,4 @@
-"""Sealed frames: what leaves a process is encrypted, and what comes in is checked before anything is done with it.
+"""Sealed frames: outgoing samples are encrypted, and incoming ones are authenticated before any use.
 
 DDS has no security in the wheel that this project uses, so payloads are protected here, between the bus and DDS. What
 that protects, and what it does not, is in docs/security.md; every byte is in docs/wire.md.

@@ -1,4 +1,4 @@
-"""Seals what leaves a process, and opens what comes in.
+"""Encrypts outgoing samples and decrypts incoming ones.
 
 AES-256-GCM. Every stream, that is one topic of one session, has a key of its own, and counts its envelopes from 1: no
 nonce is ever used twice, and nothing has to be remembered over a restart. After 2**32 envelopes a stream goes on with
@@ -40,7 +40,7 @@ _PAD_BYTES = 4
 
 
 class Key(Derives, Protocol):
-    """A secret that keys of streams come from."""
+    """A secret that stream keys derive from."""
 
     @property
     def level(self) -> int:
@@ -52,11 +52,11 @@ class Key(Derives, Protocol):
 
     @property
     def key_id(self) -> bytes:
-        """Says which one is meant. No secret."""
+        """Public identifier of the key."""
 
 
 class SealingKeys(Protocol):
-    """What is sealed with now."""
+    """The key to encrypt with."""
 
     @property
     def current(self) -> Key:
@@ -64,27 +64,27 @@ class SealingKeys(Protocol):
 
 
 class Keys(SealingKeys, Protocol):
-    """Where the keys of streams come from: what makes the levels differ."""
+    """Source of the stream keys, which is what the security levels differ in."""
 
     @property
     def is_in(self) -> bool:
-        """Whether there is a key to seal with, so that others are there for this process."""
+        """Whether there is a key to encrypt with."""
 
     def of(self, header: EnvelopeHeader) -> Key:
-        """The one for such an envelope. Raises FrameError: this process has none."""
+        """Return the key of an envelope. Raises FrameError: this process has none."""
 
     def has(self, key_id: bytes) -> bool:
-        """Whether envelopes of this one are still opened."""
+        """Whether envelopes under this key are accepted."""
 
     def admits(self, key: Key) -> bool:
-        """Whether a session that was not known may show up with it."""
+        """Whether an unknown session may appear with this key."""
 
     def heard(self, key: Key, session: bytes) -> None:
-        """Another process has sealed with one that is not the current one here."""
+        """Note that another process has encrypted with a key that is not the current one here."""
 
 
 class PskKeys:
-    """All from the job key: who has it, can be any member."""
+    """Derives all stream keys from the job key, whose holders trust each other."""
 
     level = envelope.PSK
     epoch = 0  # a new key has a new id
@@ -128,7 +128,7 @@ class PskKeys:
 
 
 class OutboundEnvelope:
-    """One envelope to be. Implements :class:`.participant.Envelope`."""
+    """One envelope to be written. Implements :class:`.participant.Envelope`."""
 
     __slots__ = ("_context", "_encryptor", "_key", "_plain", "counter", "header", "size")
 
@@ -160,7 +160,7 @@ class OutboundEnvelope:
 
 
 class StreamEncryptor:
-    """Seals one stream. Any thread may."""
+    """Encrypts one stream: a topic of a session. Thread-safe."""
 
     def __init__(
         self, keys: SealingKeys, job: str, session: bytes, topic: str, *, start: int = 1, began_s: float | None = None
@@ -178,7 +178,7 @@ class StreamEncryptor:
         self._key = (-1, b"", StreamKey(bytes(32)))
 
     def envelope(self, plain: tuple[Any, ...]) -> OutboundEnvelope:
-        """The next envelope, for what ``plain`` make together.
+        """Return the next envelope, around the concatenated parts of ``plain``.
 
         Raises:
             ForkedProcess: in a child by fork, whose counter would go on as that of its parent, with the same nonces.
@@ -197,7 +197,7 @@ class StreamEncryptor:
         return OutboundEnvelope(self, counter, aead, header, plain, size + OVERHEAD_BYTES)
 
     def seal(self, parts: Sequence[Any]) -> bytes:
-        """The octets of the next envelope."""
+        """Return the bytes of the next envelope."""
         return self.envelope(tuple(parts)).octets()
 
     def retain(self, samples: int) -> None:
@@ -221,7 +221,7 @@ class StreamEncryptor:
 
 
 class Opened(NamedTuple):
-    """What was in an envelope."""
+    """A decrypted envelope: its sender, header and sample."""
 
     peer: Peer
     header: EnvelopeHeader
@@ -229,7 +229,7 @@ class Opened(NamedTuple):
 
 
 class SessionCipher:
-    """The keys of one bus at work."""
+    """Encryption state of one bus: its session, its keys, a counter per topic, and its peers."""
 
     def __init__(self, job: str, keys: Keys, session: bytes | None = None) -> None:
         """``session``: of this process, random; None: a new one."""
@@ -259,12 +259,12 @@ class SessionCipher:
         return {name: counter for name, counter in oldest.items() if counter is not None}
 
     def decryptor(self, topic: str, *, ignores_own: bool) -> StreamDecryptor:
-        """What opens envelopes of a topic."""
+        """Return a decryptor of a topic."""
         return StreamDecryptor(self, topic, ignores_own=ignores_own)
 
 
 class StreamDecryptor:
-    """Opens the envelopes of one topic. Only the receive thread does."""
+    """Decrypts the envelopes of one topic. Only the receive thread uses it."""
 
     def __init__(self, seal: SessionCipher, topic: str, *, ignores_own: bool) -> None:
         self._keys = seal.keys

@@ -34,15 +34,15 @@ def wire_topic(topic: Topic) -> Topic:
 
 
 class KeyGate(Protocol):
-    """What lets a process talk to others: its keys, or its side of a bus."""
+    """Tells whether a process has a key, and so may communicate."""
 
     @property
     def is_in(self) -> bool:
-        """Whether it can."""
+        """Whether this process has a key."""
 
 
 class MatchedWhileIn:
-    """Of a process that has no key yet, an endpoint has nobody to talk to."""
+    """Reports an endpoint as unmatched while the process has no key."""
 
     _key_gate: KeyGate
     _matched: int
@@ -57,7 +57,7 @@ class MatchedWhileIn:
 
 
 class SealedWriter(MatchedWhileIn, Writer):
-    """Seals every sample. What is said before there is a key, nobody could be told: it is gone."""
+    """Encrypts every sample. Samples written before there is a key are dropped."""
 
     def __init__(self, topic: Topic, wire: Writer, fast: bool, encryptor: StreamEncryptor, keys: Keys) -> None:
         self._key_gate = keys
@@ -87,7 +87,7 @@ class SealedWriter(MatchedWhileIn, Writer):
 
 
 class SealedReader(MatchedWhileIn, Reader):
-    """Opens every envelope, and gives the samples of sessions that are proven."""
+    """Decrypts every envelope, and hands over the samples of authenticated sessions."""
 
     def __init__(self, topic: Topic, wire: Reader, seal: SessionCipher, decryptor: StreamDecryptor) -> None:
         self._key_gate = seal.keys

@@ -28,7 +28,7 @@ _LEVELS = (PSK, GROUP, MEMBER)
 
 
 class EnvelopeHeader(NamedTuple):
-    """What stands in clear.
+    """The clear header of an envelope.
 
     Attributes:
         level: which kind of key: PSK (all members have it), GROUP (of the controller, for all that it has let in), or
@@ -37,7 +37,7 @@ class EnvelopeHeader(NamedTuple):
         size: bytes of what is sealed, the tag not counted.
         counter: number of the envelope in its stream, from 1; with the session it makes the nonce.
         session: which start of which process, random.
-        key_id: says which key is meant, for people that look for a wrong one.
+        key_id: public identifier of the key.
         moment: when it was sealed, in seconds since the session began.
     """
 

@@ -88,14 +88,14 @@ class _Watched:
 
 
 class Members(Protocol):
-    """Who knows the participants of members."""
+    """Returns the DDS participants of the members."""
 
     def __call__(self) -> Collection[bytes] | None:
         """Prefixes of their GUIDs; None: this process is no member itself yet, and cannot tell."""
 
 
 class ForeignReaders:
-    """Of one bus, on its receive thread."""
+    """Watches the readers matched with one bus, on its receive thread."""
 
     _all: ClassVar[weakref.WeakSet[ForeignReaders]] = (
         weakref.WeakSet()
@@ -328,7 +328,7 @@ class ForeignReaders:
 
 
 def _tell(event: str, **facts: object) -> None:
-    """A line for the log of the host, which may not be able to take it: that must not end the receive thread."""
+    """Write a log event. A handler of the host application that fails must not end the receive thread."""
     with contextlib.suppress(Exception):
         log.warning(event, **facts)
 

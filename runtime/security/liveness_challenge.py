@@ -1,9 +1,9 @@
-"""How processes prove to each other that they are alive.
+"""Liveness challenges: processes prove to each other that they are alive, and no recordings.
 
-Each one greets on a topic that all hear: with its own challenge, and with the challenges of the others that it has
-heard, and when. A greeting is sealed like everything else, so only a process with the key can have made it, and one
-that has this process's challenge in it was made in this process's time. Greetings are state: DDS keeps the newest one
-for who comes later, and each says again all that still counts.
+Each process announces its own challenge on a common topic, and with it the challenges that it has received from others,
+and when. The announcements are encrypted, so only a holder of the key can make one, and one that answers this process's
+challenge is no older than this process. They are state: DDS retains the newest for late readers, and each repeats all
+that is still valid.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class ChallengeReader(SealedReader):
 
 
 class LivenessChallenge:
-    """Greets for one bus, on its receive thread."""
+    """Announces challenges and answers for one bus, on its receive thread."""
 
     def __init__(
         self, seal: SessionCipher, participant: bytes, reader: ChallengeReader, writer: SealedWriter, thread: IoThread
     ) -> None:
-        """Greet soon for the first time. ``participant``: prefix of this one's GUIDs. ``reader``, ``writer``: of
+        """Announce soon for the first time. ``participant``: prefix of this one's GUIDs. ``reader``, ``writer``: of
         :data:`SESSION_TOPIC`."""
         self._seal = seal
         self._thread = thread
@@ -119,7 +119,7 @@ class LivenessChallenge:
         thread.add_periodic(Periodic(self._announce))
 
     def receive(self, peer: Peer, data: memoryview) -> None:
-        """A greeting of a session. Raises FrameError."""
+        """Process the announcement of a session. Raises FrameError: it is invalid."""
         if peer is self._seal.peers.own:
             return
         said = parse_challenge(data)
@@ -138,12 +138,12 @@ class LivenessChallenge:
             self._thread.add_periodic(Periodic(self._announce))
 
     def announce_again(self) -> None:
-        """There is another key, or the first one: who comes later can read only what is sealed with it."""
+        """Announce again, under the new key: later members can read nothing else."""
         self._is_due = True
         self._thread.add_periodic(Periodic(self._announce))
 
     def _ask(self) -> None:
-        """There is data of a session that is not proven: perhaps it has not heard this process."""
+        """Announce again, as an unauthenticated session sends data and may have missed this process."""
         if time.monotonic() > self._announced_s + REPEAT_S:
             self._is_due = True
             self._thread.add_periodic(Periodic(self._announce))
@@ -152,7 +152,7 @@ class LivenessChallenge:
         self._thread.rejected[why] += samples
 
     def _announce(self) -> bool:
-        """Greet, if it is due and time. Whether to try again soon."""
+        """Announce if due; returns whether to try again soon."""
         now_s = time.monotonic()
         if self._is_due and now_s > self._announced_s + _PACE_S * (len(self._seal.peers) // _PACE_PEERS):
             kept = self._seal.retained

@@ -1,4 +1,4 @@
-"""A participant whose members share one key, or keys that are handed out: its writers seal, its readers open."""
+"""DDS participant of a job that shares a group key: its writers encrypt, its readers decrypt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SealedNode(Node):
         self.needs_crc = False  # the tag of the envelope tells as well, and a checksum takes longer than sealing
 
     def start(self, thread: IoThread) -> None:
-        """Prove to others that this process is alive, and watch for readers of those who do not."""
+        """Start the liveness challenge, and watch for readers of no member."""
         self.start_liveness_challenge(thread)
         ForeignReaders(self, thread, self.members)
 

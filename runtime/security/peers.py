@@ -1,10 +1,11 @@
 """Other processes, as their envelopes show them: what was opened of each, and whether it is alive or a recording.
 
-A session is known as soon as one of its envelopes was opened, which needs the key. It is *proven* when it has answered
-this process's challenge, random bytes that are not older than this process: so a recording of an earlier run is never
-proven. And the answer says when the challenge was heard: what the session sealed before that may be a recording, so it
-is not taken, but for what DDS still has of it. What comes before the proof is held, within bounds, and handed over
-then. DDS delivers what it retains once and at once, so nothing of it may be dropped only because it was faster.
+A session is known as soon as one of its envelopes was opened, which needs the key. It is *authenticated* when it has
+answered this process's challenge, random bytes that are not older than this process: so a recording of an earlier run
+is never authenticated. And the answer says when the challenge was heard: what the session sealed before that may be a
+recording, so it is not taken, but for what DDS still has of it. What comes before the proof is held, within bounds,
+and handed over then. DDS delivers what it retains once and at once, so nothing of it may be dropped only because it
+was faster.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class _Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One session."""
+    """One session of another process."""
 
     session: bytes
     authenticated: bool = False
-    label: str = ""  # host and process, as it says itself
-    participant: bytes = b""  # what the GUIDs of its DDS participant begin with, as it says itself
+    label: str = ""  # host and process, as announced by it
+    participant: bytes = b""  # GUID prefix of its DDS participant, as announced by it
     floor: int = 0  # moment of the session: what it sealed before is old
     retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
     last_seen_s: float = 0.0
@@ -58,7 +59,7 @@ class Peer:
     held: deque[_Held] = field(default_factory=deque)
 
     def is_old(self, topic: str, header: EnvelopeHeader) -> bool:
-        """Whether an envelope is from before this process was heard of, and is not what DDS retains."""
+        """Whether an envelope is older than the answered challenge, and not retained by DDS."""
         if header.moment >= self.floor or topic == CHALLENGE_TOPIC:
             return False
         oldest = self.retained.get(topic)
@@ -66,7 +67,7 @@ class Peer:
 
 
 class Peers:
-    """The sessions that a bus has heard. Only the receive thread uses it."""
+    """The sessions that a bus has received envelopes of. Only the receive thread uses it."""
 
     def __init__(self, own_session: bytes) -> None:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -87,11 +88,11 @@ class Peers:
         return {peer.participant for peer in list(self._peers.values()) if peer.authenticated and peer.participant}
 
     def get(self, session: bytes) -> Peer | None:
-        """The session, if an envelope of it was opened."""
+        """Return a known session; None: no envelope of it was decrypted."""
         return self._peers.get(session)
 
     def add(self, session: bytes) -> Peer:
-        """A session of which an envelope has just been opened."""
+        """Add the session of a decrypted envelope."""
         if len(self._peers) >= MAX_PEERS:
             self._forget_one()
         peer = self._peers[session] = Peer(session)
@@ -108,7 +109,7 @@ class Peers:
             self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
 
     def remove(self, session: bytes) -> set[int]:
-        """Take nothing of a session any more. Returns the handles of the DDS writers that it has spoken through."""
+        """Reject a session from now on; returns the handles of the DDS writers that it has used."""
         while len(self.removed) >= MAX_PEERS:
             del self.removed[next(iter(self.removed))]
         self.removed[session] = None
@@ -130,7 +131,7 @@ class Peers:
         self.on_unauthenticated()
         if len(peer.held) >= MAX_HELD_EACH:
             raise FrameError(
-                "unauthenticated", f"a session has sent {MAX_HELD_EACH} samples and not proven to be alive"
+                "unauthenticated", f"a session has sent {MAX_HELD_EACH} samples and not answered the challenge"
             )
         while self._held and (self._held >= MAX_HELD or self._held_bytes + header.size > MAX_HELD_BYTES):
             self._drop_held(next(one for one in self._peers.values() if one.held))
@@ -145,7 +146,7 @@ class Peers:
         peer.held.clear()
 
     def authenticate(self, peer: Peer) -> None:
-        """It has answered the challenge: hand over what was held."""
+        """Mark a session that has answered the challenge as authenticated, and hand over its held samples."""
         peer.authenticated = True
         while peer.held:
             held = peer.held.popleft()
@@ -157,7 +158,7 @@ class Peers:
                 held.release(held.sample, held.source)
 
     def note(self, peer: Peer) -> None:
-        """An envelope of it has been opened."""
+        """Note that an envelope of a session was decrypted."""
         peer.last_seen_s = time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""From settings to a participant of the level ``identity``."""
+"""Opens the DDS participant of security level ``identity`` from the settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradbus.runtime.security.settings import Security
 
 
 def read_identity(security: Security) -> tuple[NodeKey, bytes, AllowList | None]:
-    """Key of this node, public key of the controller, and the list if this node is the controller.
+    """Read the key of this node, the controller's public key, and the allow list if this node is the controller.
 
     Raises:
         ConfigError: a file cannot be read, or says something else.
@@ -53,7 +53,7 @@ def _gives(security: Security, key: NodeKey, pinned: bytes) -> bool:
 
 
 def _list_of_issuer(security: Security, key: NodeKey, pinned: bytes) -> AllowListWatcher | None:
-    """Of the process that gives the keys of a job of ranks. Without a list it lets in who has its own key."""
+    """Return the allow list of the key issuer of a job of ranks. Without one it admits holders of its own key."""
     if not _gives(security, key, pinned):
         return None
     if key.public != pinned:
@@ -68,7 +68,7 @@ def _list_of_issuer(security: Security, key: NodeKey, pinned: bytes) -> AllowLis
 def identity_node(
     job: str, security: Security, *, domain_id: int, network: NetworkConfig, fast: bool | None
 ) -> Callable[[], Node]:
-    """What opens the participant. Raises ConfigError, as :func:`read_identity`."""
+    """Return a function that opens the participant. Raises ConfigError, as :func:`read_identity`."""
     from gradbus.runtime.security.identity.join_transport import JoinTransport
     from gradbus.runtime.security.identity.node import IdentityNode
     from gradbus.runtime.security.identity.rank_node import RankNode

@@ -1,9 +1,9 @@
-"""The keys that the processes of a job of ranks seal with: that of the epoch, and for a while those next to it.
+"""The group keys of a job of ranks: that of the current epoch, and for a while the ones before and after it.
 
-Everybody seals with the key of the epoch, and frames of a collective are not said twice. So nobody may seal with a key
-that others do not have yet: a new one is taken in by all first, and used when the giver of the keys is heard to use it,
-or after a time in which everybody has had it. What was sealed before is opened for a short while more. Pure; the time
-is told.
+All ranks encrypt with the key of the epoch, and frames of a collective are not repeated. So no rank may encrypt with a
+key that others lack: every rank takes in a new key first, and switches when it sees the key issuer use it, or after a
+time in which every rank has received it. Envelopes under the key before are accepted for a short while. Pure: the
+caller passes the time.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SETTLE_S = 1.0  # the giver of the keys was started anew: all others join it wit
 class _Next:
     key: SharedKey
     issuer: bytes
-    by_word: bool  # used as soon as its giver is heard to use it
+    by_word: bool  # used as soon as its issuer is seen to use it
     at_s: float
 
 
 class RankKeys:
-    """Of one bus. Read by any thread, changed by the receive thread.
+    """The group keys of one bus. Any thread reads them, the receive thread changes them.
 
     Attributes:
-        on_change: called when another key is used from now on, the first one included.
-        on_lack: called when somebody seals with a key that is not known here.
+        on_change: called after a switch to another key, the first one included.
+        on_lack: called on an envelope under an unknown key.
     """
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class RankKeys:
         return self._current is not None and not self._is_shut
 
     def shut(self) -> None:
-        """This process must not take part any more."""
+        """Stop encrypting: this process was refused or removed."""
         self._is_shut = True
 
     @property
     def current(self) -> SharedKey:
-        """See :class:`.encryption.SealingKeys`. There is one when :attr:`is_in`."""
+        """See :class:`.encryption.SealingKeys`. Requires :attr:`is_in`."""
         key = self._current
         if key is None:
             raise RuntimeError("sealed before this process was let in: a writer has been used that is not matched yet")
@@ -81,7 +81,7 @@ class RankKeys:
             else:
                 if key is not None:
                     self.on_lack()
-                raise FrameError("no key", "sealed with a key that this process has not, or not any more")
+                raise FrameError("no key", "an envelope under a key that this process does not have, or not any more")
         key.check(header)
         return key
 
@@ -103,7 +103,7 @@ class RankKeys:
             self._heard_next = True
 
     def take(self, key: SharedKey, issuer: bytes, now_s: float) -> None:
-        """A key has come, from the giver with this session. The first one counts at once."""
+        """Take in a granted key. ``issuer``: session of the key issuer. The first key is used at once."""
         following = self._next
         if self._current is not None and key.key_id == self._current.key_id:
             if following is not None and issuer != following.issuer:
@@ -128,12 +128,12 @@ class RankKeys:
             self._next, self._heard_next = following, False
 
     def use(self, key: SharedKey) -> None:
-        """The giver's own: this one from now on."""
+        """Switch to a key: called in the process of the key issuer."""
         if self._next is not None and self._next.key is key:
             self._switch(self._next)
 
     def tick(self, now_s: float) -> None:
-        """Do what it is time for."""
+        """Advance timers: switch to the next key when due, and drop expired ones."""
         passed_s, self._ticked_s = min(now_s - self._ticked_s, FORMER_S / LOOKS), now_s
         if self._former:
             left = {key_id: (key, left_s - passed_s) for key_id, (key, left_s) in self._former.items()}
@@ -143,7 +143,7 @@ class RankKeys:
             self._switch(following)
 
     def _set_aside(self, following: _Next) -> None:
-        """It is not gone over to. Some may have done so: what they have sealed is opened for a while."""
+        """Abandon the next key. Other ranks may have switched to it, so its envelopes are accepted for a while."""
         self._former = {**self._former, following.key.key_id: (following.key, FORMER_S)}
         self._next, self._heard_next = None, False
 

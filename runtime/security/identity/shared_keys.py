@@ -1,6 +1,6 @@
-"""Keys that the controller shares with its members: one with each of them and direction, and one with all, by epoch.
+"""Keys that the controller shares with its members: a pairwise key per member and direction, a group key per epoch.
 
-Envelopes are as they are with a job key; only where the secret comes from differs, and who has it.
+The envelopes are those of a job key; only the origin of the secret and its holders differ.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LAST_GENERATION = 1  # of a key that is shared with all: its epoch ends after 2
 
 @dataclass(slots=True, eq=False)
 class SharedKey:
-    """A secret, and the keys of streams that come from it: what :class:`.encryption.StreamEncryptor` seals with.
+    """A secret that stream keys derive from, as :class:`.encryption.StreamEncryptor` needs it.
 
     Attributes:
         level: GROUP or MEMBER.
         epoch: its number; 0 with MEMBER.
-        key_id: says which key is meant. No secret.
+        key_id: public identifier of the key.
     """
 
     job: str
@@ -50,21 +50,21 @@ class SharedKey:
 
     @property
     def current(self) -> SharedKey:
-        """Itself: what :class:`.encryption.StreamEncryptor` asks for."""
+        """This key itself, see :class:`.encryption.SealingKeys`."""
         return self
 
     def check(self, header: EnvelopeHeader) -> None:
-        """Raise FrameError: ``other key``: the envelope is of another key, or says another level or epoch."""
+        """Raise FrameError ``other key`` unless level, epoch and id of the envelope are those of this key."""
         if (header.level, header.epoch, header.key_id) != (self.level, self.epoch, self.key_id):
             raise FrameError("other key", f"an envelope of key {header.key_id.hex()}, here it is {self.key_id.hex()}")
 
     def stream_key(self, session: bytes, topic: str, generation: int) -> StreamKey:
-        """The key of a stream, as with a job key."""
+        """Derive the key of one stream, as with a job key."""
         return stream_key(self.secret, salt_of(self.job), self.epoch, session, topic, generation)
 
 
 class OutboundStreams:
-    """Seals with one key. Any thread may."""
+    """Encrypts all topics with one key. Thread-safe."""
 
     def __init__(self, key: SharedKey, session: bytes) -> None:
         """``session``: of this process."""
@@ -74,38 +74,38 @@ class OutboundStreams:
         self._last: dict[str, int] = {}
 
     def envelope(self, topic: str, plain: Sequence[Any]) -> OutboundEnvelope:
-        """The next one of a topic, for what ``plain`` make together."""
+        """Return the next envelope of a topic, around the concatenated parts of ``plain``."""
         made = self.encryptor(topic).envelope(tuple(plain))
         self._last[topic] = max(self.last(topic), made.counter)
         return made
 
     def seal(self, topic: str, plain: Sequence[Any]) -> bytes:
-        """Its octets."""
+        """Return the bytes of the next envelope of a topic."""
         return self.envelope(topic, plain).octets()
 
     def encryptor(self, topic: str) -> StreamEncryptor:
-        """Of a topic, the same one each time."""
+        """Return the encryptor of a topic; all callers share it and its counter."""
         known = self._encryptors.get(topic)
         if known is None:  # whoever comes second takes the first one's
             known = self._encryptors.setdefault(topic, StreamEncryptor(self.key, self.key.job, self._session, topic))
         return known
 
     def last(self, topic: str) -> int:
-        """Counter of the newest envelope of a topic; 0: there is none."""
+        """Return the counter of the newest envelope of a topic; 0: there is none."""
         return self._last.get(topic, 0)
 
     @property
     def sealed(self) -> int:
-        """Envelopes of the topic that has most."""
+        """Number of envelopes of the busiest topic."""
         return max(list(self._last.values()), default=0)
 
 
 class InboundStreams:
-    """Opens what one other process seals with one key. Only the receive thread does."""
+    """Decrypts the envelopes of one other process under one key. Only the receive thread uses it."""
 
     def __init__(self, key: SharedKey, session: bytes, *, remembers: bool = True) -> None:
-        """``session``: of that process; the key is for nobody else's envelopes. ``remembers``: which of them were
-        opened. Not where others have the key, too: one of theirs with a high counter would keep out all that follow."""
+        """``session``: of the only process whose envelopes are accepted. ``remembers``: keep a replay window; not for a
+        group key, as a member could forge an envelope with a high counter and so block all that follow."""
         self.key = key
         self.session = session
         self._remembers = remembers
@@ -114,11 +114,11 @@ class InboundStreams:
         self._floors: dict[str, int] = {}
 
     def start_above(self, topic: str, floor: int) -> None:
-        """Take no envelope of a topic up to this counter: they are from before this process had the key."""
+        """Reject envelopes of a topic up to this counter: they are older than the key grant of this process."""
         self._floors[topic] = floor
 
     def open(self, topic: str, header: EnvelopeHeader, view: memoryview) -> memoryview:
-        """What is in an envelope of this key, in memory of its own. Nothing is remembered before the tag is right.
+        """Decrypt an envelope into new memory. No state changes before the tag is verified.
 
         Raises:
             FrameError: with ``reason`` one of other key, unknown sender, replay, counter, tag. Without a memory,
@@ -151,6 +151,6 @@ class InboundStreams:
 
 
 def opened_header(data: Any) -> tuple[EnvelopeHeader, memoryview]:
-    """Header and bytes of an envelope. Raises FrameError: see :func:`.envelope.parse`."""
+    """Return header and bytes of an envelope. Raises FrameError: see :func:`.envelope.parse`."""
     view = memoryview(data).cast("B")
     return envelope.parse(view), view
