@@ -26,7 +26,7 @@ POLLED_S = 2e-3
 _SHARED = int(frames.Flags.SHARED)
 
 
-def _no_letters(frame: Parts) -> bool:
+def _no_mailbox(frame: Parts) -> bool:
     return False
 
 
@@ -99,13 +99,13 @@ class ChunkSender:
         return True
 
     def samples(
-        self, wait: Callable[[], bool], put_letter: Callable[[Parts], bool] = _no_letters
+        self, wait: Callable[[], bool], put_in_mailbox: Callable[[Parts], bool] = _no_mailbox
     ) -> Iterator[Parts | Pause]:
         """What is left, for the writer thread, which asks for a frame when it has written the one before.
 
         Args:
             wait: whether somebody else is at it just now.
-            put_letter: send a frame past DDS. False: that is not possible.
+            put_in_mailbox: send a frame past DDS. False: that is not possible.
         """
         backoff, look_s = None if self._slots is None else _Backoff(self._slots), LOOK_S
         while self._is_left():
@@ -123,7 +123,7 @@ class ChunkSender:
                 continue
             look_s = LOOK_S
             numbers, frame = taken
-            if put_letter(frame):
+            if put_in_mailbox(frame):
                 self._note_written(numbers)
                 yield 0.0  # it is others' turn
                 continue

@@ -20,7 +20,7 @@ from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.shm.layout import SLOTS
-from gradbus.runtime.shm.mailbox import Letters
+from gradbus.runtime.shm.mailbox import Mailbox
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
@@ -112,7 +112,7 @@ class DdsLink:
         if slots is None and only is None and size <= min(self.inline_bytes, frames.CHUNK_BYTES):
             data = payload.data
             head = frames.head(frame_key, data, 0, size, flags=self._flags, world=self._world)
-            if self._put_letter(readers, (head, data)) or self._port.write(writer, (head, data)):
+            if self._put_in_mailbox(readers, (head, data)) or self._port.write(writer, (head, data)):
                 if written is not None:
                     written(0)
                 finished(size)
@@ -124,7 +124,7 @@ class DdsLink:
         )
 
         def put(frame: Parts) -> bool:
-            return self._put_letter(readers, frame)
+            return self._put_in_mailbox(readers, frame)
 
         def write(frame: Parts) -> bool:
             return put(frame) or self._port.write(writer, frame)
@@ -136,10 +136,10 @@ class DdsLink:
                 at_once -= 1
             if sender.done:
                 return None
-        if slots is not None and self._letters is not None:
+        if slots is not None and self._mailbox is not None:
             self._forget_done()
             self._pushing.append((sender, write))
-        sender.job = self._port.submit(writer, sender.samples(self._is_visited, put), sender.outcome)
+        sender.job = self._port.submit(writer, sender.samples(self._is_polled, put), sender.outcome)
         return sender
 
     def share_no_more(self) -> None:
@@ -152,8 +152,8 @@ class DdsLink:
         return None if self._shared is None else self._shared.slots
 
     @property
-    def _letters(self) -> Letters | None:
-        return None if self._shared is None else self._shared.letters
+    def _mailbox(self) -> Mailbox | None:
+        return None if self._shared is None else self._shared.mailbox
 
     @property
     def idle(self) -> bool:
@@ -190,16 +190,16 @@ class DdsLink:
                 if not first[0].done:  # somebody else has taken the one that was
                     self._pushing.append(first)
 
-    def _is_visited(self) -> bool:
-        letters = self._letters
-        return letters is not None and letters.has_working_visitor
+    def _is_polled(self) -> bool:
+        mailbox = self._mailbox
+        return mailbox is not None and mailbox.has_working_poller
 
-    def _put_letter(self, readers: Sequence[int], frame: Parts) -> bool:
-        """Send a frame as a letter. False: it is too large, or its readers take none now."""
-        letters = self._letters
-        if letters is None or not letters.put(readers, frame):
+    def _put_in_mailbox(self, readers: Sequence[int], frame: Parts) -> bool:
+        """Send a frame through the mailbox. False: it is too large, or its readers take none now."""
+        mailbox = self._mailbox
+        if mailbox is None or not mailbox.put(readers, frame):
             return False
-        letters.call(readers)
+        mailbox.call(readers)
         return True
 
     def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:

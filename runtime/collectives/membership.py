@@ -167,8 +167,8 @@ class Membership:
         self._check()
         if self._shared is not None:
             self._shared.admit(self.formation.readers)
-            if self._shared.letters is not None:
-                self.engine.progress = MailboxProgress(self._shared.letters, self._port, self._link)
+            if self._shared.mailbox is not None:
+                self.engine.progress = MailboxProgress(self._shared.mailbox, self._port, self._link)
         await self._send_hello()  # the others may only be waiting for this
         name = f"gradbus-pulse-{self.formation.group}-{self.formation.me.rank}"
         self._reporting = asyncio.create_task(self.reporter.run(), name=name)
@@ -237,10 +237,10 @@ class Membership:
         else:
             self._note_probe(frame)
 
-    def _read_letters(self, *, all_of_them: bool = False) -> None:
+    def _poll_mailbox(self, *, all_of_them: bool = False) -> None:
         shared = self._shared
         if shared is not None:
-            shared.read_letters(all_of_them=all_of_them)
+            shared.poll_mailbox(all_of_them=all_of_them)
 
     def _note_probe(self, frame: Frame) -> None:
         """What the loop has not looked at yet has a bound: probes come again, and anybody can send them."""
@@ -319,7 +319,7 @@ class Membership:
         self._left.add(rank)
 
         def end() -> None:
-            self._read_letters(all_of_them=True)
+            self._poll_mailbox(all_of_them=True)
             for lost in said.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
                     self._lose(lost, f"gone, as rank {rank} says")
@@ -330,7 +330,7 @@ class Membership:
         self._port.after_drain(end)
 
     def _lose(self, rank: int, why: str) -> None:
-        self._read_letters(all_of_them=True)
+        self._poll_mailbox(all_of_them=True)
         shared = self._shared
         if shared is not None:
             shared.lose(rank)

@@ -1,4 +1,4 @@
-"""What a rank shares with the other ranks of its machine: a segment of memory, slots for payload and letters in it."""
+"""The memory that a rank shares with the others of its machine: a segment with slots for payload and a mailbox."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from gradbus.runtime.bus.raw_endpoints import FramePort
 from gradbus.runtime.shm import mailbox
 from gradbus.runtime.shm.layout import Layout
-from gradbus.runtime.shm.mailbox import Letters, Work
+from gradbus.runtime.shm.mailbox import Mailbox, Work
 from gradbus.runtime.shm.segment import Bytes, Segment, SharedMemoryFault, attach
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire.frames import Frame
@@ -24,14 +24,14 @@ class SharedMemoryTransport:
 
     Attributes:
         slots: chunks of payload.
-        letters: frames for ranks that wait, or None: not all ranks of the group are on this machine, or it is not of a
+        mailbox: frames for ranks that wait, or None: not all ranks of the group are on this machine, or it is not of a
             kind that they work on. Known when the group has formed.
     """
 
     def __init__(self, rank: int, world: int, take: Callable[[Frame], None]) -> None:
         """
         Args:
-            take: gets the frames that come as letters, on whatever thread.
+            take: gets the frames that arrive in the mailbox, on whatever thread.
 
         Raises:
             SharedMemoryFault: there is none.
@@ -45,7 +45,7 @@ class SharedMemoryTransport:
         self._segment = Segment(self._layout.size)
         self._others: dict[int, Bytes] = {}
         self.slots = SlotPool(rank, self._segment.memory, self._layout)
-        self.letters: Letters | None = None
+        self.mailbox: Mailbox | None = None
 
     @property
     def place(self) -> str:
@@ -62,21 +62,21 @@ class SharedMemoryTransport:
         self._segment.hide()
         self.slots.admit(readers)
         if mailbox.AVAILABLE and len(readers) == self._world - 1:
-            self.letters = Letters(self._rank, self._segment.memory, self._layout, self._take)
-            self.letters.open({rank: self._others[rank] for rank in readers}, f"gradbus-letters-{self._rank}")
+            self.mailbox = Mailbox(self._rank, self._segment.memory, self._layout, self._take)
+            self.mailbox.open({rank: self._others[rank] for rank in readers}, f"gradbus-mailbox-{self._rank}")
 
-    def read_letters(self, *, all_of_them: bool = False) -> None:
-        """Take the letters that are here.
+    def poll_mailbox(self, *, all_of_them: bool = False) -> None:
+        """Take the frames that are in the mailbox.
 
         Args:
             all_of_them: also wait for those that another thread is taking just now.
         """
-        if self.letters is not None:
-            (self.letters.finish if all_of_them else self.letters.poll)()
+        if self.mailbox is not None:
+            (self.mailbox.finish if all_of_them else self.mailbox.poll)()
 
     async def close(self) -> None:
-        """Read no more letters. Waits, not for long, until the thread that does has ended."""
-        thread = None if self.letters is None else self.letters.close()
+        """Read no more frames. Waits, not for long, until the thread that does has ended."""
+        thread = None if self.mailbox is None else self.mailbox.close()
         until_s = time.monotonic() + CLOSE_S
         while thread is not None and thread.is_alive() and time.monotonic() < until_s:  # noqa: ASYNC110 - a thread
             await asyncio.sleep(0.001)
@@ -87,31 +87,31 @@ class SharedMemoryTransport:
 
 
 class MailboxProgress:
-    """Whoever waits reads letters meanwhile. Implements :class:`.engine.ProgressEngine`."""
+    """A thread that waits polls the mailbox meanwhile. Implements :class:`.engine.ProgressEngine`."""
 
-    def __init__(self, box: Letters, port: FramePort, work: Work) -> None:
+    def __init__(self, box: Mailbox, port: FramePort, work: Work) -> None:
         """``work``: sends what waits for slots."""
-        self._letters = box
+        self._mailbox = box
         self._work = work
         self._port = port
 
     def pump(self, done: Callable[[], bool], until_s: float) -> None:
         """See :class:`.engine.ProgressEngine`."""
         try:
-            self._letters.visit(done, until_s, self._work)
+            self._mailbox.poll_until(done, until_s, self._work)
         finally:
             if not self._work.idle:  # the writer thread has left it to this one
                 self._port.wake_sender()
 
     def spin(self, done: Callable[[], bool]) -> None:
         """See :class:`.engine.ProgressEngine`."""
-        self._letters.visit(done, time.monotonic() + LOOK_S, None, may_sleep=False)
+        self._mailbox.poll_until(done, time.monotonic() + LOOK_S, None, may_sleep=False)
 
     def nudge(self) -> None:
         """See :class:`.engine.ProgressEngine`."""
-        self._letters.nudge()
+        self._mailbox.nudge()
 
     def resume(self) -> None:
         """See :class:`.engine.ProgressEngine`."""
-        self._letters.resume()
+        self._mailbox.resume()
         self._port.resume()

@@ -6,10 +6,10 @@ Words are 32 bits, in the machine's order. All of a segment is written by its ow
 |---|---|---|
 | head | 4,096 bytes | what it is, see :mod:`gradbus.runtime.shm.segment` |
 | notes | world x SLOTS words | of each slot of each rank: the last generation that the owner is through with |
-| tails | world words | bytes written so far into the ring of letters for each rank |
-| heads | world words | bytes read so far from each rank's ring of letters for the owner |
-| attention | 1 word | whether the owner looks for letters, see :mod:`.letters` |
-| rings | world x LETTER_RING_BYTES | letters for each rank |
+| tails | world words | bytes written so far into the ring of messages for each rank |
+| heads | world words | bytes read so far from each rank's ring of messages for the owner |
+| attention | 1 word | whether the owner polls, see :mod:`.mailbox` |
+| rings | world x RING_BYTES | messages for each rank |
 | slots | SLOTS x CHUNK_BYTES | chunks of payload |
 """
 
@@ -19,7 +19,7 @@ from gradbus.runtime.shm.segment import FREE_FROM, Bytes
 from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 SLOTS = 16
-LETTER_RING_BYTES = 64 * 1024  # a power of two: counters of bytes wrap at 2**32
+RING_BYTES = 64 * 1024  # a power of two: counters of bytes wrap at 2**32
 _PAGE = 4096
 _WORD = 4
 
@@ -34,7 +34,7 @@ class Layout:
         self._heads = self._tails + world * _WORD
         self.attention_at = self._heads + world * _WORD
         self._rings = -(-(self.attention_at + _WORD) // _PAGE) * _PAGE
-        self.slots_at = self._rings + world * LETTER_RING_BYTES
+        self.slots_at = self._rings + world * RING_BYTES
         self.size = self.slots_at + SLOTS * CHUNK_BYTES
 
     def notes(self, memory: Bytes) -> memoryview:
@@ -55,9 +55,9 @@ class Layout:
         return self._words(memory, self.attention_at, 1)
 
     def ring(self, memory: Bytes, rank: int) -> Bytes:
-        """The letters for a rank."""
-        start = self._rings + rank * LETTER_RING_BYTES
-        return memory[start : start + LETTER_RING_BYTES]
+        """The ring of messages for a rank."""
+        start = self._rings + rank * RING_BYTES
+        return memory[start : start + RING_BYTES]
 
     def _words(self, memory: Bytes, start: int, count: int) -> memoryview:
         return memory.data[start : start + count * _WORD].cast("I")

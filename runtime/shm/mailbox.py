@@ -1,32 +1,33 @@
 """Frames from rank to rank through shared memory, for ranks that are waiting: no DDS, no change of threads.
 
 DDS takes a small frame through the kernel's network and three threads, and may have to encrypt it, while on one machine
-the rank that waits could look for itself. So every rank has, in its segment, a ring of letters for each other rank. A
-letter is a frame as it would go over DDS.
+the rank that waits could look for itself. So every rank has, in its segment, a ring of messages for each other rank. A
+message is a frame as it would go over DDS.
 
-Two kinds of threads read the letters of a rank. A thread that waits for a collective visits (:meth:`Letters.visit`): it
-looks into the rings again and again for a short time, then it sleeps until a sender wakes it. When nobody visits, the
-thread of the mailbox (:class:`LetterThread`) sleeps in the same way. For some milliseconds after a visit it leaves the
-letters to the next visit, which usually comes soon: to wake a thread takes longer than a small collective.
+Two kinds of threads read the messages of a rank. A thread that waits for a collective polls
+(:meth:`Mailbox.poll_until`): it looks into the rings again and again for a short time, then it sleeps until a sender
+wakes it. When nobody polls, the thread of the mailbox (:class:`MailboxThread`) sleeps in the same way. For some
+milliseconds after a poll it leaves the messages to the next poll, which usually comes soon: to wake a thread takes
+longer than a small collective.
 
 The attention word of a rank says whether its sender has to wake somebody:
 
 | attention | meaning |
 |---|---|
-| CLOSED | nobody reads letters: frames go over DDS |
+| CLOSED | nobody reads messages: frames go over DDS |
 | LOOKING | a thread looks, or will in some milliseconds |
 | ASLEEP | a thread sleeps: wake it |
 
-:data:`AFTER` names the steps that change it. Whatever the order of the steps of sender, visitor, thread and close, no
-letter is left while its readers sleep: ``tests/runtime/shm/test_mailbox_model.py`` tries all of them.
+:data:`AFTER` names the steps that change it. Whatever the order of the steps of sender, poller, thread and close, no
+message is left while its readers sleep: ``tests/runtime/shm/test_mailbox_model.py`` tries all of them.
 
-A sleeper waits for the counters of bytes in the senders' segments to change (``futex_waitv``, Linux 5.16), so a letter
+A sleeper waits for the counters of bytes in the senders' segments to change (``futex_waitv``, Linux 5.16), so a message
 that is written just before the sleep ends it at once. On an older kernel it waits for its own attention word, which a
 sender cannot write, and may miss a call: there a sleep is about as long as the time that was waited before.
 
 Written and read without locks between processes: one side alone writes each word. That is right where stores become
 visible in the order they were made (x86-64, and the locks taken in between keep a load from overtaking a store). Other
-processors do without letters: :data:`AVAILABLE`.
+processors do without the mailbox: :data:`AVAILABLE`.
 """
 
 from __future__ import annotations
@@ -41,43 +42,43 @@ from typing import Protocol
 from gradbus.runtime import forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.shm import futex
-from gradbus.runtime.shm.layout import LETTER_RING_BYTES, Layout
+from gradbus.runtime.shm.layout import RING_BYTES, Layout
 from gradbus.runtime.shm.segment import Bytes
 from gradbus.runtime.spinning import SPINNING
 from gradbus.runtime.wire.frames import Frame, parse
 
 AVAILABLE = futex.AVAILABLE
-MAX_LETTER_BYTES = LETTER_RING_BYTES // 4
+MAX_MESSAGE_BYTES = RING_BYTES // 4
 SPIN_S = 100e-6  # a sleep and a wake-up take about as long
 NAP_S = 1e-3  # without futex_waitv: the first sleep; each one after that is twice as long
-SLEEP_S = 0.2  # the longest sleep of a visitor: signals are handled in between
+SLEEP_S = 0.2  # the longest sleep of a poller: signals are handled in between
 IDLE_S = 1.0  # the longest sleep of the thread
 FINISH_S = 1.0  # how long to wait for a thread that reads: it puts some chunks in their places
 WORK_S = 50e-6  # with work that waits for others: they do not wake anybody for it
-PARKED_S = 0.003  # how often the thread looks whether visits go on
-LONG_PARKED_S = 0.012  # the same when visitors have come again and again: each look takes their core, and the GIL
+PARKED_S = 0.003  # how often the thread looks whether polls go on
+LONG_PARKED_S = 0.012  # the same when pollers have come again and again: each look takes their core, and the GIL
 _CLOSED, _LOOKING, _ASLEEP = range(3)
-# The attention word after each step that changes it. Steps of a visit and of the thread may overlap: both sleep on the
-# same word, so a visit that ends, or that begins, wakes the thread, which then finds out whose turn it is.
+# The attention word after each step that changes it. Steps of a poll and of the thread may overlap: both sleep on the
+# same word, so a poll that ends, or that begins, wakes the thread, which then finds out whose turn it is.
 AFTER = {
     "open": _LOOKING,
-    "begin duty": _ASLEEP,  # the thread, unless there is a visitor
-    "end duty": _LOOKING,  # the thread, unless there is a visitor
-    "begin visit": _LOOKING,
-    "sleep": _ASLEEP,  # a visitor
-    "wake up": _LOOKING,  # a visitor
-    "end visit": _LOOKING,
-    "nudge": _LOOKING,  # a thread that has ended what a visitor waits for
-    "stop": _LOOKING,  # whoever closes; the thread, or the last visitor, then ends it all
+    "begin duty": _ASLEEP,  # the thread, unless there is a poller
+    "end duty": _LOOKING,  # the thread, unless there is a poller
+    "begin poll": _LOOKING,
+    "sleep": _ASLEEP,  # a poller
+    "wake up": _LOOKING,  # a poller
+    "end poll": _LOOKING,
+    "nudge": _LOOKING,  # a thread that has ended what a poller waits for
+    "stop": _LOOKING,  # whoever closes; the thread, or the last poller, then ends it all
     "end": _CLOSED,
 }
-_SKIP = 0xFFFF_FFFF  # the rest of the ring is not used, the next letter stands at its beginning
+_SKIP = 0xFFFF_FFFF  # the rest of the ring is not used, the next message stands at its beginning
 _MASK = 0xFFFF_FFFF
-_WORD = 8  # letters stand at multiples of it, behind their length
+_WORD = 8  # messages stand at multiples of it, behind their length
 
 
-class _Box:
-    """The letters of one other rank, both ways.
+class _PeerRings:
+    """The messages of one other rank, both ways.
 
     Attributes:
         call_at: address of the word that the other rank waits for when it sleeps.
@@ -101,7 +102,7 @@ class _Box:
 
 
 class Work(Protocol):
-    """What a thread can do while it waits for letters."""
+    """What a thread can do while it waits for messages."""
 
     @property
     def idle(self) -> bool:
@@ -111,8 +112,8 @@ class Work(Protocol):
         """Do what can be done now. False: nothing could."""
 
 
-class Letters:
-    """The letters of one rank of a group. Any thread may write; one at a time reads."""
+class Mailbox:
+    """The messages of one rank of a group. Any thread may write; one at a time reads."""
 
     def __init__(self, rank: int, mine: Bytes, layout: Layout, take: Callable[[Frame], None]) -> None:
         """
@@ -128,38 +129,38 @@ class Letters:
         self._heads = layout.heads(mine)
         self._attention = layout.attention(mine)
         self._attention_at = mine.ctypes.data + layout.attention_at
-        self._boxes: dict[int, _Box] = {}
+        self._peers: dict[int, _PeerRings] = {}
         self._writing = threading.Lock()
         self._reading = threading.Lock()
         self._look_again = False
-        self._visiting = threading.Lock()
+        self._polling = threading.Lock()
         self._attending = threading.RLock()  # guards who changes the attention word. Signal handlers may nudge
-        self._visitor = 0
-        self._made_in = forks.generation  # in a child by fork these letters are its parent's: they are left alone
+        self._poller = 0
+        self._made_in = forks.generation  # in a child by fork these messages are its parent's: they are left alone
         self._pushes = False
-        self._thread: LetterThread | None = None
-        self._bed = self.bed()  # of the visitor
-        self.visits = 0
+        self._thread: MailboxThread | None = None
+        self._sleeper = self.sleeper()  # of the poller
+        self.polls = 0
         self.sent = 0
         self.rejected = 0
 
-    def open(self, others: dict[int, Bytes], name: str = "gradbus-letters") -> None:
-        """Take letters of these ranks from now on, and write letters for them.
+    def open(self, others: dict[int, Bytes], name: str = "gradbus-mailbox") -> None:
+        """Take messages of these ranks from now on, and write messages for them.
 
         Args:
             others: their segments, by rank.
             name: of the thread.
         """
-        self._boxes = {
-            rank: _Box(rank, self._mine, memory, self._layout, self._rank) for rank, memory in others.items()
+        self._peers = {
+            rank: _PeerRings(rank, self._mine, memory, self._layout, self._rank) for rank, memory in others.items()
         }
-        self._bed = self.bed()
-        self._thread = LetterThread(self, name)
+        self._sleeper = self.sleeper()
+        self._thread = MailboxThread(self, name)
         self._attention[0] = AFTER["open"]
         self._thread.start()
 
     def close(self) -> threading.Thread | None:
-        """Take no more letters. Returns the thread, which ends soon."""
+        """Take no more messages. Returns the thread, which ends soon."""
         if self._made_in != forks.generation:
             return None
         with self._attending:  # so that what the thread writes at its end comes after this
@@ -176,25 +177,25 @@ class Letters:
     def put(self, readers: Sequence[int], parts: Sequence[bytes | memoryview]) -> bool:
         """Write a frame for some ranks. False: one of them takes none, or has no room; nobody has got it."""
         size = sum(len(part) for part in parts)
-        if size > MAX_LETTER_BYTES or self._made_in != forks.generation:
+        if size > MAX_MESSAGE_BYTES or self._made_in != forks.generation:
             return False
         need = _WORD + -(-size // _WORD) * _WORD
         with self._writing:
             places = []
             for reader in readers:
-                box = self._boxes.get(reader)
-                if box is None or box.attention[0] == _CLOSED:
+                peer = self._peers.get(reader)
+                if peer is None or peer.attention[0] == _CLOSED:
                     return False
                 tail = self._tails[reader]
-                left = LETTER_RING_BYTES - ((tail - box.heads[self._rank]) & _MASK)
-                at = tail % LETTER_RING_BYTES
-                to_end = LETTER_RING_BYTES - at
+                left = RING_BYTES - ((tail - peer.heads[self._rank]) & _MASK)
+                at = tail % RING_BYTES
+                to_end = RING_BYTES - at
                 skip = to_end if need > to_end else 0
                 if need + skip > left:
                     return False
-                places.append((reader, box, tail, at, skip))
-            for reader, box, tail, at, skip in places:
-                ring = box.outgoing
+                places.append((reader, peer, tail, at, skip))
+            for reader, peer, tail, at, skip in places:
+                ring = peer.outgoing
                 if skip:
                     ring[at : at + 4] = _SKIP.to_bytes(4, "little")
                     at = 0
@@ -209,15 +210,15 @@ class Letters:
 
     def call(self, readers: Sequence[int]) -> None:
         """Wake those of the readers that sleep."""
-        for reader in readers:  # a lock was released since the letter was written: its store is out
-            box = self._boxes[reader]
-            if box.attention[0] == _ASLEEP:
-                futex.wake(box.call_at)
+        for reader in readers:  # a lock was released since the message was written: its store is out
+            peer = self._peers[reader]
+            if peer.attention[0] == _ASLEEP:
+                futex.wake(peer.call_at)
 
     # In
 
     def poll(self) -> bool:
-        """Take the letters that are here. False: there are none, or another thread is at it, which then looks again."""
+        """Take the messages that are here. False: there are none, or another thread takes them."""
         found = False
         if self._made_in != forks.generation:
             return False
@@ -230,7 +231,7 @@ class Letters:
         return found
 
     def finish(self) -> None:
-        """Take the letters that are here; if another thread is at it, wait for that. Not from within ``take``."""
+        """Take the messages that are here; if another thread is at it, wait for that. Not from within ``take``."""
         if self._made_in != forks.generation:
             return
         if self._reading.acquire(timeout=FINISH_S):
@@ -242,34 +243,36 @@ class Letters:
 
     def _read_all(self) -> bool:
         found = self._look_again = False
-        for sender, box in self._boxes.items():
-            tail = box.tails[self._rank]
-            if tail != self._heads[sender] and not box.broken:
+        for sender, peer in self._peers.items():
+            tail = peer.tails[self._rank]
+            if tail != self._heads[sender] and not peer.broken:
                 found = True
-                self._read(sender, box, tail)
+                self._read(sender, peer, tail)
         return found
 
-    def _read(self, sender: int, box: _Box, tail: int) -> None:
+    def _read(self, sender: int, peer: _PeerRings, tail: int) -> None:
         head = self._heads[sender]
         left = (tail - head) & _MASK
-        if left > LETTER_RING_BYTES:
-            self._refuse(box)
+        if left > RING_BYTES:
+            self._refuse(peer)
             return
         while left:
-            at = head % LETTER_RING_BYTES
-            (size,) = struct.unpack_from("<I", box.incoming, at)
+            at = head % RING_BYTES
+            (size,) = struct.unpack_from("<I", peer.incoming, at)
             skips = size == _SKIP
-            need = LETTER_RING_BYTES - at if skips else _WORD + -(-size // _WORD) * _WORD
-            if need > min(left, LETTER_RING_BYTES - at) or (skips and at == 0):
-                self._refuse(box)
+            need = RING_BYTES - at if skips else _WORD + -(-size // _WORD) * _WORD
+            if need > min(left, RING_BYTES - at) or (skips and at == 0):
+                self._refuse(peer)
                 return
-            letter = b"" if skips else bytes(box.incoming[at + _WORD : at + _WORD + size])  # its place is free at once
+            message = (
+                b"" if skips else bytes(peer.incoming[at + _WORD : at + _WORD + size])
+            )  # copied: its place is free
             head, left = (head + need) & _MASK, left - need
             self._heads[sender] = head
             if skips:
                 continue
             try:
-                frame = parse(letter)
+                frame = parse(message)
             except FrameError:
                 self.rejected += 1
                 continue
@@ -278,46 +281,48 @@ class Letters:
                 continue
             self._take(frame)
 
-    def _refuse(self, box: _Box) -> None:
+    def _refuse(self, peer: _PeerRings) -> None:
         """What is there is not what this program writes: nothing more is read of it."""
-        box.broken = True
+        peer.broken = True
         self.rejected += 1
 
     # Attention
 
     @property
-    def has_visitor(self) -> bool:
-        """Whether some thread looks for letters."""
-        return self._visitor != 0
+    def is_polled(self) -> bool:
+        """Whether some thread looks for messages."""
+        return self._poller != 0
 
     @property
-    def has_working_visitor(self) -> bool:
+    def has_working_poller(self) -> bool:
         """Whether it also sends what waits for slots."""
-        return self._visitor != 0 and self._pushes
+        return self._poller != 0 and self._pushes
 
-    def visit(self, done: Callable[[], bool], until_s: float, work: Work | None, *, may_sleep: bool = True) -> bool:
-        """Take letters until ``done()`` is true or ``time.monotonic`` has reached ``until_s``.
+    def poll_until(
+        self, done: Callable[[], bool], until_s: float, work: Work | None, *, may_sleep: bool = True
+    ) -> bool:
+        """Take messages until ``done()`` is true or ``time.monotonic`` has reached ``until_s``.
 
         Args:
             work: what else there is to do meanwhile.
             may_sleep: False: return where this thread would sleep.
 
         Returns:
-            False: another thread is visiting, nothing was done.
+            False: another thread is polling, nothing was done.
         """
-        if self._made_in != forks.generation or not self._visiting.acquire(blocking=False):
+        if self._made_in != forks.generation or not self._polling.acquire(blocking=False):
             return False
         thread = self._thread
         try:
             with self._attending:
-                self._visitor = threading.get_ident()
+                self._poller = threading.get_ident()
                 self._pushes = work is not None
-                self._attention[0] = AFTER["begin visit"]
-                self.visits += 1
+                self._attention[0] = AFTER["begin poll"]
+                self.polls += 1
             if thread is not None and thread.on_duty:
-                futex.wake(self._attention_at)  # it leaves the letters to this visit and the next ones
-            bed = self._bed
-            bed.nap_s = NAP_S
+                futex.wake(self._attention_at)  # it leaves the messages to this poll and the next ones
+            sleeper = self._sleeper
+            sleeper.nap_s = NAP_S
             now_s = time.monotonic()
             spin_s = SPIN_S if SPINNING.pays(now_s) else 0.0
             spin_until_s = now_s + spin_s
@@ -330,90 +335,90 @@ class Letters:
                     break
                 if found:
                     spin_until_s = now_s + spin_s
-                    bed.nap_s = NAP_S
+                    sleeper.nap_s = NAP_S
                     continue
                 if now_s < spin_until_s and not SPINNING.was_stalled(now_s - looked_s, now_s):
                     os.sched_yield()
                     continue
                 if not may_sleep:
                     break
-                self._sleep(bed, done, min(SLEEP_S if work is None or work.idle else WORK_S, until_s - now_s))
+                self._sleep(sleeper, done, min(SLEEP_S if work is None or work.idle else WORK_S, until_s - now_s))
         finally:
             try:
                 with self._attending:
-                    self._visitor = 0
-                    self._attention[0] = AFTER["end visit" if self._thread is not None else "end"]
+                    self._poller = 0
+                    self._attention[0] = AFTER["end poll" if self._thread is not None else "end"]
                 if thread is not None and thread.on_duty:
-                    futex.wake(self._attention_at)  # it may have fallen asleep beside this visit: nobody else wakes it
+                    futex.wake(self._attention_at)  # it may have fallen asleep beside this poll: nobody else wakes it
             finally:
-                self._visiting.release()
+                self._polling.release()
         return True
 
-    def _sleep(self, bed: _Bed, done: Callable[[], bool], timeout_s: float) -> None:
-        bed.remember()  # first: whatever comes after it keeps this thread awake
+    def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
+        sleeper.remember()  # first: whatever comes after it keeps this thread awake
         self._attention[0] = AFTER["sleep"]
         if not self.poll() and not done():  # it takes a lock: what was written before the store above is seen
-            bed.sleep(timeout_s)
+            sleeper.sleep(timeout_s)
         self._attention[0] = AFTER["wake up"]
 
     def nudge(self) -> None:
-        """Something that the visitor may wait for has happened on this thread."""
-        if self._visitor and self._visitor != threading.get_ident() and self._made_in == forks.generation:
+        """Something that the poller may wait for has happened on this thread."""
+        if self._poller and self._poller != threading.get_ident() and self._made_in == forks.generation:
             with self._attending:  # it may have gone away meanwhile
-                if self._visitor:
+                if self._poller:
                     self._attention[0] = AFTER["nudge"]  # so that it does not fall asleep now
             futex.wake(self._attention_at)
 
     def resume(self) -> None:
-        """Have the thread look now: something goes on that no visitor waits for."""
+        """Have the thread look now: something goes on that no poller waits for."""
         thread = self._thread
         if thread is not None:
             thread.resume()
 
-    def begin_duty(self, bed: _Bed) -> bool:
-        """On the thread: announce that it sleeps next. False: there is a visitor, who changes the word."""
+    def begin_duty(self, sleeper: _Sleeper) -> bool:
+        """On the thread: announce that it sleeps next. False: there is a poller, who changes the word."""
         with self._attending:
-            if self._visitor:
+            if self._poller:
                 return False
-            bed.remember()
+            sleeper.remember()
             self._attention[0] = AFTER["begin duty"]
             return True
 
     def end_duty(self, *, closes: bool = False) -> None:
         """On the thread: it is awake, or it ends."""
         with self._attending:
-            if not self._visitor:
+            if not self._poller:
                 self._attention[0] = AFTER["end" if closes else "end duty"]
 
-    def bed(self) -> _Bed:
+    def sleeper(self) -> _Sleeper:
         """A place to sleep, for one thread."""
-        return _Bed(self._attention_at, list(self._boxes.values()), self._rank)
+        return _Sleeper(self._attention_at, list(self._peers.values()), self._rank)
 
 
-class _Bed:
-    """Where one thread of a rank sleeps until a letter comes, or its attention word has changed.
+class _Sleeper:
+    """Where one thread of a rank sleeps until a message comes, or its attention word has changed.
 
     Attributes:
         nap_s: without futex_waitv, the longest sleep next time.
     """
 
-    __slots__ = ("_attention_at", "_boxes", "_rank", "_words", "nap_s")
+    __slots__ = ("_attention_at", "_peers", "_rank", "_words", "nap_s")
 
-    def __init__(self, attention_at: int, boxes: list[_Box], rank: int) -> None:
+    def __init__(self, attention_at: int, peers: list[_PeerRings], rank: int) -> None:
         self._attention_at = attention_at
         self._rank = rank
-        self._boxes = boxes
+        self._peers = peers
         self._words: futex.WaitWords | None = None
-        if futex.HAS_WAITV and len(boxes) < futex.MAX_WORDS:
-            self._words = futex.WaitWords([attention_at, *(box.tail_at for box in boxes)])
+        if futex.HAS_WAITV and len(peers) < futex.MAX_WORDS:
+            self._words = futex.WaitWords([attention_at, *(peer.tail_at for peer in peers)])
             self._words.expect(0, _ASLEEP)
         self.nap_s = NAP_S
 
     def remember(self) -> None:
         """Note how much has been written so far."""
         if self._words is not None:
-            for number, box in enumerate(self._boxes, start=1):
-                self._words.expect(number, box.tails[self._rank])
+            for number, peer in enumerate(self._peers, start=1):
+                self._words.expect(number, peer.tails[self._rank])
 
     def sleep(self, timeout_s: float) -> None:
         """Sleep unless more has been written since, or somebody has changed the attention word."""
@@ -424,19 +429,19 @@ class _Bed:
         self.nap_s = min(2 * self.nap_s, SLEEP_S)
 
 
-class LetterThread(threading.Thread):
-    """Reads the letters of a rank while no thread visits.
+class MailboxThread(threading.Thread):
+    """Reads the messages of a rank while no thread polls.
 
     Attributes:
         on_duty: whether it reads, or sleeps until there is something to read.
     """
 
-    def __init__(self, letters: Letters, name: str) -> None:
+    def __init__(self, mailbox: Mailbox, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._letters = letters
+        self._mailbox = mailbox
         self._wanted = threading.Event()
         self._stop_flag = False
-        self._visits = 0  # those that it knows of
+        self._polls = 0  # those that it knows of
         self.on_duty = False
 
     def stop(self) -> None:
@@ -445,41 +450,41 @@ class LetterThread(threading.Thread):
         self._wanted.set()
 
     def resume(self) -> None:
-        """Go on duty as soon as nobody visits, unless it is."""
-        if not self.on_duty or self._visits != self._letters.visits:
+        """Go on duty as soon as nobody polls, unless it is."""
+        if not self.on_duty or self._polls != self._mailbox.polls:
             self._wanted.set()
 
     def run(self) -> None:
-        letters, bed = self._letters, self._letters.bed()
+        mailbox, sleeper = self._mailbox, self._mailbox.sleeper()
         while not self._stop_flag:
             self.on_duty = True
-            while letters.visits == self._visits and not self._stop_flag and letters.begin_duty(bed):
+            while mailbox.polls == self._polls and not self._stop_flag and mailbox.begin_duty(sleeper):
                 found = self._poll()
                 if not found and not self._stop_flag:  # it may have been set before the attention word was
-                    bed.sleep(IDLE_S)
-                letters.end_duty()
+                    sleeper.sleep(IDLE_S)
+                mailbox.end_duty()
                 if found:
-                    bed.nap_s = NAP_S
+                    sleeper.nap_s = NAP_S
             self.on_duty = False
             self._park()
-        letters.end_duty(closes=True)
+        mailbox.end_duty(closes=True)
         self._poll()
 
     def _park(self) -> None:
-        """Wait until the visits are over, or somebody wants this thread. In the midst of calls that wait for what they
-        start, the next visitor comes soon."""
-        letters, parked_s = self._letters, PARKED_S
-        while not self._stop_flag and (letters.has_visitor or self._visits != letters.visits):
-            self._visits = letters.visits
+        """Wait until the polls are over, or somebody wants this thread. In the midst of calls that wait for what they
+        start, the next poller comes soon."""
+        mailbox, parked_s = self._mailbox, PARKED_S
+        while not self._stop_flag and (mailbox.is_polled or self._polls != mailbox.polls):
+            self._polls = mailbox.polls
             if self._wanted.wait(parked_s):
                 self._wanted.clear()
-                self._visits, parked_s = letters.visits, PARKED_S
+                self._polls, parked_s = mailbox.polls, PARKED_S
             else:
                 parked_s = min(2 * parked_s, LONG_PARKED_S)
 
     def _poll(self) -> bool:
         try:
-            return self._letters.poll()
-        except Exception:  # of whoever takes frames: the letter is lost, and those behind it are not
-            self._letters.rejected += 1
+            return self._mailbox.poll()
+        except Exception:  # of whoever takes frames: the message is lost, and those behind it are not
+            self._mailbox.rejected += 1
             return True

@@ -170,7 +170,7 @@ def test_documents_for_dds_are_well_formed(page: str) -> None:
 def test_kernel_and_memory_figures_are_those_of_the_code(page: str) -> None:
     text = " ".join(page.split())
     assert f"`net.core.rmem_max` | {WANTED_BUFFER_BYTES} |" in page
-    assert f"at most {layout.SLOTS} MiB of it and {layout.LETTER_RING_BYTES // 1024} KiB for each other rank" in text
+    assert f"at most {layout.SLOTS} MiB of it and {layout.RING_BYTES // 1024} KiB for each other rank" in text
 
 
 def test_log_lines_that_the_page_names_are_written_somewhere(page: str, root: Path) -> None:

@@ -208,7 +208,7 @@ def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
     assert f"in chunks of {CHUNK_BYTES // MIB} MiB" in text
     assert f"at most {shared_memory_transport.MAX_WORLD} ranks" in text
     assert f"has {layout.SLOTS} chunks of {CHUNK_BYTES // MIB} MiB for what it sends" in text
-    assert f"and {layout.LETTER_RING_BYTES // 1024} KiB for the letters" in text
+    assert f"and {layout.RING_BYTES // 1024} KiB for the letters" in text
     wait_ms = chunk_sender.SLOT_WAIT_S * 1000
     assert f"when none has come back for {wait_ms:g} ms" in text
     assert f"none for this payload for {chunk_sender.STARVED * wait_ms:g} ms, chunks go over DDS" in text

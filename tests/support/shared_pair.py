@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradbus.runtime.collectives.shared_memory_transport import SharedMemoryTransport
-from gradbus.runtime.shm.mailbox import Letters
+from gradbus.runtime.shm.mailbox import Mailbox
 from gradbus.runtime.shm.segment import Bytes
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Flags, Frame, FrameKey, Kind
@@ -26,11 +26,11 @@ class Ranks:
         for rank, one in enumerate(self.shared):
             one.admit([other for other in range(world) if other != rank])
 
-    def letters(self, rank: int) -> Letters:
-        """Those of a rank."""
-        letters = self.shared[rank].letters
-        assert letters is not None
-        return letters
+    def mailbox(self, rank: int) -> Mailbox:
+        """The mailbox of a rank."""
+        mailbox = self.shared[rank].mailbox
+        assert mailbox is not None
+        return mailbox
 
 
 def key(sender: int = 0, transfer: int = 0) -> FrameKey:

@@ -79,7 +79,7 @@ async def every_size(rank: Rank) -> None:
         await group.barrier()
         shared = shared_of(group)
         facts = {"slots": 0 if shared is None else shared.slots.sent_bytes}
-        facts["letters"] = 0 if shared is None or shared.letters is None else shared.letters.sent
+        facts["letters"] = 0 if shared is None or shared.mailbox is None else shared.mailbox.sent
         inside, dropped = mapped() - before[0], dict(group.stats.dropped)
         del shared
     after = mapped() - before[0], open_files() - before[1]

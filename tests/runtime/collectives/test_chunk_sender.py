@@ -244,7 +244,7 @@ def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goe
     ranks, woken = Ranks(), []
     port: Any = SimpleNamespace(wake_sender=lambda: woken.append(1))
     work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
-    MailboxProgress(ranks.letters(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
+    MailboxProgress(ranks.mailbox(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
     assert woken == [1] * is_left
 
 

@@ -190,7 +190,7 @@ def test_memory_that_cannot_be_opened_is_done_without_and_logged_once(
     async def script(group: Group) -> None:
         await large_sum(group)
         assert shared_of(group).slots.sent_bytes == 0
-        assert shared_of(group).letters is None
+        assert shared_of(group).mailbox is None
 
     monkeypatch.setattr(shared_memory_transport, "attach", refuse)
     run(lambda: as_ranks(place, 3, script))
@@ -226,7 +226,7 @@ def test_where_one_rank_is_elsewhere_the_others_share_what_is_for_them_alone(
             assert await group.recv(f"from {other}", source=other) == bytes(MIB)
             await sent
         await group.barrier()
-        assert shared_of(group).letters is None
+        assert shared_of(group).mailbox is None
         return int(shared_of(group).slots.sent_bytes)
 
     monkeypatch.setattr(membership, "is_here", is_here)
@@ -279,7 +279,7 @@ def test_a_group_closes_while_a_thread_waits_in_it(run: Run, place: dict[str, An
         thread.start()
         await asyncio.to_thread(visits.wait, WAIT_S)
         # The other rank may have left by now, and then the wait is over before it is seen here.
-        while mailbox.AVAILABLE and thread.is_alive() and not shared_of(group).letters.has_visitor:  # noqa: ASYNC110
+        while mailbox.AVAILABLE and thread.is_alive() and not shared_of(group).mailbox.is_polled:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return thread
 

@@ -1,4 +1,4 @@
-"""Letters: frames through rings in shared memory, and who is told of them when."""
+"""Mailbox: frames through rings in shared memory, and who is told of them when."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shared_pair import Ranks, letter
 from gradbus.runtime import forks
 from gradbus.runtime.shm import futex
 from gradbus.runtime.shm import mailbox as module
-from gradbus.runtime.shm.layout import LETTER_RING_BYTES
-from gradbus.runtime.shm.mailbox import MAX_LETTER_BYTES, Letters
+from gradbus.runtime.shm.layout import RING_BYTES
+from gradbus.runtime.shm.mailbox import MAX_MESSAGE_BYTES, Mailbox
 
 pytestmark = pytest.mark.skipif(not module.AVAILABLE, reason="letters need Linux on x86-64")
 
@@ -44,11 +44,11 @@ def three() -> Iterator[Ranks]:
 def without_threads(world: int) -> Iterator[Ranks]:
     ranks = Ranks(world)
     for rank in range(world):
-        thread = ranks.letters(rank).close()
+        thread = ranks.mailbox(rank).close()
         assert thread is not None
         thread.join(WAIT_S)
-        assert ranks.letters(rank)._attention[0] == module._CLOSED
-        ranks.letters(rank)._attention[0] = module._LOOKING
+        assert ranks.mailbox(rank)._attention[0] == module._CLOSED
+        ranks.mailbox(rank)._attention[0] = module._LOOKING
     yield ranks
 
 
@@ -58,14 +58,14 @@ def attended() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     for rank in range(2):
-        thread = ranks.letters(rank).close()
+        thread = ranks.mailbox(rank).close()
         if thread is not None:
             thread.join(WAIT_S)
             assert not thread.is_alive()
 
 
 def send(ranks: Ranks, transfer: int, data: bytes = b"", *, sender: int = 0, to: int = 1) -> bool:
-    box = ranks.letters(sender)
+    box = ranks.mailbox(sender)
     if not box.put([to], letter(transfer, data, sender=sender)):
         return False
     box.call([to])
@@ -83,12 +83,12 @@ def transfers(ranks: Ranks, rank: int = 1) -> list[int]:
     return [frame.key.transfer for frame in ranks.taken[rank]]
 
 
-def visiting(letters: Letters, done: Callable[[], bool]) -> threading.Thread:
+def visiting(letters: Mailbox, done: Callable[[], bool]) -> threading.Thread:
     """A thread that visits until it is done, and has begun to."""
     until_s = time.monotonic() + WAIT_S
-    thread = threading.Thread(target=letters.visit, args=(done, until_s, NoWork()), daemon=True)
+    thread = threading.Thread(target=letters.poll_until, args=(done, until_s, NoWork()), daemon=True)
     thread.start()
-    while not letters.has_visitor:
+    while not letters.is_polled:
         assert time.monotonic() < until_s
     return thread
 
@@ -98,15 +98,15 @@ def visiting(letters: Letters, done: Callable[[], bool]) -> threading.Thread:
 
 def test_letters_arrive_as_they_were_written(ranks: Ranks) -> None:
     assert send(ranks, 1, b"hello")
-    assert ranks.letters(1).poll()
+    assert ranks.mailbox(1).poll()
     (frame,) = ranks.taken[1]
     assert (frame.key.transfer, frame.key.sender, bytes(frame.data)) == (1, 0, b"hello")
-    assert not ranks.letters(1).poll()
+    assert not ranks.mailbox(1).poll()
 
 
 def test_nothing_is_written_for_a_rank_that_takes_no_letters(attended: Ranks) -> None:
     assert send(attended, 1)
-    thread = attended.letters(1).close()
+    thread = attended.mailbox(1).close()
     assert thread is not None
     thread.join(WAIT_S)
     assert transfers(attended) == [1]
@@ -114,12 +114,12 @@ def test_nothing_is_written_for_a_rank_that_takes_no_letters(attended: Ranks) ->
 
 
 def test_all_readers_get_it_or_none(three: Ranks) -> None:
-    three.letters(2)._attention[0] = module._CLOSED
-    assert not three.letters(0).put([1, 2], letter(1))
-    three.letters(2)._attention[0] = module._LOOKING
-    assert three.letters(0).put([1, 2], letter(2))
+    three.mailbox(2)._attention[0] = module._CLOSED
+    assert not three.mailbox(0).put([1, 2], letter(1))
+    three.mailbox(2)._attention[0] = module._LOOKING
+    assert three.mailbox(0).put([1, 2], letter(2))
     for rank in (1, 2):
-        three.letters(rank).poll()
+        three.mailbox(rank).poll()
         assert transfers(three, rank) == [2]
 
 
@@ -129,23 +129,23 @@ def test_a_full_ring_refuses_and_nothing_is_lost_where_it_begins_anew(ranks: Ran
         while send(ranks, sent, bytes([sent % 251]) * size):
             sent += 1
         assert sent > taken
-        ranks.letters(1).poll()
+        ranks.mailbox(1).poll()
         taken = sent
     assert transfers(ranks) == list(range(sent))
     assert all(set(bytes(frame.data)) <= {frame.key.transfer % 251} for frame in ranks.taken[1])
 
 
 def test_counters_of_bytes_wrap(ranks: Ranks) -> None:
-    start = (1 << 32) - LETTER_RING_BYTES // 2
-    ranks.letters(0)._tails[1] = ranks.letters(1)._heads[0] = start
+    start = (1 << 32) - RING_BYTES // 2
+    ranks.mailbox(0)._tails[1] = ranks.mailbox(1)._heads[0] = start
     for transfer in range(100):
         assert send(ranks, transfer, bytes(3000))
-        ranks.letters(1).poll()
+        ranks.mailbox(1).poll()
     assert transfers(ranks) == list(range(100))
 
 
 def test_what_is_large_is_no_letter(ranks: Ranks) -> None:
-    assert not send(ranks, 1, bytes(MAX_LETTER_BYTES))
+    assert not send(ranks, 1, bytes(MAX_MESSAGE_BYTES))
 
 
 # What a broken or malicious rank may have written
@@ -154,13 +154,13 @@ def test_what_is_large_is_no_letter(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("size", "tail"),
     [
-        (100, 8), (0xFFFF_FFF0, 64), (LETTER_RING_BYTES, LETTER_RING_BYTES), (0xFFFF_FFFF, LETTER_RING_BYTES),
-        (16, LETTER_RING_BYTES + 8), (16, 0xFFFF_FFFF), (16, 13), (0, 3),
+        (100, 8), (0xFFFF_FFF0, 64), (RING_BYTES, RING_BYTES), (0xFFFF_FFFF, RING_BYTES),
+        (16, RING_BYTES + 8), (16, 0xFFFF_FFFF), (16, 13), (0, 3),
     ],
 )  # fmt: skip
 def test_a_ring_that_makes_no_sense_is_not_read_any_more(ranks: Ranks, size: int, tail: int) -> None:
-    theirs, mine = ranks.letters(0), ranks.letters(1)
-    theirs._boxes[1].outgoing[:4] = struct.pack("<I", size)
+    theirs, mine = ranks.mailbox(0), ranks.mailbox(1)
+    theirs._peers[1].outgoing[:4] = struct.pack("<I", size)
     theirs._tails[1] = tail
     mine.poll()
     assert (mine.rejected, ranks.taken[1]) == (1, [])
@@ -168,22 +168,22 @@ def test_a_ring_that_makes_no_sense_is_not_read_any_more(ranks: Ranks, size: int
 
 
 def test_what_is_no_frame_is_counted_and_the_next_one_is_taken(ranks: Ranks) -> None:
-    ranks.letters(0).put([1], (b"no frame at all",))
-    ranks.letters(0).put([1], (b"",))
+    ranks.mailbox(0).put([1], (b"no frame at all",))
+    ranks.mailbox(0).put([1], (b"",))
     assert send(ranks, 5)
-    ranks.letters(1).poll()
-    assert (ranks.letters(1).rejected, transfers(ranks)) == (2, [5])
+    ranks.mailbox(1).poll()
+    assert (ranks.mailbox(1).rejected, transfers(ranks)) == (2, [5])
 
 
 def test_nobody_can_write_letters_in_the_name_of_another_rank(three: Ranks) -> None:
-    assert three.letters(2).put([1], letter(1, sender=0))
-    three.letters(1).poll()
-    assert (three.letters(1).rejected, three.taken[1]) == (1, [])
+    assert three.mailbox(2).put([1], letter(1, sender=0))
+    three.mailbox(1).poll()
+    assert (three.mailbox(1).rejected, three.taken[1]) == (1, [])
 
 
-@pytest.mark.parametrize("head", [8, LETTER_RING_BYTES, 1 << 31, 0xFFFF_0000])
+@pytest.mark.parametrize("head", [8, RING_BYTES, 1 << 31, 0xFFFF_0000])
 def test_a_reader_that_claims_to_have_read_what_was_not_written_gets_no_letters(ranks: Ranks, head: int) -> None:
-    ranks.letters(1)._heads[0] = head
+    ranks.mailbox(1)._heads[0] = head
     assert not send(ranks, 1)
 
 
@@ -191,7 +191,7 @@ def test_a_reader_that_claims_to_have_read_what_was_not_written_gets_no_letters(
 
 
 def test_a_visitor_is_woken_by_a_letter(ranks: Ranks) -> None:
-    letters = ranks.letters(1)
+    letters = ranks.mailbox(1)
     thread = visiting(letters, lambda: len(ranks.taken[1]) == 3)
     for transfer in range(3):
         while letters._attention[0] != module._ASLEEP:
@@ -212,25 +212,25 @@ def test_a_letter_that_comes_just_before_the_visitor_sleeps_does_not_wait_for_lo
         pytest.skip("this kernel has no futex_waitv")
     monkeypatch.setattr(futex, "HAS_WAITV", has_waitv)
     (ranks,) = without_threads(2)
-    letters, sleep = ranks.letters(1), module._Bed.sleep
+    letters, sleep = ranks.mailbox(1), module._Sleeper.sleep
     sent: list[bool] = []
 
-    def late(bed: Any, timeout_s: float) -> None:
+    def late(sleeper: Any, timeout_s: float) -> None:
         if not sent:
             sent.append(send(ranks, 1))
-        sleep(bed, timeout_s)
+        sleep(sleeper, timeout_s)
 
-    monkeypatch.setattr(module._Bed, "sleep", late)
+    monkeypatch.setattr(module._Sleeper, "sleep", late)
     monkeypatch.setattr(module, "SLEEP_S", WAIT_S / 2)  # a sleep that nobody ends
     start_s = time.monotonic()
-    letters.visit(lambda: bool(ranks.taken[1]), start_s + WAIT_S, NoWork())
+    letters.poll_until(lambda: bool(ranks.taken[1]), start_s + WAIT_S, NoWork())
     assert sent == [True]
     assert transfers(ranks) == [1]
     assert time.monotonic() - start_s < WAIT_S / 2
 
 
 def test_a_visitor_is_woken_by_a_nudge(ranks: Ranks) -> None:
-    letters, over = ranks.letters(1), threading.Event()
+    letters, over = ranks.mailbox(1), threading.Event()
     thread = visiting(letters, over.is_set)
     while letters._attention[0] != module._ASLEEP:
         assert thread.is_alive()
@@ -241,12 +241,12 @@ def test_a_visitor_is_woken_by_a_nudge(ranks: Ranks) -> None:
 
 
 def test_one_thread_visits_at_a_time(ranks: Ranks) -> None:
-    letters, over = ranks.letters(1), threading.Event()
+    letters, over = ranks.mailbox(1), threading.Event()
     thread = visiting(letters, over.is_set)
-    assert not letters.visit(lambda: False, time.monotonic() + WAIT_S, NoWork())
+    assert not letters.poll_until(lambda: False, time.monotonic() + WAIT_S, NoWork())
     over.set()
     thread.join(WAIT_S)
-    assert letters.visit(lambda: True, 0.0, NoWork())
+    assert letters.poll_until(lambda: True, 0.0, NoWork())
 
 
 @pytest.mark.parametrize("where", ["done", "work", "take"])
@@ -255,7 +255,7 @@ def test_a_visit_that_is_interrupted_is_over(ranks: Ranks, where: str) -> None:
         raise KeyboardInterrupt
 
     work: Any = NoWork()
-    letters = ranks.letters(1)
+    letters = ranks.mailbox(1)
     assert send(ranks, 1)
     match where:
         case "work":
@@ -263,12 +263,12 @@ def test_a_visit_that_is_interrupted_is_over(ranks: Ranks, where: str) -> None:
         case "take":
             letters._take = interrupt
     with pytest.raises(KeyboardInterrupt):
-        letters.visit(interrupt if where == "done" else lambda: False, time.monotonic() + WAIT_S, work)
-    assert not letters.has_visitor
+        letters.poll_until(interrupt if where == "done" else lambda: False, time.monotonic() + WAIT_S, work)
+    assert not letters.is_polled
     letters._take = ranks.taken[1].append
     letters._attention[0] = module._LOOKING  # there is no thread that would look
     assert send(ranks, 2)
-    assert letters.visit(lambda: 2 in transfers(ranks), time.monotonic() + WAIT_S, NoWork())
+    assert letters.poll_until(lambda: 2 in transfers(ranks), time.monotonic() + WAIT_S, NoWork())
 
 
 # Two threads that read
@@ -279,7 +279,7 @@ class Held:
 
     def __init__(self, ranks: Ranks) -> None:
         self._reached, self.go_on = threading.Event(), threading.Event()
-        letters = ranks.letters(1)
+        letters = ranks.mailbox(1)
         take = letters._take
 
         def slow(frame: Any) -> None:
@@ -298,7 +298,7 @@ class Held:
 
 def test_who_looks_while_another_thread_reads_has_that_look_again(ranks: Ranks) -> None:
     held = Held(ranks)
-    assert not ranks.letters(1).poll()
+    assert not ranks.mailbox(1).poll()
     held.go_on.set()
     held.thread.join(WAIT_S)
     assert transfers(ranks) == [1, 2]
@@ -309,7 +309,7 @@ def test_who_must_have_all_letters_waits_for_the_thread_that_reads(ranks: Ranks)
     had: list[list[int]] = []
 
     def read() -> None:
-        ranks.shared[1].read_letters(all_of_them=True)
+        ranks.shared[1].poll_mailbox(all_of_them=True)
         had.append(transfers(ranks))
 
     thread = threading.Thread(target=read, daemon=True)
@@ -331,7 +331,7 @@ def test_letters_are_read_also_when_nobody_visits(attended: Ranks) -> None:
 
 
 def test_the_thread_sleeps_while_there_is_nothing_to_read(attended: Ranks) -> None:
-    letters = attended.letters(1)
+    letters = attended.mailbox(1)
     wait_until(lambda: letters._attention[0] == module._ASLEEP)
     thread = letters._thread
     assert thread is not None
@@ -342,11 +342,11 @@ def test_the_thread_sleeps_while_there_is_nothing_to_read(attended: Ranks) -> No
 
 
 def test_after_a_visit_letters_wait_for_the_next_one_or_not_for_long(attended: Ranks) -> None:
-    letters = attended.letters(1)
+    letters = attended.mailbox(1)
     for transfer in range(0, 20, 2):
-        letters.visit(lambda count=transfer + 1: len(attended.taken[1]) >= count, 0.0, None, may_sleep=False)  # type: ignore[misc]
+        letters.poll_until(lambda count=transfer + 1: len(attended.taken[1]) >= count, 0.0, None, may_sleep=False)  # type: ignore[misc]
         assert send(attended, transfer)
-        letters.visit(lambda count=transfer + 1: len(attended.taken[1]) >= count, time.monotonic() + WAIT_S, None)  # type: ignore[misc]
+        letters.poll_until(lambda count=transfer + 1: len(attended.taken[1]) >= count, time.monotonic() + WAIT_S, None)  # type: ignore[misc]
         assert send(attended, transfer + 1)
         wait_until(lambda count=transfer + 2: len(attended.taken[1]) == count)  # type: ignore[misc]
     assert transfers(attended) == list(range(20))
@@ -354,16 +354,16 @@ def test_after_a_visit_letters_wait_for_the_next_one_or_not_for_long(attended: R
 
 def test_the_thread_goes_on_at_once_where_it_is_wanted(attended: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PARKED_S", WAIT_S * 10)
-    letters = attended.letters(1)
+    letters = attended.mailbox(1)
     for transfer in range(10):
-        letters.visit(lambda: True, 0.0, None, may_sleep=False)
+        letters.poll_until(lambda: True, 0.0, None, may_sleep=False)
         letters.resume()
         assert send(attended, transfer)
         wait_until(lambda count=transfer + 1: len(attended.taken[1]) == count)  # type: ignore[misc]
 
 
 def test_a_frame_that_nobody_can_take_does_not_stop_the_thread(attended: Ranks) -> None:
-    letters = attended.letters(1)
+    letters = attended.mailbox(1)
     take = letters._take
 
     def refuse(frame: Any) -> None:
@@ -379,14 +379,14 @@ def test_a_frame_that_nobody_can_take_does_not_stop_the_thread(attended: Ranks) 
 
 def test_a_visitor_that_may_not_sleep_comes_back(ranks: Ranks) -> None:
     start_s = time.monotonic()
-    ranks.letters(1).visit(lambda: False, start_s + WAIT_S, None, may_sleep=False)
+    ranks.mailbox(1).poll_until(lambda: False, start_s + WAIT_S, None, may_sleep=False)
     assert time.monotonic() - start_s < WAIT_S / 2
 
 
 def test_a_visit_ends_in_time_also_when_there_is_always_something_to_do(ranks: Ranks) -> None:
     start_s = time.monotonic()
     work: Any = SimpleNamespace(idle=False, push=lambda: True)
-    ranks.letters(1).visit(lambda: time.monotonic() > start_s + WAIT_S, start_s + 0.01, work)
+    ranks.mailbox(1).poll_until(lambda: time.monotonic() > start_s + WAIT_S, start_s + 0.01, work)
     assert time.monotonic() < start_s + WAIT_S
 
 
@@ -394,51 +394,51 @@ def test_a_thread_that_fell_asleep_beside_a_visitor_is_woken_when_that_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both sleep on the same word; the visitor takes its ASLEEP back, and no sender would wake the thread then."""
-    sleep, has_visitor, fell_asleep = module._Bed.sleep, threading.Event(), threading.Event()
+    sleep, is_polled, fell_asleep = module._Sleeper.sleep, threading.Event(), threading.Event()
 
-    def late(bed: Any, timeout_s: float) -> None:
-        if isinstance(threading.current_thread(), module.LetterThread) and not has_visitor.is_set():
-            has_visitor.wait(WAIT_S)
+    def late(sleeper: Any, timeout_s: float) -> None:
+        if isinstance(threading.current_thread(), module.MailboxThread) and not is_polled.is_set():
+            is_polled.wait(WAIT_S)
             fell_asleep.set()
-        sleep(bed, timeout_s)
+        sleep(sleeper, timeout_s)
 
     monkeypatch.setattr(module, "IDLE_S", 2 * WAIT_S)
     ranks = Ranks()
-    letters = ranks.letters(1)
+    letters = ranks.mailbox(1)
     wait_until(lambda: letters._attention[0] == module._ASLEEP)
-    monkeypatch.setattr(module._Bed, "sleep", late)
+    monkeypatch.setattr(module._Sleeper, "sleep", late)
     assert send(ranks, 1)  # it reads this, and is about to sleep anew
     wait_until(lambda: transfers(ranks) == [1] and letters._attention[0] == module._ASLEEP)
 
-    def visitor_sleeps(bed: Any, timeout_s: float) -> None:
+    def visitor_sleeps(sleeper: Any, timeout_s: float) -> None:
         if threading.current_thread() is threading.main_thread():
-            has_visitor.set()
+            is_polled.set()
             fell_asleep.wait(WAIT_S)
             time.sleep(0.01)  # until the other one is in the kernel; if it is not, nothing is tested
-        late(bed, min(timeout_s, 0.001))
+        late(sleeper, min(timeout_s, 0.001))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._Bed, "sleep", visitor_sleeps)
-        letters.visit(lambda: fell_asleep.is_set(), time.monotonic() + WAIT_S, NoWork())
+        patch.setattr(module._Sleeper, "sleep", visitor_sleeps)
+        letters.poll_until(lambda: fell_asleep.is_set(), time.monotonic() + WAIT_S, NoWork())
     assert send(ranks, 2)
     wait_until(lambda: transfers(ranks) == [1, 2])
     for rank in range(2):
-        thread = ranks.letters(rank).close()
+        thread = ranks.mailbox(rank).close()
         assert thread is not None
         thread.join(WAIT_S)
 
 
 def test_a_thread_that_is_stopped_just_before_it_sleeps_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_duty, holds, go_on = Letters.begin_duty, threading.Event(), threading.Event()
+    begin_duty, holds, go_on = Mailbox.begin_duty, threading.Event(), threading.Event()
 
-    def late(letters: Letters, bed: Any) -> bool:
+    def late(letters: Mailbox, sleeper: Any) -> bool:
         holds.set()
         go_on.wait(WAIT_S)
-        return begin_duty(letters, bed)
+        return begin_duty(letters, sleeper)
 
     monkeypatch.setattr(module, "IDLE_S", 2 * WAIT_S)
-    monkeypatch.setattr(Letters, "begin_duty", late)
-    letters = Ranks().letters(1)
+    monkeypatch.setattr(Mailbox, "begin_duty", late)
+    letters = Ranks().mailbox(1)
     assert holds.wait(WAIT_S)
     thread = letters.close()
     go_on.set()
@@ -449,12 +449,12 @@ def test_a_thread_that_is_stopped_just_before_it_sleeps_ends_at_once(monkeypatch
 
 
 def test_a_child_by_fork_leaves_the_letters_to_its_parent(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = ranks.letters(1)
+    letters = ranks.mailbox(1)
     assert send(ranks, 1)
     letters._attention[0] = module._ASLEEP
     with monkeypatch.context() as child:
         child.setattr(forks, "generation", forks.generation + 1)
-        assert not letters.visit(lambda: False, time.monotonic() + WAIT_S, NoWork())
+        assert not letters.poll_until(lambda: False, time.monotonic() + WAIT_S, NoWork())
         assert not letters.poll()
         assert not send(ranks, 2)
         letters.finish()
@@ -467,7 +467,7 @@ def test_a_child_by_fork_leaves_the_letters_to_its_parent(ranks: Ranks, monkeypa
 
 def test_the_word_changes_by_the_steps_of_the_table_alone(attended: Ranks) -> None:
     """Which the model in test_mailbox_model.py takes its words from."""
-    letters = attended.letters(1)
+    letters = attended.mailbox(1)
     written: list[int] = []
 
     class Words:
@@ -480,6 +480,6 @@ def test_the_word_changes_by_the_steps_of_the_table_alone(attended: Ranks) -> No
 
     word, letters._attention = letters._attention, Words()  # type: ignore[assignment]
     assert send(attended, 1)
-    letters.visit(lambda: transfers(attended) == [1], time.monotonic() + WAIT_S, NoWork())
+    letters.poll_until(lambda: transfers(attended) == [1], time.monotonic() + WAIT_S, NoWork())
     assert set(written) <= set(module.AFTER.values())
-    assert written[-1] in (module.AFTER["end visit"], module.AFTER["begin duty"])
+    assert written[-1] in (module.AFTER["end poll"], module.AFTER["begin duty"])

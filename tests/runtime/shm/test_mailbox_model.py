@@ -77,7 +77,7 @@ def locked(s: State, lock: str, me: str, then: str) -> Moves:
 
 
 def polls(s: State, me: str, at: str, rules: frozenset[str], then: str) -> Moves:
-    """:meth:`Letters.poll`, its steps named ``poll...``; goes on at ``then``."""
+    """:meth:`Mailbox.poll`, its steps named ``poll...``; goes on at ``then``."""
     match at:
         case "poll":
             return [moved(s, {me: "poll try", "look_again": True, f"{me}_found": False})]
@@ -99,7 +99,7 @@ def polls(s: State, me: str, at: str, rules: frozenset[str], then: str) -> Moves
 
 
 def nudges(s: State, me: str, at: str, then: str) -> Moves:
-    """:meth:`Letters.nudge`."""
+    """:meth:`Mailbox.nudge`."""
     match at:
         case "nudge":
             return [moved(s, {me: "nudge lock" if s.has_visitor else then})]
@@ -114,7 +114,7 @@ def nudges(s: State, me: str, at: str, then: str) -> Moves:
 
 
 def sender(s: State, rules: frozenset[str]) -> Moves:
-    """:meth:`Letters.put` and :meth:`Letters.call`, of another process."""
+    """:meth:`Mailbox.put` and :meth:`Mailbox.call`, of another process."""
     match s.sender:
         case "write" if s.sent == s.letters or s.attention == _CLOSED:
             return [s._replace(sender="end")]
@@ -132,7 +132,7 @@ def sender(s: State, rules: frozenset[str]) -> Moves:
 
 
 def thread(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - a table of steps
-    """:meth:`LetterThread.run`."""
+    """:meth:`MailboxThread.run`."""
     match s.thread:
         case "begin":
             return [s._replace(thread="end lock") if s.stop else s._replace(thread="loop", on_duty=True)]
@@ -176,7 +176,7 @@ def thread(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - a
 
 
 def visitor(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - a table of steps
-    """:meth:`Letters.visit`."""
+    """:meth:`Mailbox.poll_until`."""
     match s.visitor:
         case "enter" if s.visits == s.max_visits:
             return [s._replace(visitor="ended")]
@@ -185,7 +185,7 @@ def visitor(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - 
         case "be there":
             return [s._replace(visitor="begin", has_visitor=True)]
         case "begin":
-            return [s._replace(visitor="count", attention=AFTER["begin visit"])]
+            return [s._replace(visitor="count", attention=AFTER["begin poll"])]
         case "count":
             return [s._replace(visitor="wake thread", visits=s.visits + 1, attending="")]
         case "wake thread":
@@ -212,7 +212,7 @@ def visitor(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - 
         case "leave":
             return [s._replace(visitor="leave write", has_visitor=False)]
         case "leave write":
-            attention = AFTER["end visit" if s.has_thread else "end"]
+            attention = AFTER["end poll" if s.has_thread else "end"]
             return [s._replace(visitor="leave wake", attention=attention, attending="")]
         case "leave wake":
             wakes = s.on_duty and "visit wakes thread" in rules
@@ -226,7 +226,7 @@ def visitor(s: State, rules: frozenset[str]) -> Moves:  # noqa: C901, PLR0912 - 
 
 
 def closer(s: State, rules: frozenset[str]) -> Moves:
-    """All collectives end with an error, then :meth:`Letters.close`."""
+    """All collectives end with an error, then :meth:`Mailbox.close`."""
     match s.closer:
         case "begin":
             return [s._replace(closer="nudge", is_closing=True)]
