@@ -133,7 +133,7 @@ NO_UPDATE = "no update came before the round ended"
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 Entry = tuple[_Number, _Number, _Number, _Number, Annotated[str, Field(max_length=MAX_TEXT)], _Number]
-"""A client in a checkpoint: its id, and the attributes of its :class:`Participant`."""
+"""A client in a checkpoint: its id, and the attributes of its :class:`ParticipationRecord`."""
 
 
 @dataclass(slots=True)

@@ -123,7 +123,7 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
 
 async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = (None, None)) -> float:
     """Seconds from opening two buses of a job in this process to a sealed word that has gone both ways. ``ranks``: as
-    for :func:`.buses.open_bus`."""
+    for :func:`~gradbus.experiments.buses.open_bus`."""
     settings = settings.model_copy(update={"job": f"doctor-{secrets.token_hex(4)}"})
     started_s = time.monotonic()
     buses = [open_bus(settings, rank=rank) for rank in ranks]

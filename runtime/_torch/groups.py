@@ -33,7 +33,7 @@ log = get_logger("torch")
 
 
 def acquire_bus(store: Store, rank: int) -> background.BusThread:
-    """The bus of all processes of a store; :func:`.background.release` gives it back.
+    """The bus of all processes of a store; :func:`~gradbus.runtime.bus.background.release` gives it back.
 
     The number of its job lies under all prefixes of the store: process groups that were made apart, and meet in a third
     one later, must be on one bus.

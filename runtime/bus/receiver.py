@@ -109,7 +109,7 @@ class Receiver:
 
     @property
     def writers(self) -> Sequence[Writer]:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         return self._endpoints.writers
 
     # From any thread
@@ -122,7 +122,7 @@ class Receiver:
     add_writer = add
 
     def add_reader(self, reader: Reader) -> None:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self.add(Channel(reader, _not_handed_over, take=_not_handed_over))
 
     def remove(self, endpoint: Channel | Writer, then: Callable[[], None]) -> None:
@@ -136,11 +136,11 @@ class Receiver:
         self.thread.wake()
 
     def take_again(self) -> None:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self.thread.wake()
 
     def add_periodic(self, periodic: Periodic) -> None:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self.thread.add_periodic(periodic)
 
     def consumed(self, channel: Channel, count: int) -> None:
@@ -158,15 +158,15 @@ class Receiver:
     # On the thread
 
     def call_within(self, periodic: Periodic, seconds: float) -> None:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self.thread.call_within(periodic, seconds)
 
     def rematched(self) -> None:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self._post(self._on_matched)
 
     def block_writers(self, sources: Collection[int], why: str) -> None:
-        """See :class:`.dds.participant.IoThread`."""
+        """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self._report_gone(self._liveness.block_writers(sources, why))
 
     def _handle(self, numbers: list[int]) -> bool:

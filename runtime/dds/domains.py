@@ -250,7 +250,7 @@ def made_by_dds(what: str) -> Iterator[None]:
     """Around calls of DDS that make something. ``what`` it is, for the error.
 
     Raises:
-        BusError: instead of what the binding or :mod:`.ddsc` raises.
+        BusError: instead of what the binding or :mod:`.libddsc` raises.
     """
     try:
         yield

@@ -5,7 +5,7 @@ two ranks over DDS that was a seventh of all processor time. Topics of Cyclone's
 Cyclone compares types. What is on the wire, and the type that discovery tells of, are the same, so both kinds talk with
 each other.
 
-The binding cannot read or write them: samples go through :mod:`.ddsc`.
+The binding cannot read or write them: samples go through :mod:`.libddsc`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Writer:
         return True
 
     def readers(self, known: Mapping[int, MatchedReader]) -> dict[int, MatchedReader]:
-        """See :func:`.ddsc.matched_readers`."""
+        """See :func:`.libddsc.matched_readers`."""
         return libddsc.matched_readers(self.entity, known)
 
     @property

@@ -21,7 +21,7 @@ class SealedNode(Node):
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None, seal: SessionCipher
     ) -> None:
-        """See :class:`.dds.Node`."""
+        """See :class:`~gradbus.runtime.dds.participant.Node`."""
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
         self.seal = seal
         self.needs_crc = False  # the tag of the envelope tells as well, and a checksum takes longer than sealing

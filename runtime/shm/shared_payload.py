@@ -1,6 +1,6 @@
 """Payloads that processes of one machine hand to each other in memory: written once, and sealed against any change.
 
-The bytes of an update or a model lie in a memfd (see :mod:`.shared_memory`) that the kernel lets nobody write to any
+The bytes of an update or a model lie in a memfd (see :mod:`.segment`) that the kernel lets nobody write to any
 more, its owner included. So they need no copy and no checksum: what a reader has checked is what it uses, and a payload
 that can be opened is all there, for it was sealed before anybody was told of it. Over DDS goes only where it lies.
 """

@@ -57,7 +57,7 @@ class FaultInjector:
         log.warning("faults are switched on", rules=[str(rule) for rule in self.faults.rules])
 
     def make_writer(self, topic: Topic, entity: Any, fast: bool) -> Writer:
-        """A writer for an entity, in place of :class:`.dds.participant.Writer`."""
+        """A writer for an entity, in place of :class:`~gradbus.runtime.dds.participant.Writer`."""
         return _FaultyWriter(topic, entity, fast, faults=self.faults, late=self._late)
 
     def close(self) -> None:

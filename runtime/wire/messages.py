@@ -79,7 +79,7 @@ class Control:
     Attributes:
         number: 32 bits: among those of its bus, and so of its sender. One that had to wait for DDS is overtaken by the
             next: who keeps only the newest of a kind asks :func:`is_later`.
-        process: that its sender is in, as :mod:`.peer_processes` names it; empty: it does not say.
+        process: that its sender is in, as :mod:`~gradbus.runtime.dds.peer_processes` names it; empty: it does not say.
     """
 
     sender: int
@@ -96,8 +96,8 @@ def is_later(number: int, than: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """Local event: the process that this peer sent from has ended or has left the bus (:mod:`.liveness` has how that is
-    known), or, with ``why``, it is shut out."""
+    """Local event: the process that this peer sent from has ended or has left the bus (how that is known:
+    :mod:`~gradbus.runtime.bus.liveness`), or, with ``why``, it is shut out."""
 
     sender: int
     incarnation: int

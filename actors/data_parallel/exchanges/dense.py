@@ -17,7 +17,7 @@ from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
 class DenseExchange:
-    """``torch.optim.SGD`` on the mean of all ranks' gradients. See :class:`.exchange.Exchange`.
+    """``torch.optim.SGD`` on the mean of all ranks' gradients. See :class:`.base.Exchange`.
 
     Bits are those of one process that adds up the gradients in rank order, multiplies by 1 / active and steps. A
     parameter that no rank has a gradient for counts as one with a gradient of zero: momentum and weight decay go on.

@@ -32,7 +32,7 @@ def warmup_schedule(config: DataParallelConfig) -> tuple[float, ...]:
 
 
 class DgcExchange:
-    """DGC, and its optimizer without a momentum of its own. See :class:`.exchange.Exchange`.
+    """DGC, and its optimizer without a momentum of its own. See :class:`.base.Exchange`.
 
     A rank without data sends its residual. The gradients of the others are multiplied by world / active before they
     are accumulated, so that their mean over the world is the mean over those that have data, and the residual of

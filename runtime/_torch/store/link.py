@@ -51,7 +51,7 @@ class Address:
 
     @property
     def number(self) -> str:
-        """Of the bus that its processes share: see :func:`.background.numbered_job`."""
+        """Of the bus that its processes share: see :func:`~gradbus.runtime.bus.background.numbered_job`."""
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
 

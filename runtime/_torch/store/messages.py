@@ -94,7 +94,7 @@ class Request:
 
     Attributes:
         id: counts the requests of this process. open: those up to this one that wait for their answers.
-        op: what to do. keys, values, number: with what; see :mod:`.store_table`.
+        op: what to do. keys, values, number: with what; see :mod:`.table`.
         wait_s: how long to wait for what is not there.
     """
 

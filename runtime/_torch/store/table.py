@@ -1,6 +1,6 @@
 """The table of a store: keys, values and queues, and those who wait for them. No I/O, no clock, no threads.
 
-Operations, by name in :class:`.store_messages.Request`, with what torch's own stores make of them:
+Operations, by name in :class:`.messages.Request`, with what torch's own stores make of them:
 
 - ``set`` keys to values; ``append`` them to what is there.
 - ``get``: values, as many from the first key on as fit into a message; waits for all the keys.
