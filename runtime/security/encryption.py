@@ -128,7 +128,7 @@ class PskKeys:
 
 
 class OutboundEnvelope:
-    """One envelope to be written. Implements :class:`.participant.Envelope`."""
+    """One envelope to be written. Implements ``participant.Envelope``."""
 
     __slots__ = ("_context", "_encryptor", "_key", "_plain", "counter", "header", "size")
 
@@ -144,18 +144,18 @@ class OutboundEnvelope:
         self.size = size
 
     def seal_into(self, room: memoryview) -> None:
-        """See :class:`.participant.Envelope`. The GIL is free meanwhile."""
+        """See ``participant.Envelope``. The GIL is free meanwhile."""
         # What is small before the payload goes in one piece: each has a price of its own.
         parts = self._plain if len(self._plain) < 3 else (b"".join(self._plain[:-1]), self._plain[-1])
         self._key.encrypt_parts_into(envelope.nonce(self.counter), parts, self._context, room)
 
     def octets(self) -> bytes:
-        """See :class:`.participant.Envelope`."""
+        """See ``participant.Envelope``."""
         sealed = self._key.encrypt(envelope.nonce(self.counter), b"".join(self._plain), self._context)
         return self.header + sealed
 
     def written(self) -> None:
-        """See :class:`.participant.Envelope`."""
+        """See ``participant.Envelope``."""
         self._encryptor.note_written(self.counter)
 
 

@@ -140,7 +140,7 @@ class Admission:
     def seal(self, topic: str, parts: Sequence[Any], to: int | None) -> OutboundEnvelope | None:
         """Return an envelope for all members, or for the node of client ``to``; None: that node is no member.
 
-        Ranks use :class:`.SessionCipher` alone: two counters under one key would repeat a nonce.
+        Ranks use ``SessionCipher`` alone: two counters under one key would repeat a nonce.
         """
         if self.ranks is not None:
             raise RuntimeError("a job of ranks encrypts with SessionCipher alone: a nonce would be used twice")

@@ -1,6 +1,6 @@
 """Carries the join protocol over DDS: beacons, join messages and the timer that drives both sides.
 
-Everything runs on the receive thread of the bus. The messages that :class:`.Admission` and :class:`.JoinClient` return
+Everything runs on the receive thread of the bus. The messages that ``Admission`` and ``JoinClient`` return
 are written here.
 """
 

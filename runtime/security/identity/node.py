@@ -72,7 +72,7 @@ class IdentityNode(Node):
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
         party: Admission | JoinClient, start: Callable[[IdentityNode, IoThread], None],
     ) -> None:  # fmt: skip
-        """See :class:`.dds.Node`. ``start`` begins joining once there is a receive thread."""
+        """See ``dds.Node``. ``start`` begins joining once there is a receive thread."""
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
         self.needs_crc = False  # the tag of the envelope tells as well
         self.party = party
@@ -92,7 +92,7 @@ class IdentityNode(Node):
         ForeignReaders(self, thread, self.members, knows_all=isinstance(self.party, Admission))
 
     def members(self) -> set[bytes] | None:
-        """See :class:`.foreign_readers.Members`. A client knows the controller alone, and sends nothing to others: slow
+        """See ``foreign_readers.Members``. A client knows the controller alone, and sends nothing to others: slow
         readers of other clients are excluded for a while."""
         if isinstance(self.party, Admission):
             return self.party.participants

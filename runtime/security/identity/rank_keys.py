@@ -51,7 +51,7 @@ class RankKeys:
 
     @property
     def is_in(self) -> bool:
-        """See :class:`.encryption.Keys`."""
+        """See ``encryption.Keys``."""
         return self._current is not None and not self._is_shut
 
     def shut(self) -> None:
@@ -60,14 +60,14 @@ class RankKeys:
 
     @property
     def current(self) -> SharedKey:
-        """See :class:`.encryption.SealingKeys`. Requires :attr:`is_in`."""
+        """See ``encryption.SealingKeys``. Requires :attr:`is_in`."""
         key = self._current
         if key is None:
             raise RuntimeError("sealed before this process was let in: a writer has been used that is not matched yet")
         return key
 
     def of(self, header: EnvelopeHeader) -> SharedKey:
-        """See :class:`.encryption.Keys`. Raises FrameError: ``other level``, ``no key``, ``other key``."""
+        """See ``encryption.Keys``. Raises FrameError: ``other level``, ``no key``, ``other key``."""
         key, following = self._current, self._next
         if key is None or key.key_id != header.key_id:
             if header.level != envelope.GROUP:
@@ -86,18 +86,18 @@ class RankKeys:
         return key
 
     def has(self, key_id: bytes) -> bool:
-        """See :class:`.encryption.Keys`."""
+        """See ``encryption.Keys``."""
         known = (self._current, None if self._next is None else self._next.key)
         return key_id in self._former or any(key is not None and key.key_id == key_id for key in known)
 
     def admits(self, key: Key) -> bool:
-        """See :class:`.encryption.Keys`. With the newest key alone, as soon as it is here: who was removed has the one
+        """See ``encryption.Keys``. With the newest key alone, as soon as it is here: who was removed has the one
         before, and could come as somebody new."""
         following = self._next
         return key is (self._current if following is None else following.key)
 
     def heard(self, key: Key, session: bytes) -> None:
-        """See :class:`.encryption.Keys`: if it is the giver with the next one, its time has come."""
+        """See ``encryption.Keys``: if it is the giver with the next one, its time has come."""
         following = self._next
         if following is not None and following.by_word and key is following.key and session == following.issuer:
             self._heard_next = True

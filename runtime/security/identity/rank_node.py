@@ -102,7 +102,7 @@ class RankNode(SealedNode):
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
         party: Admission | JoinClient, keys: RankKeys, start: Callable[[RankNode, IoThread], None],
     ) -> None:  # fmt: skip
-        """See :class:`.dds.Node`. ``start`` begins joining once there is a receive thread."""
+        """See ``dds.Node``. ``start`` begins joining once there is a receive thread."""
         seal = SessionCipher(partition, keys, party.session)
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast, seal=seal)
         self.party = party

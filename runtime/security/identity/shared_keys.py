@@ -31,7 +31,7 @@ _LAST_GENERATION = 1  # of a key that is shared with all: its epoch ends after 2
 
 @dataclass(slots=True, eq=False)
 class SharedKey:
-    """A secret that stream keys derive from, as :class:`.encryption.StreamEncryptor` needs it.
+    """A secret that stream keys derive from, as ``encryption.StreamEncryptor`` needs it.
 
     Attributes:
         level: GROUP or MEMBER.
@@ -50,7 +50,7 @@ class SharedKey:
 
     @property
     def current(self) -> SharedKey:
-        """This key itself, see :class:`.encryption.SealingKeys`."""
+        """This key itself, see ``encryption.SealingKeys``."""
         return self
 
     def check(self, header: EnvelopeHeader) -> None:
@@ -151,6 +151,6 @@ class InboundStreams:
 
 
 def opened_header(data: Any) -> tuple[EnvelopeHeader, memoryview]:
-    """Return header and bytes of an envelope. Raises FrameError: see :func:`.envelope.parse`."""
+    """Return header and bytes of an envelope. Raises FrameError: see ``envelope.parse``."""
     view = memoryview(data).cast("B")
     return envelope.parse(view), view
