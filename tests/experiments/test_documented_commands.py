@@ -46,6 +46,7 @@ ELSEWHERE = {
     ),
     "tests/experiments/run/test_status.py": ("gradbus status *",),
     "tests/experiments/test_history.py": ("gradbus check *",),
+    "tests/experiments/test_settings_reference.py": ("gradbus config *",),
     "tests/experiments/examples/test_embedding_program.py": ("python -m gradbus.experiments.examples.embed_aiohttp *",),
     "tests/experiments/test_flows.py": ("make demo", "GRADBUS_FAIL_AT=*"),
     "tests/runtime/testing/test_faults.py": ("GRADBUS_BUS__FAULTS=*",),
