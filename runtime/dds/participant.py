@@ -310,6 +310,9 @@ class Node:
         self.topics = domains.Topics(self.participant, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
         self._writers: set[Writer] = set()
+        self._readers: set[Reader] = set()
+        self._publisher: Any = None
+        self._subscriber: Any = None
         self._is_open = True
         self._made_in = forks.generation
         self.leaves_machine = leaves_machine(xml)
@@ -414,8 +417,13 @@ class Node:
             entity.set_status_mask(DDSStatus.SubscriptionMatched)
             reader = Reader(topic, entity, self.fast)
             undo.pop_all()
-        reader.deleted = partial(self.topics.leave, topic.name)
+        reader.deleted = partial(self._forget_reader, reader)
+        self._readers.add(reader)
         return reader
+
+    def _forget_reader(self, reader: Reader) -> None:
+        self._readers.discard(reader)
+        self.topics.leave(reader.topic.name)
 
     def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
         return (native_topics.CTopic if self.fast else DdsTopic)(participant, name, idl_type)
@@ -435,12 +443,28 @@ class Node:
         if not self._is_open or self._made_in != forks.generation:
             return
         self._is_open = False
-        _delete_together(list(self._writers))
         for entity in reversed(self._made):
+            if entity is self._subscriber:
+                _delete_readers(list(self._readers))
+            if entity is self._publisher:
+                _delete_together(list(self._writers))
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
+
+
+def _delete_readers(readers: Sequence[Reader]) -> None:
+    """Delete readers, all at the same time and before any writer.
+
+    DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits for that
+    thread. Nobody takes samples any more: one after the other, the first would wait for the last for ever.
+    """
+    if readers:
+        with ThreadPoolExecutor(len(readers), "gradbus-delete") as pool:
+            list(pool.map(lambda reader: domains.delete(reader.entity), readers))
+    for reader in readers:
+        reader.deleted()
 
 
 def _delete_together(writers: Sequence[Writer]) -> None:
