@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -264,7 +264,7 @@ class IoThread(Protocol):
         """Watch for changes of the writer's matched readers."""
 
     def add_reader(self, reader: Reader) -> None:
-        """Take the samples of a reader that uses them itself, in ``take`` or ``typed``, and hands none over."""
+        """Take the samples of a reader that uses them itself, in ``take`` or ``decode``, and hands none over."""
 
     def take_again(self) -> None:
         """Take from all readers again: some hold samples that DDS does not know of."""
@@ -460,11 +460,7 @@ def _delete_readers(readers: Sequence[Reader]) -> None:
     DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits for that
     thread. Nobody takes samples any more: one after the other, the first would wait for the last for ever.
     """
-    if readers:
-        with ThreadPoolExecutor(len(readers), "gradbus-delete") as pool:
-            list(pool.map(lambda reader: domains.delete(reader.entity), readers))
-    for reader in readers:
-        reader.deleted()
+    _delete_at_once(readers)
 
 
 def _delete_together(writers: Sequence[Writer]) -> None:
@@ -473,9 +469,23 @@ def _delete_together(writers: Sequence[Writer]) -> None:
     late = [writer for writer in writers if not writer.wait_for_acks(0.0)]
     for writer in set(writers).difference(late):
         writer.delete()
-    if late:
-        with ThreadPoolExecutor(min(len(late), MAX_DELETING), "gradbus-delete") as pool:
-            list(pool.map(lambda writer: writer.delete(), late))
+    for start in range(0, len(late), MAX_DELETING):
+        _delete_at_once(late[start : start + MAX_DELETING])
+
+
+def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
+    """Delete readers or writers, each on a thread of its own. No executor does it: that refuses work while the
+    interpreter ends, which is when some programs close their last bus."""
+    threads = [
+        threading.Thread(target=domains.delete, args=(one.entity,), name="gradbus-delete", daemon=True)
+        for one in endpoints
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in endpoints:  # what they call is for one thread at a time
+        one.deleted()
 
 
 class Waiter:

@@ -45,6 +45,7 @@ def test_every_thread_that_the_runtime_starts_is_named(root: Path, page: str) ->
         "gradbus-write",
         "gradbus-processes",
         "gradbus-close",
+        "gradbus-delete",
         "gradbus-late",
         "gradbus-{name}",
     }

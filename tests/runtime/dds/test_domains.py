@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -189,3 +191,27 @@ def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_te
     finally:
         domains.release(participant, job("first"))
     assert len(set(partitions)) == 2
+
+
+CLOSES_LATE = """
+import os, threading
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.security.identity.join_transport import JOIN
+
+node = Node(domain_id=DOMAIN, partition=f"late-{os.getpid()}", network=NetworkConfig())
+node.topic_reader(JOIN)
+
+def close():
+    threading.main_thread().join()
+    node.close()
+    print("closed")
+
+threading.Thread(target=close).start()
+"""
+
+
+def test_a_participant_can_be_closed_while_the_interpreter_ends() -> None:
+    program = CLOSES_LATE.replace("DOMAIN", str(DOMAIN))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("closed\n", "")
