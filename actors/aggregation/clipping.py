@@ -31,7 +31,7 @@ _BLOCK_ELEMS = 30 * 1024  # stays in the cache
 
 
 def l2_norm(vector: Tensor) -> float:
-    """Of a float32 vector on the CPU; infinite or NaN where it is too large or not finite."""
+    """Return the L2 norm of a float32 vector on the CPU; infinite or NaN where it is too large or not finite."""
     values = vector.detach().numpy()
     blocks = (values[start : start + _BLOCK_ELEMS] for start in range(0, len(values), _BLOCK_ELEMS))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -79,21 +79,21 @@ class SampleCap:
 
     @property
     def is_settled(self) -> bool:
-        """Whether updates can be weighed now."""
+        """Whether the cap is known, so that updates can be weighted."""
         return self._times is None or self.cap is not None
 
     def clients(self, announced: Mapping[int, int]) -> int:
-        """Of how many clients the samples are known, with these offers."""
+        """Return for how many clients the number of samples is known, the announced ones included."""
         return len(self._known.keys() | announced.keys())
 
     def settle(self, announced: Mapping[int, int]) -> None:
-        """Too little is known of earlier rounds: by these offers as well, then; samples of each client."""
+        """Set the cap where earlier rounds do not suffice, by ``announced`` as well: the samples of each client."""
         ordered = sorted({**self._known, **announced}.values())
         if not self.is_settled and self._times is not None and ordered:
             self.cap = max(1, int(self._times * ordered[(len(ordered) - 1) // 2]))
 
     def weight(self, num_samples: int) -> int:
-        """What an update of so many samples counts as."""
+        """Return the weight of an update of ``num_samples``: that number, at most the cap."""
         return num_samples if self.cap is None else min(num_samples, self.cap)
 
 

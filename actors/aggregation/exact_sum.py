@@ -111,7 +111,7 @@ class ExactMean:
         return self._integers[:size].copy_(scaled)
 
     def _round_small(self, scaled: Tensor) -> Tensor:
-        """The same for values below 2^51, in place."""
+        """Round the values in place, as :meth:`_round` does; they must be below 2^51."""
         scaled.add_(_ROUNDER)
         return self._scratch_bits[: scaled.numel()].sub_(_ROUNDER_BITS)
 

@@ -66,7 +66,7 @@ class ClientRecord:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the user's own code runs in it, as it reported last."""
+        """Whether the client last reported that it runs the user's own code, and is not suspected dead."""
         return self.hello.phase in BUSY_PHASES and not self.is_doubted
 
 
