@@ -211,9 +211,11 @@ class Participation:
         return f"expected {times}; in round {participant.round_id}: {participant.reason}"
 
     def state(self) -> list[Entry]:
-        """What a restart has to know, for JSON. From any thread: clients may be turned away meanwhile."""
-        known = list(self._known.items())
-        return [(i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in known]
+        """Return what a restart needs, for JSON. From any thread: clients may be turned away meanwhile."""
+        # A copy makes no object for each item. ``list(items())`` does, which may start the garbage collector and with it
+        # another thread, in the midst of the iteration.
+        known = self._known.copy()
+        return [(i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in known.items()]
 
     def load_state(self, state: Iterable[Entry]) -> None:
         """Put back what :meth:`state` gave."""

@@ -255,7 +255,8 @@ class SessionCipher:
     @property
     def retained(self) -> dict[str, int]:
         """The oldest counter that DDS may still have, of each topic that it retains."""
-        oldest = {name: encryptor.oldest for name, encryptor in list(self._encryptors.items())}
+        encryptors = self._encryptors.copy()  # makes no object for each item: other threads may add one
+        oldest = {name: encryptor.oldest for name, encryptor in encryptors.items()}
         return {name: counter for name, counter in oldest.items() if counter is not None}
 
     def decryptor(self, topic: str, *, ignores_own: bool) -> StreamDecryptor:

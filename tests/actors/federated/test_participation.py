@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
+import time
 
 from gradbus.actors.federated.participation import MAX_REFUSED, NO_UPDATE, Participation
 
@@ -60,8 +62,13 @@ def test_clients_may_be_turned_away_while_its_state_is_written() -> None:
         except RuntimeError as error:  # dictionary changed size during iteration
             failed.append(error)
 
-    interval_s = sys.getswitchinterval()
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0)  # other threads go on while the garbage collector has its callbacks called
+
+    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
+    gc.callbacks.append(collecting)
+    gc.set_threshold(50)
     try:
         writer = threading.Thread(target=write)
         writer.start()
@@ -69,6 +76,8 @@ def test_clients_may_be_turned_away_while_its_state_is_written() -> None:
             if (client_id := next(newcomers, None)) is not None:
                 participation.note_refused(client_id, "no")
     finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collecting)
         sys.setswitchinterval(interval_s)
         writer.join()
     assert failed == []
