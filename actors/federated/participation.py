@@ -212,8 +212,8 @@ class Participation:
 
     def state(self) -> list[Entry]:
         """Return what a restart needs, for JSON. From any thread: clients may be turned away meanwhile."""
-        # A copy makes no object for each item. ``list(items())`` does, which may start the garbage collector and with it
-        # another thread, in the midst of the iteration.
+        # A copy makes no object for each item. ``list(items())`` does, which may start the garbage collector and with
+        # it another thread, in the midst of the iteration.
         known = self._known.copy()
         return [(i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in known.items()]
 
