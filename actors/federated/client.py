@@ -36,13 +36,13 @@ from gradbus.runtime.user_errors import traceback_with_place, user_error
 from gradbus.runtime.wire.control import (
     FROZEN_ROUND,
     PROTOCOL,
-    Bye,
-    Failed,
     Hello,
-    ModelHere,
-    NeedModel,
+    ModelAvailable,
+    ModelRequest,
     Refused,
+    RunEnded,
     Status,
+    TrainingFailure,
     Welcome,
 )
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey
@@ -231,17 +231,17 @@ class Client:
                 group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
             case _ if isinstance(body, ANSWERS) and (body.to, body.incarnation) == me:
                 self._sender.on_answer(body, group)
-            case ModelHere() if (
+            case ModelAvailable() if (
                 session == current.incarnation and (key := self._memory.expect(session, body)) is not None
             ):
                 name = f"client-{self.client_id}-model"
                 self._memory.note(group.create_task(self._read_model(key, body), name=name))
-            case Bye() if body.run_id == current.run_id and body.ok:
+            case RunEnded() if body.run_id == current.run_id and body.ok:
                 current.ended = body
                 self._memory.end()
                 self._compute.stop_current()
                 self._sender.interrupt()
-            case Bye() if body.run_id == current.run_id and body.final:
+            case RunEnded() if body.run_id == current.run_id and body.final:
                 raise self._ended_by_failure(body)
             case _:
                 pass
@@ -251,7 +251,7 @@ class Client:
         if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
             self._changed.set()
 
-    async def _read_model(self, key: FrameKey, notice: ModelHere) -> None:
+    async def _read_model(self, key: FrameKey, notice: ModelAvailable) -> None:
         payload = await self._memory.read(key, notice)
         if payload is not None:
             await self._take_model(key, payload)
@@ -309,7 +309,7 @@ class Client:
                 asked_s = time.monotonic()
                 transfer, seqs = self._frozen.missing(FROZEN_ROUND)
                 with contextlib.suppress(BusError):
-                    await self._bus.publish(self._identity, NeedModel(welcome.run_id, FROZEN_ROUND, transfer, seqs))
+                    await self._bus.publish(self._identity, ModelRequest(welcome.run_id, FROZEN_ROUND, transfer, seqs))
             else:
                 await self._wait(ask_at_s - time.monotonic())
         vector = self._frozen.vector
@@ -329,7 +329,7 @@ class Client:
             if time.monotonic() >= ask_at_s:
                 asked_s = time.monotonic()
                 transfer, seqs = self._replica.missing(command.round_id - 1)
-                need = NeedModel(welcome.run_id, command.round_id - 1, transfer, seqs)
+                need = ModelRequest(welcome.run_id, command.round_id - 1, transfer, seqs)
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, need)
             else:
@@ -375,10 +375,10 @@ class Client:
         if receipt.accepted:
             self._rounds += 1
             current.counted(round_id, session)
-            offer = update.offer
+            request = update.request
             log.info(
-                "round done", client=self.client_id, round=round_id, samples=offer.num_samples,
-                loss=round(offer.loss, 6) if math.isfinite(offer.loss) else None,
+                "round done", client=self.client_id, round=round_id, samples=request.num_samples,
+                loss=round(request.loss, 6) if math.isfinite(request.loss) else None,
                 seconds=round(time.monotonic() - began_s, 3), bytes=self._sender.bytes_up - sent_before,
             )  # fmt: skip
         else:
@@ -405,10 +405,10 @@ class Client:
         sent = text[-8000:] if self._config.report_failures else type(error).__name__
         if current.command is command:
             reason = error.reason if isinstance(error, NonFiniteResult) else TRAINING_FAILED
-            current.failure = Failed(welcome.run_id, command.round_id, sent, reason)
+            current.failure = TrainingFailure(welcome.run_id, command.round_id, sent, reason)
             await self._heartbeat.send_hello()
 
-    def _ended_by_failure(self, end: Bye) -> TrainingFailed:
+    def _ended_by_failure(self, end: RunEnded) -> TrainingFailed:
         if not self._failure:
             return TrainingFailed(f"the run has ended: {plain_line(end.reason)}")
         return TrainingFailed(

@@ -60,7 +60,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
-from gradbus.runtime.wire.control import Failed
+from gradbus.runtime.wire.control import TrainingFailure
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, TrainCmd, new_incarnation
 
@@ -319,7 +319,7 @@ class Controller:
         self._monitor.client_left()
         self._changed()
 
-    def client_failed(self, client_id: int, report: Failed) -> None:
+    def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         round_id = report.round_id
         if self._round is None or self._round.round_id != round_id or client_id not in self._round.open:
             return  # known already: it is repeated until the next command

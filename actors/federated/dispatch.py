@@ -23,7 +23,7 @@ from gradbus.runtime.bus.bus import Subscription
 from gradbus.runtime.errors import BusClosed, GradbusError, JobTaken
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
-from gradbus.runtime.wire.control import Failed, Hello, Leave, NeedModel, Offer, Refused, Welcome
+from gradbus.runtime.wire.control import Hello, Leave, ModelRequest, Refused, TrainingFailure, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, PeerGone
 
@@ -75,7 +75,7 @@ class RoundEvents(Protocol):
     def membership_changed(self) -> None:
         """Some client has come, gone, fallen silent or become ready."""
 
-    def client_failed(self, client_id: int, report: Failed) -> None:
+    def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         """A client's training failed."""
 
 
@@ -129,13 +129,13 @@ class Dispatcher:
                     await self._hello(sender, incarnation, body, message.number)
                 elif not self._mark_alive(sender, incarnation):
                     pass  # not registered: its Hello will come
-                elif isinstance(body, Offer):
+                elif isinstance(body, UploadRequest):
                     if body.run_id == self._context.run_id:
                         self._registry.holds(sender, incarnation, body.round_id - 1)  # what it was trained from
-                    await self._receiver.on_offer(sender, incarnation, body)
-                elif isinstance(body, NeedModel):
+                    await self._receiver.on_request(sender, incarnation, body)
+                elif isinstance(body, ModelRequest):
                     self._publisher.on_request(sender, body, group)
-                elif isinstance(body, Failed) and body.run_id == self._context.run_id:
+                elif isinstance(body, TrainingFailure) and body.run_id == self._context.run_id:
                     self._events.client_failed(sender, body)
                 elif isinstance(body, Leave):
                     log.info("client left", client=sender, reason=body.reason)

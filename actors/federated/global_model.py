@@ -18,7 +18,7 @@ from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import FROZEN_ROUND, ModelHere
+from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 
@@ -251,7 +251,7 @@ class SharedModelReader:
         if self._reading:
             await asyncio.wait(self._reading, timeout=LAST_READ_S)
 
-    def expect(self, session: int, notice: ModelHere) -> FrameKey | None:
+    def expect(self, session: int, notice: ModelAvailable) -> FrameKey | None:
         """The controller of this session has a model in its memory. Its key, if it is to be read."""
         flags = Flags.DELTA if notice.delta else Flags.NONE
         key = FrameKey(
@@ -260,7 +260,7 @@ class SharedModelReader:
         wanted = self.here and is_here(notice.memory) and self._copy.expect(key, int(flags), notice.total_bytes)
         return key if wanted else None
 
-    async def read(self, key: FrameKey, notice: ModelHere) -> memoryview | None:
+    async def read(self, key: FrameKey, notice: ModelAvailable) -> memoryview | None:
         """The payload of that model. None: it has to be asked for, if it is still wanted.
 
         It may be gone, for a newer one or with the controller: that says nothing of the next one. If memory cannot be

@@ -21,7 +21,7 @@ from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
-from gradbus.runtime.wire.control import Bye, Status
+from gradbus.runtime.wire.control import RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, Message, TrainCmd, new_incarnation
 
@@ -45,16 +45,16 @@ def make_status(
         dropped: what was not counted since the last report.
         host: this process, for people. now_s: ``time.monotonic``.
     """
-    waited_for = [] if round_ is None else sorted(round_.open)[:MAX_NAMED]
+    awaited = [] if round_ is None else sorted(round_.open)[:MAX_NAMED]
     last = progress.reports[-1] if progress.reports else None
     total = Counter(progress.dropped) + Counter(dropped)
     return Status(
         run_id, progress.round_id, progress.phase, progress.ready, progress.expected, host,
         minimum=progress.minimum, rounds=progress.rounds, clients=len(members),
         round_s=0.0 if round_ is None else max(0.0, now_s - round_.opened_at_s),
-        left_s=0.0 if round_ is None else max(0.0, round_.deadline_at_s - now_s),
-        waited_for=waited_for, silent_s=[_silent_s(members, client_id, now_s) for client_id in waited_for],
-        out=sorted(progress.out)[:MAX_NAMED],
+        remaining_s=0.0 if round_ is None else max(0.0, round_.deadline_at_s - now_s),
+        awaited=awaited, silent_s=[_silent_s(members, client_id, now_s) for client_id in awaited],
+        quarantined=sorted(progress.out)[:MAX_NAMED],
         dropped={reason[:64]: count for reason, count in total.most_common(MAX_NAMED // 2)},
         last_s=0.0 if last is None else last.seconds,
         bytes_up=0 if last is None else last.bytes_up, bytes_down=0 if last is None else last.bytes_down,
@@ -88,7 +88,7 @@ class DuplicateControllers:
         other = message.incarnation
         if other == self._identity.incarnation:
             return None
-        if isinstance(message.body, Bye):
+        if isinstance(message.body, RunEnded):
             self._heard.pop(other, None)
         if not isinstance(message.body, Status):
             return None
@@ -161,7 +161,7 @@ async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> No
     until_s = time.monotonic() + BYE_S
     while time.monotonic() < until_s:
         with contextlib.suppress(BusError):
-            await bus.publish(identity, Bye(run_id, True, "all rounds are done"))
+            await bus.publish(identity, RunEnded(run_id, True, "all rounds are done"))
         await asyncio.sleep(min(heartbeat_s, BYE_S / 4))
 
 
@@ -230,7 +230,7 @@ class LivenessMonitor:
         until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:
             with contextlib.suppress(BusError, JobTaken):  # of a job that is another's it is not the end
-                await self._context.publish(Bye(self._context.run_id, ok, reason[:4096], final))
+                await self._context.publish(RunEnded(self._context.run_id, ok, reason[:4096], final))
             if (not self._registry.count_live() and not linger) or time.monotonic() >= until_s:
                 return
             self._left.clear()

@@ -25,7 +25,7 @@ from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, Sealed
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.wire.control import Offer, Receipt, Welcome
+from gradbus.runtime.wire.control import Receipt, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
@@ -135,13 +135,13 @@ class EncodedUpdate:
     """What was trained in a round, encoded.
 
     Attributes:
-        key: of its frames. offer: what the controller is told first. payload: its bytes.
+        key: of its frames. request: to upload it. payload: its bytes.
         residual: float32, shape (D,): owed after it, if it is accepted; None with a lossless codec.
         sealed: the memory in which the payload lies, for a controller of this machine; None: in that of this process.
     """
 
     key: FrameKey
-    offer: Offer
+    request: UploadRequest
     payload: bytes | memoryview
     residual: Tensor | None
     sealed: Sealed | None = None
@@ -227,7 +227,7 @@ class LocalTraining:
         encoded_s = time.perf_counter()
         here = self._memory.here
         sealed = self._memory.put(payload) if here and here == welcome.memory else None
-        offer = Offer(
+        request = UploadRequest(
             run_id=welcome.run_id, round_id=command.round_id, transfer=transfer, total_bytes=len(payload),
             num_samples=int(outcome.num_samples), train_s=trained_s - started_s,
             loss=math.nan if outcome.loss is None else float(outcome.loss),
@@ -236,12 +236,12 @@ class LocalTraining:
             residual_norm=0.0 if residual is None else l2_norm(residual),
         )  # fmt: skip
         self._probe.note(
-            "offered", run=f"{welcome.run_id:016x}", round=offer.round_id, transfer=transfer, bytes=offer.total_bytes,
-            num_samples=offer.num_samples, crc32=self._probe.history.checksum(payload),
+            "offered", run=f"{welcome.run_id:016x}", round=request.round_id, transfer=transfer,
+            bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", command.round_id)
         # From here on it lies in one place only, also for frames.
-        return EncodedUpdate(key, offer, payload if sealed is None else sealed.payload, residual, sealed)
+        return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, residual, sealed)
 
     @torch.no_grad()
     def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:

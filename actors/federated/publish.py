@@ -27,7 +27,7 @@ from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.shared_payload import SHARED_BYTES, Sealed
 from gradbus.runtime.testing.journal import model_name
-from gradbus.runtime.wire.control import FROZEN_ROUND, ModelHere, NeedModel
+from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable, ModelRequest
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
 from gradbus.runtime.wire.messages import ModelBlob
 
@@ -245,7 +245,9 @@ class ModelPublisher:
     async def _announce(self, message: _OutgoingModel, sealed: Sealed) -> None:
         key = message.key
         await self._context.publish(
-            ModelHere(key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place, key.name),
+            ModelAvailable(
+                key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place, key.name
+            ),
         )
 
     async def announce_to(self, client_id: int) -> None:
@@ -288,7 +290,7 @@ class ModelPublisher:
         await self._sign(message)
         await self._context.bus.send_model(message.key, message.payload, flags=message.flags, only=only)
 
-    def on_request(self, client_id: int, need: NeedModel, group: asyncio.TaskGroup) -> None:
+    def on_request(self, client_id: int, need: ModelRequest, group: asyncio.TaskGroup) -> None:
         """A client misses the model or parts of it. Answers go to all: others may miss the same."""
         if need.run_id != self._context.run_id:
             return
@@ -299,7 +301,7 @@ class ModelPublisher:
         if (self.queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
 
-    def _on_frozen_request(self, client_id: int, need: NeedModel) -> None:
+    def _on_frozen_request(self, client_id: int, need: ModelRequest) -> None:
         """A client lacks what does not travel with the rounds: as a rule once, in full."""
         model = self._context.state.model
         if not model.frozen_dim:
@@ -311,7 +313,7 @@ class ModelPublisher:
         missing = {seq for seq in need.seqs if 0 <= seq < frames} if need.transfer == transfer else set()
         self._within_quota(client_id, self.queue.request(client_id, transfer, missing or range(frames), self._quota))
 
-    def _on_model_request(self, client_id: int, need: NeedModel) -> None:
+    def _on_model_request(self, client_id: int, need: ModelRequest) -> None:
         known = self._message(need.transfer)
         if need.seqs and known is not None:
             seqs = [seq for seq in need.seqs if 0 <= seq < known.frames]

@@ -1,11 +1,11 @@
 """What a round leaves behind: one report, for a table, a log line, a file or a metric, with a timeline for each client.
 
 Clocks of different machines are not compared. The controller notes by its own clock when it gave the command, when a
-client's offer came, when it granted, had all bytes and had added them. A client reports in its offer how long it
-waited, trained and encoded, as durations by *its* clock. Laid together: a client's own durations end where its offer
+client's request came, when it granted, had all bytes and had added them. A client reports in its request how long it
+waited, trained and encoded, as durations by *its* clock. Laid together: a client's own durations end where its request
 came in, for it offers as soon as it has encoded. What is left between the command and them is the way of the two small
 messages, which nobody can tell apart without a common clock; it is called ``send`` and put in front. These durations
-are only drawn, never used: those that do not fit between command and offer are scaled down.
+are only drawn, never used: those that do not fit between command and request are scaled down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from gradbus.actors.federated.participation import Strike
-from gradbus.runtime.wire.control import Offer
+from gradbus.runtime.wire.control import UploadRequest
 
 MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports
 ROUND_S = 6  # digits: microseconds
@@ -46,7 +46,7 @@ class ClientTimeline:
     Attributes:
         client_id: who. num_bytes: of the encoded update.
         commanded_s: the command that it answers was given; later than 0 when the round was tried again.
-        offered_s: its offer came in. granted_s: it got its grant; None if its update was read without sending.
+        offered_s: its request came in. granted_s: it got its grant; None if its update was read without sending.
         received_s: all of the update was there. adding_s: its turn to be decoded and added. counted_s: it was in the
             sum.
         wait_s: from hearing the command to the start of training: for the model, or for work before to end.
@@ -134,11 +134,11 @@ class RoundTiming:
         if self._origin_s is None:
             self._origin_s = self._commands[0]
 
-    def offered(self, client_id: int, incarnation: int, offer: Offer) -> None:
-        """An offer came in. One that is repeated counts from the first time on."""
+    def offered(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
+        """A request came in. One that is repeated counts from the first time on."""
         known = self._marks.get(client_id)
-        if known is None or known.transfer != (incarnation, offer.transfer):
-            self._marks[client_id] = _Marks((incarnation, offer.transfer), self._clock())
+        if known is None or known.transfer != (incarnation, request.transfer):
+            self._marks[client_id] = _Marks((incarnation, request.transfer), self._clock())
 
     def granted(self, client_id: int) -> None:
         """The grant is sent; when it is repeated, it counts from the first time on."""
@@ -158,7 +158,7 @@ class RoundTiming:
         if marks is not None:
             marks.adding_s = self._clock()
 
-    def counted(self, client_id: int, offer: Offer) -> None:
+    def counted(self, client_id: int, request: UploadRequest) -> None:
         """It is in the sum."""
         marks = self._marks.pop(client_id, None)
         if marks is None or self._origin_s is None:
@@ -168,15 +168,15 @@ class RoundTiming:
         received_s = adding_s if marks.received_s is None else marks.received_s
         # A command that is given again is no news to a client at work. The newest that leaves room for its work is the
         # one that it answers.
-        began_s = marks.offered_s - offer.wait_s - offer.train_s - offer.encode_s
+        began_s = marks.offered_s - request.wait_s - request.train_s - request.encode_s
         commanded_s = next((at_s for at_s in reversed(self._commands) if at_s <= began_s), origin_s)
         timeline = ClientTimeline(
-            client_id=client_id, num_bytes=offer.total_bytes,
+            client_id=client_id, num_bytes=request.total_bytes,
             commanded_s=commanded_s - origin_s, offered_s=marks.offered_s - origin_s,
             granted_s=None if marks.granted_s is None else marks.granted_s - origin_s,
             received_s=received_s - origin_s, adding_s=adding_s - origin_s, counted_s=now_s - origin_s,
-            wait_s=offer.wait_s, train_s=offer.train_s, encode_s=offer.encode_s,
-            update_norm=_norm(offer.update_norm), residual_norm=_norm(offer.residual_norm),
+            wait_s=request.wait_s, train_s=request.train_s, encode_s=request.encode_s,
+            update_norm=_norm(request.update_norm), residual_norm=_norm(request.residual_norm),
         )  # fmt: skip
         self._done.append(timeline)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gradbus.runtime.wire.control import Offer
+from gradbus.runtime.wire.control import UploadRequest
 
 CLIENT_LOST = "client lost"
 CLIENT_SILENT = "client silent"
@@ -140,7 +140,7 @@ class Round:
             return Outcome.DEADLINE if len(self.accepted) >= self.minimum else Outcome.TOO_FEW
         return None
 
-    def has_enough_offers(self, offered: Collection[int], now_s: float) -> bool:
+    def has_enough_requests(self, offered: Collection[int], now_s: float) -> bool:
         """Whether updates that wait until all are offered need wait no longer: all who are expected have offered
         theirs, or the quorum has for as long as the grace, or half of the time is over."""
         if self._offered_at_s is None and len(self.accepted.union(offered)) >= self._quorum:
@@ -169,15 +169,15 @@ class RoundTotals:
     encode_s: float = 0.0
     aggregate_s: float = 0.0
 
-    def count(self, client_id: int, offer: Offer, weight: int, *, from_memory: bool) -> None:
+    def count(self, client_id: int, request: UploadRequest, weight: int, *, from_memory: bool) -> None:
         """Add an update that counts with this weight."""
-        self.bytes_up += offer.total_bytes
-        self.bytes_up_shared += offer.total_bytes * from_memory
-        self.num_samples += offer.num_samples
-        self.samples[client_id] = offer.num_samples
-        self.losses.append((weight, offer.loss))
-        self.train_s = max(self.train_s, offer.train_s)
-        self.encode_s = max(self.encode_s, offer.encode_s)
+        self.bytes_up += request.total_bytes
+        self.bytes_up_shared += request.total_bytes * from_memory
+        self.num_samples += request.num_samples
+        self.samples[client_id] = request.num_samples
+        self.losses.append((weight, request.loss))
+        self.train_s = max(self.train_s, request.train_s)
+        self.encode_s = max(self.encode_s, request.encode_s)
 
     def loss(self) -> float | None:
         """Mean training loss, weighted by samples, summed in an order that does not depend on arrival."""

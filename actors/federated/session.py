@@ -9,7 +9,7 @@ from collections.abc import Callable
 from gradbus.actors.federated.updates_out import REPEAT_AFTER_S
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BarrierTimeout, BusError
-from gradbus.runtime.wire.control import Bye, Failed, Hello, Leave, Welcome
+from gradbus.runtime.wire.control import Hello, Leave, RunEnded, TrainingFailure, Welcome
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
 OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
@@ -39,8 +39,8 @@ class ControllerSession:
         self.welcome: Welcome | None = None
         self.command: TrainCmd | None = None
         self.commanded_s = 0.0
-        self.failure: Failed | None = None
-        self.ended: Bye | None = None
+        self.failure: TrainingFailure | None = None
+        self.ended: RunEnded | None = None
         self.incarnation = 0
         self.run_id = 0
         self.counted_round = 0

@@ -1,4 +1,4 @@
-"""Updates on their way into the controller: offer, grant, frames, sum, receipt.
+"""Updates on their way into the controller: request, grant, frames, sum, receipt.
 
 A client offers its update and sends it when it gets a grant. So the controller holds a bounded number of bytes however
 many clients there are, and a client that dies in the middle leaves nothing but a buffer that is dropped. An update is
@@ -34,7 +34,7 @@ from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.shm.shared_payload import read
 from gradbus.runtime.testing.journal import update_name
 from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import Body, Grant, NeedUpdate, Offer, Receipt
+from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest, UploadRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
@@ -46,25 +46,25 @@ _NOTED = 100  # refusals of one kind in a round that a journal lists one by one
 log = get_logger("controller")
 
 
-class OfferedUpdate(NamedTuple):
-    """An offer, with the client and the start of it that sent it."""
+class UpdateFromClient(NamedTuple):
+    """An update by its upload request, the client and its incarnation."""
 
     client_id: int
     incarnation: int
-    offer: Offer
+    request: UploadRequest
 
     @property
     def key(self) -> FrameKey:
         """The key of the update's frames."""
-        offer = self.offer
+        request = self.request
         return FrameKey(
-            Kind.UPDATE, offer.run_id, offer.round_id, self.client_id, self.incarnation, offer.transfer
+            Kind.UPDATE, request.run_id, request.round_id, self.client_id, self.incarnation, request.transfer
         )  # fmt: skip
 
-    def repeats(self, other: OfferedUpdate) -> bool:
-        """Whether it is the same offer again. The figures of training, which may be NaN, are not compared."""
+    def repeats(self, other: UpdateFromClient) -> bool:
+        """Whether it is the same request again. The figures of training, which may be NaN, are not compared."""
         names = ("run_id", "round_id", "transfer", "total_bytes", "num_samples", "memory")
-        return self.key == other.key and all(getattr(self.offer, n) == getattr(other.offer, n) for n in names)
+        return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
 
 
 class UpdateRefusal(NamedTuple):
@@ -103,26 +103,26 @@ class UpdateAdmission:
         self.budget_bytes = budget_bytes
         self._max_samples = max_samples
 
-    def refusal(self, update: OfferedUpdate, round_: Round | None) -> UpdateRefusal | None:
-        """Why this offer is refused while this round is open; None: its update may come."""
-        client_id, offer = update.client_id, update.offer
-        if round_ is None or offer.run_id != self.run_id or offer.round_id != round_.round_id:
-            return UpdateRefusal("stale", f"round {offer.round_id} is not open")
-        if (why := self.quarantine.exclusion_reason(client_id, offer.round_id)) is not None:
+    def refusal(self, update: UpdateFromClient, round_: Round | None) -> UpdateRefusal | None:
+        """Why this request is refused while this round is open; None: its update may come."""
+        client_id, request = update.client_id, update.request
+        if round_ is None or request.run_id != self.run_id or request.round_id != round_.round_id:
+            return UpdateRefusal("stale", f"round {request.round_id} is not open")
+        if (why := self.quarantine.exclusion_reason(client_id, request.round_id)) is not None:
             return UpdateRefusal("quarantine", why)
         if (why := round_.may_send(client_id)) is not None:
             return UpdateRefusal("unexpected", f"client {client_id} is {why} in this round")
-        if not 1 <= offer.num_samples <= self._max_samples:
-            return UpdateRefusal("samples", f"{offer.num_samples} samples are out of range", True)
-        if not 0 < offer.total_bytes <= self._max_bytes:
-            text = f"{offer.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
+        if not 1 <= request.num_samples <= self._max_samples:
+            return UpdateRefusal("samples", f"{request.num_samples} samples are out of range", True)
+        if not 0 < request.total_bytes <= self._max_bytes:
+            text = f"{request.total_bytes} bytes, at most {self._max_bytes} with this codec and model"
             return UpdateRefusal("oversized", text, True)
         return None
 
-    def has_room(self, offer: Offer, granted: Iterable[Offer]) -> bool:
+    def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest]) -> bool:
         """Whether an update may be granted beside those that are on their way."""
         in_flight = sum(other.total_bytes for other in granted)
-        return not in_flight or in_flight + offer.total_bytes <= self.budget_bytes
+        return not in_flight or in_flight + request.total_bytes <= self.budget_bytes
 
     def settle(self, round_: Round, announced: Mapping[int, int], now_s: float) -> Settling:
         """Weigh the updates of a first round, once enough of them are offered.
@@ -130,7 +130,7 @@ class UpdateAdmission:
         Args:
             announced: samples of each client that has offered an update.
         """
-        if not round_.has_enough_offers(announced.keys(), now_s):
+        if not round_.has_enough_requests(announced.keys(), now_s):
             return Settling.WAIT
         if self.cap.clients(announced) < min(ENOUGH, round_.minimum):
             # The round needs a second update anyhow. Weighed by itself alone, this one would decide that round.
@@ -143,7 +143,7 @@ class UpdateAdmission:
 class _IncomingUpdate:
     """An update that was granted, or that is to be read where its client has it."""
 
-    update: OfferedUpdate
+    update: UpdateFromClient
     progress_s: float
     in_memory: bool = False
     frames: int = 0
@@ -181,7 +181,7 @@ class UpdateReceiver:
         self._on_change = on_change
         self._assembler = Assembler()
         self._round: Round | None = None
-        self._offers: dict[int, OfferedUpdate] = {}  # by client, in order of arrival
+        self._requests: dict[int, UpdateFromClient] = {}  # by client, in order of arrival
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
@@ -202,7 +202,7 @@ class UpdateReceiver:
             self.capped = {}
             self.timing.begin()
         self._round = round_
-        self._offers.clear()
+        self._requests.clear()
 
     def take_dropped(self) -> dict[str, int]:
         """What was not counted since the last call, by reason: updates, their frames, and invalid samples."""
@@ -215,15 +215,15 @@ class UpdateReceiver:
     async def close(self) -> None:
         """Take nothing more for the open round. Returns when no update is being added any more."""
         self._round = None
-        self._offers.clear()
+        self._requests.clear()
         for key in list(self._transfers):
             self._drop(key)
         async with self._folding:
             pass
 
-    async def on_offer(self, client_id: int, incarnation: int, offer: Offer) -> None:
+    async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A client has an update."""
-        update = OfferedUpdate(client_id, incarnation, offer)
+        update = UpdateFromClient(client_id, incarnation, request)
         if self._counted.get(client_id) == update.key:  # it has not got the receipt
             await self._send_receipt(update, accepted=True)
             return
@@ -233,12 +233,12 @@ class UpdateReceiver:
         granted = next((t for t in self._transfers.values() if t.update.client_id == client_id), None)
         if granted is not None and granted.payload is not None:
             return  # all of it is here and will count or be refused in a moment: only then another one may come
-        self.timing.offered(client_id, incarnation, offer)
+        self.timing.offered(client_id, incarnation, request)
         if granted is not None and not granted.update.repeats(update):
             self._drop(granted.key)  # it started again, or trained again: only its newest update counts
             granted = None
         if granted is None and not self._admission.cap.is_settled:
-            self._offers[client_id] = update
+            self._requests[client_id] = update
             await self._settle()
             return
         if granted is None:
@@ -250,30 +250,30 @@ class UpdateReceiver:
     async def _settle(self) -> None:
         """Weigh the updates of a first round, once enough of them are offered, and take them in."""
         round_ = self._round
-        if self._admission.cap.is_settled or round_ is None or not self._offers:
+        if self._admission.cap.is_settled or round_ is None or not self._requests:
             return
-        announced = {client_id: update.offer.num_samples for client_id, update in self._offers.items()}
+        announced = {client_id: update.request.num_samples for client_id, update in self._requests.items()}
         match self._admission.settle(round_, announced, time.monotonic()):
             case Settling.ALONE:
                 for client_id in announced:
                     round_.fail(client_id, ALONE)
                 self._on_change()
             case Settling.SETTLED:
-                for update in list(self._offers.values()):
+                for update in list(self._requests.values()):
                     self._take_in(update)
                 await self._grant_more()
 
-    def _take_in(self, update: OfferedUpdate) -> None:
-        """Read the update where it lies, or let its offer wait for a grant."""
+    def _take_in(self, update: UpdateFromClient) -> None:
+        """Read the update where it lies, or let its request wait for a grant."""
         unreadable = self._unreadable.get(update.client_id) == update.incarnation
-        if self._context.bus.memory.here and is_here(update.offer.memory) and not unreadable:
-            self._offers.pop(update.client_id, None)
+        if self._context.bus.memory.here and is_here(update.request.memory) and not unreadable:
+            self._requests.pop(update.client_id, None)
             self._complete.append(self._begin(update, in_memory=True))
             self._work.set()
         else:
-            self._offers[update.client_id] = update
+            self._requests[update.client_id] = update
 
-    def _begin(self, update: OfferedUpdate, *, in_memory: bool = False) -> _IncomingUpdate:
+    def _begin(self, update: UpdateFromClient, *, in_memory: bool = False) -> _IncomingUpdate:
         transfer = self._transfers[update.key] = _IncomingUpdate(update, time.monotonic(), in_memory)
         return transfer
 
@@ -283,8 +283,8 @@ class UpdateReceiver:
         if transfer is None:
             self.dropped["late frame" if self._round is None else "unexpected frame"] += 1
             return
-        offer = transfer.update.offer
-        if message.num_samples != offer.num_samples or message.frame.total_bytes != offer.total_bytes:
+        request = transfer.update.request
+        if message.num_samples != request.num_samples or message.frame.total_bytes != request.total_bytes:
             self.dropped["mismatch"] += 1
             return
         try:
@@ -305,9 +305,9 @@ class UpdateReceiver:
 
     def forget(self, client_id: int, incarnation: int) -> None:
         """The client is gone: drop what it had not finished sending."""
-        offered = self._offers.get(client_id)
+        offered = self._requests.get(client_id)
         if offered is not None and offered.incarnation == incarnation:
-            del self._offers[client_id]
+            del self._requests[client_id]
         for transfer in list(self._transfers.values()):
             if transfer.update[:2] == (client_id, incarnation) and transfer.payload is None:
                 self._drop(transfer.key)
@@ -335,7 +335,7 @@ class UpdateReceiver:
         """Find the update in its client's memory; where that fails, have it sent."""
         update, bus = transfer.update, self._context.bus
         try:
-            payload = await self._context.compute.run(read, update.offer.memory, update.offer.total_bytes)
+            payload = await self._context.compute.run(read, update.request.memory, update.request.total_bytes)
         except SharedMemoryFault as error:
             if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
                 log.warning(
@@ -343,7 +343,7 @@ class UpdateReceiver:
                 )
                 self._unreadable[update.client_id] = update.incarnation
                 self._drop(transfer.key)
-                self._offers[update.client_id] = update
+                self._requests[update.client_id] = update
         else:
             bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(payload)
             transfer.payload = payload
@@ -359,7 +359,7 @@ class UpdateReceiver:
             self._drop(transfer.key)  # whatever led here: no client counts twice
             return
         started_s = time.perf_counter()
-        weight = self._admission.cap.weight(update.offer.num_samples)
+        weight = self._admission.cap.weight(update.request.num_samples)
         self.timing.adding(update.client_id)
         try:
             await self._context.compute.run(self._add, update, payload, weight)
@@ -378,46 +378,46 @@ class UpdateReceiver:
         finally:
             self._transfers.pop(transfer.key, None)
 
-    def _count(self, round_: Round, update: OfferedUpdate, weight: int, *, from_memory: bool) -> None:
-        client_id, offer = update.client_id, update.offer
-        self.totals.count(client_id, offer, weight, from_memory=from_memory)
-        if weight < offer.num_samples:
+    def _count(self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool) -> None:
+        client_id, request = update.client_id, update.request
+        self.totals.count(client_id, request, weight, from_memory=from_memory)
+        if weight < request.num_samples:
             log.warning(
-                "samples capped", client=client_id, round=offer.round_id, announced=offer.num_samples, weight=weight
+                "samples capped", client=client_id, round=request.round_id, announced=request.num_samples, weight=weight
             )
-            self.capped[client_id] = offer.num_samples
-        self.timing.counted(client_id, offer)
+            self.capped[client_id] = request.num_samples
+        self.timing.counted(client_id, request)
         self._counted[client_id] = update.key
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
-    def _add(self, update: OfferedUpdate, payload: memoryview, weight: int) -> None:
+    def _add(self, update: UpdateFromClient, payload: memoryview, weight: int) -> None:
         """Decode and add, off the loop. The journal notes it before the receipt goes out."""
-        key, offer, history = update.key, update.offer, self._context.history
+        key, request, history = update.key, update.request, self._context.history
         self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), weight)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         history.note(
             "counted", round=key.round_id, client=key.sender, incarnation=key.incarnation, transfer=key.transfer,
-            num_samples=offer.num_samples, bytes=offer.total_bytes, crc32=history.checksum(payload), weight=weight,
+            num_samples=request.num_samples, bytes=request.total_bytes, crc32=history.checksum(payload), weight=weight,
         )  # fmt: skip
 
     async def _grant_more(self) -> None:
         """Grant offers in order of arrival while the budget lasts."""
         # Looked at anew after each grant: while it is sent, offers come, go and are granted.
-        while self._offers and self._admission.cap.is_settled:
-            client_id, update = next(iter(self._offers.items()))
-            on_their_way = (other.update.offer for other in self._transfers.values() if not other.in_memory)
-            if not self._admission.has_room(update.offer, on_their_way):
+        while self._requests and self._admission.cap.is_settled:
+            client_id, update = next(iter(self._requests.items()))
+            on_their_way = (other.update.request for other in self._transfers.values() if not other.in_memory)
+            if not self._admission.has_room(update.request, on_their_way):
                 return
-            del self._offers[client_id]
+            del self._requests[client_id]
             transfer = self._begin(update)
-            self._assembler.expect(transfer.key, max_bytes=update.offer.total_bytes)
+            self._assembler.expect(transfer.key, max_bytes=update.request.total_bytes)
             await self._send_grant(transfer)
 
     async def _send_grant(self, transfer: _IncomingUpdate) -> None:
-        client_id, incarnation, offer = transfer.update
+        client_id, incarnation, request = transfer.update
         self.timing.granted(client_id)
-        await self._send(Grant(client_id, incarnation, offer.round_id, offer.transfer))
+        await self._send(Grant(client_id, incarnation, request.round_id, request.transfer))
 
     async def _repair(self) -> None:
         now_s = self._repaired_s = time.monotonic()
@@ -427,7 +427,7 @@ class UpdateReceiver:
                 continue
             if now_s - transfer.progress_s > STALL_AFTER_S and transfer.asked_s:
                 self.dropped["stalled"] += 1
-                self._drop(transfer.key)  # its client repeats the offer when it can
+                self._drop(transfer.key)  # its client repeats the request when it can
                 await self._grant_more()
                 continue
             transfer.asked_s = now_s
@@ -435,8 +435,10 @@ class UpdateReceiver:
             if missing is None:
                 await self._send_grant(transfer)
             else:
-                client_id, incarnation, offer = transfer.update
-                await self._send(NeedUpdate(client_id, incarnation, offer.round_id, offer.transfer, list(missing)))
+                client_id, incarnation, request = transfer.update
+                await self._send(
+                    RetransmitRequest(client_id, incarnation, request.round_id, request.transfer, list(missing))
+                )
 
     def _drop(self, key: FrameKey) -> None:
         transfer = self._transfers.pop(key, None)
@@ -444,9 +446,9 @@ class UpdateReceiver:
             self._complete.remove(transfer)
         self._assembler.forget(key)
 
-    async def _reject(self, update: OfferedUpdate, refusal: UpdateRefusal) -> None:
+    async def _reject(self, update: UpdateFromClient, refusal: UpdateRefusal) -> None:
         """The update does not count, and its client need not be waited for in this round."""
-        client_id, round_id = update.client_id, update.offer.round_id
+        client_id, round_id = update.client_id, update.request.round_id
         log.warning("update dropped", client=client_id, round=round_id, reason=refusal.reason, detail=refusal.text)
         if self._round is not None:
             self._round.fail(client_id, refusal.reason)
@@ -457,17 +459,17 @@ class UpdateReceiver:
             if strike is not None:
                 await self._on_strike(strike)
 
-    async def _refuse(self, update: OfferedUpdate, refusal: UpdateRefusal) -> None:
+    async def _refuse(self, update: UpdateFromClient, refusal: UpdateRefusal) -> None:
         self.dropped[refusal.reason] += 1
         if self.dropped[refusal.reason] <= _NOTED:  # endless offers fill no disk; the count is noted with the round
             facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}
-            self._context.history.note("refused", round=update.offer.round_id, **facts)
+            self._context.history.note("refused", round=update.request.round_id, **facts)
         await self._send_receipt(update, accepted=False, reason=refusal.text)
 
-    async def _send_receipt(self, update: OfferedUpdate, *, accepted: bool, reason: str = "") -> None:
-        client_id, incarnation, offer = update
+    async def _send_receipt(self, update: UpdateFromClient, *, accepted: bool, reason: str = "") -> None:
+        client_id, incarnation, request = update
         await self._send(
-            Receipt(client_id, incarnation, offer.run_id, offer.round_id, offer.transfer, accepted, reason[:4096])
+            Receipt(client_id, incarnation, request.run_id, request.round_id, request.transfer, accepted, reason[:4096])
         )
 
     async def _send(self, body: Body) -> None:

@@ -14,11 +14,11 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
-from gradbus.runtime.wire.control import Grant, NeedUpdate, Receipt
+from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest
 from gradbus.runtime.wire.messages import Identity
 
-REPEAT_AFTER_S = 0.5  # without an answer, offer again
-ANSWERS = (Grant, NeedUpdate, Receipt)
+REPEAT_AFTER_S = 0.5  # without an answer, request again
+ANSWERS = (Grant, RetransmitRequest, Receipt)
 
 log = get_logger("client")
 
@@ -44,7 +44,7 @@ class UpdateSender:
         self.bytes_up = 0
 
     async def deliver(self, update: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
-        """Offer the update until the controller has said what became of it.
+        """Request the upload until there is a receipt.
 
         Args:
             update: what to deliver.
@@ -59,13 +59,13 @@ class UpdateSender:
             while True:
                 if self._receipt is not None:
                     if self._receipt.accepted and not self._has_sent:
-                        self.bytes_up += update.offer.total_bytes
+                        self.bytes_up += update.request.total_bytes
                     return self._receipt
                 if not check():
                     return None
                 self._heard.clear()
                 with contextlib.suppress(BusError):
-                    await self._bus.publish(self._identity, update.offer)
+                    await self._bus.publish(self._identity, update.request)
                     self._probe.reached("after_offer", update.key.round_id)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REPEAT_AFTER_S):
@@ -80,7 +80,7 @@ class UpdateSender:
     def _begin(self, update: EncodedUpdate) -> None:
         self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
 
-    def on_answer(self, body: Grant | NeedUpdate | Receipt, group: asyncio.TaskGroup) -> None:
+    def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> None:
         """The controller has answered this client; tasks that send belong to ``group``."""
         update = self._update
         if update is None or body.transfer != update.key.transfer or body.round_id != update.key.round_id:
@@ -91,7 +91,7 @@ class UpdateSender:
                 self._heard.set()
             case Grant():
                 self._start(update, None, group)
-            case NeedUpdate():
+            case RetransmitRequest():
                 self._start(update, body.seqs, group)
 
     def interrupt(self) -> None:
@@ -109,7 +109,7 @@ class UpdateSender:
     async def _send(self, update: EncodedUpdate, only: Sequence[int] | None) -> None:
         self.phase = "uploading"
         try:
-            size = await self._bus.send_update(update.key, update.offer.num_samples, update.payload, only=only)
+            size = await self._bus.send_update(update.key, update.request.num_samples, update.payload, only=only)
             self.bytes_up += size
         except BusError as error:
             log.warning("update not sent", round=update.key.round_id, reason=str(error))

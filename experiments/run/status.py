@@ -26,7 +26,7 @@ from gradbus.runtime.config.federated import BusSettings, Settings, load_setting
 from gradbus.runtime.dds.topics import Overheard
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
-from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, Pulse, Status
+from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, RankStatus, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
@@ -105,7 +105,7 @@ class Observer:
                         self.controllers[incarnation] = received
                     case Hello():
                         self.clients[sender] = received
-                    case Pulse():
+                    case RankStatus():
                         self.ranks[body.group, sender] = received
                         self.forming.pop((body.group, sender), None)
                     case GroupHello() if not body.formed:
@@ -147,7 +147,7 @@ class Observer:
         return found
 
     def _clients(self, status: Status | None, now_s: float) -> list[dict[str, Any]]:
-        silent = {} if status is None else dict(zip(status.waited_for, status.silent_s, strict=False))
+        silent = {} if status is None else dict(zip(status.awaited, status.silent_s, strict=False))
         known = sorted({*self.clients, *silent})
         return [_client(i, self.clients.get(i), silent.get(i), status, now_s) for i in known]
 
@@ -167,8 +167,8 @@ def _controller(received: _Received, now_s: float) -> dict[str, Any]:
     return {
         "run": f"{status.run_id:016x}", "phase": status.phase, "round": status.round_id, "rounds": status.rounds,
         "ready": status.ready, "expected": status.expected, "minimum": status.minimum, "clients": status.clients,
-        "round_s": round(status.round_s, 1), "left_s": round(status.left_s, 1), "waited_for": status.waited_for,
-        "kept_out": status.out, "dropped": status.dropped, "last_round_s": round(status.last_s, 3),
+        "round_s": round(status.round_s, 1), "left_s": round(status.remaining_s, 1), "waited_for": status.awaited,
+        "kept_out": status.quarantined, "dropped": status.dropped, "last_round_s": round(status.last_s, 3),
         "bytes_up": status.bytes_up, "bytes_down": status.bytes_down,
         "accuracy": status.accuracy if status.accuracy >= 0 else None, "silent_s": _silent(received, now_s),
     }  # fmt: skip
@@ -192,7 +192,7 @@ def _client(
             doing = DOING.get(found["phase"], found["phase"])
             late = " (another round)" if status is not None and found["round"] not in (-1, status.round_id) else ""
             found["why"] = f"{doing}{late} since {found['phase_s']:.1f} s"
-    elif status is not None and client_id in status.out:
+    elif status is not None and client_id in status.quarantined:
         found["why"] = "kept out for bad updates"
     return found
 

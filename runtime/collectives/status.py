@@ -18,7 +18,7 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.wire.control import MAX_SEQS, Pulse
+from gradbus.runtime.wire.control import MAX_SEQS, RankStatus
 from gradbus.runtime.wire.messages import Identity
 
 EVERY_S = 1.0
@@ -118,7 +118,7 @@ class StatusReporter:
             except Exception:
                 log.exception("rank status failed", group=self._engine.group)
 
-    def now(self, now_s: float) -> Pulse:
+    def now(self, now_s: float) -> RankStatus:
         """The status message. ``now_s``: ``time.perf_counter``."""
         engine, position = self._engine, self.position
         step, span_s = position.step, now_s - self._last_s
@@ -127,7 +127,7 @@ class StatusReporter:
         waiting = engine.waiting
         oldest = min(waiting, key=lambda operation: operation.started_s, default=None)
         missing = [] if oldest is None else called_and_missing([oldest], engine.rank)[1]
-        return Pulse(
+        return RankStatus(
             engine.group, engine.world, self._host[:256], max(0.0, now_s - self._formed_s), step=step,
             epoch=position.epoch, steps_per_s=rate, bytes_out=engine.bytes_out, bytes_in=engine.bytes_in,
             pending=len(waiting), oldest="" if oldest is None else oldest.key.name,

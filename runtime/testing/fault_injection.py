@@ -175,7 +175,7 @@ class _FaultyWriter(Writer):
             body = control.decode(frame.data)
         except FrameError:
             return (self._name,), None
-        return ("control", type(body).__name__.lower()), getattr(body, "round_id", None)
+        return ("control", control.kind_name(type(body))), getattr(body, "round_id", None)
 
 
 def _damaged(data: bytes, dice: random.Random) -> bytes:

@@ -5,8 +5,8 @@
 A rule is ``ACTION [WHAT] [key=value ...]``; rules are separated by semicolons or lines.
 
     ACTION  drop, delay, duplicate, reorder, corrupt, crash
-    WHAT    command, update, model, control, collective, store, or one kind of control message, such as hello, offer or
-            receipt. Without it: any.
+    WHAT    command, update, model, control, collective, store, or one kind of control message, such as hello,
+            upload_request or receipt. Without it: any.
     round=N     only in this round or step
     p=X         the share of those that match; by default all of them
     nth=N       only the N-th that matches, from 1
@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.wire.control import Body
+from gradbus.runtime.wire.control import Body, kind_name
 
 ACTIONS = ("drop", "delay", "duplicate", "reorder", "corrupt", "crash")
 TOPIC_NAMES = ("command", "update", "model", "control", "collective", "store")
-CONTROL_NAMES = tuple(sorted(kind.__name__.lower() for kind in get_args(Body)))
+CONTROL_NAMES = tuple(sorted(kind_name(kind) for kind in get_args(Body)))
 _MAX_SECONDS = 3600.0
 _NUMBERS = {"round": True, "p": False, "nth": True, "times": True, "seconds": False}  # whether they are whole ones
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -11,8 +12,8 @@ from pydantic.dataclasses import dataclass
 from gradbus.runtime.plain_text import plain_line, plain_text
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body, unpack
 
-PROTOCOL = 2
-FROZEN_ROUND = 0x7FFF_FFFF  # a round that never comes: what goes by it is what does not change in any round
+PROTOCOL = 3
+FROZEN_ROUND = 0x7FFF_FFFF  # no round has this number: it stands for the values that no round changes
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_MEMORY = 1 << 20  # that reading a body may take
 MAX_SEQS = 256
@@ -25,7 +26,7 @@ World = Annotated[int, Field(ge=1, le=1024)]  # as many ranks as a group may hav
 U64 = Annotated[int, Field(ge=0, le=0xFFFF_FFFF_FFFF_FFFF)]
 Round = Annotated[int, Field(ge=-1, le=0x7FFF_FFFF)]
 Name = Annotated[str, Field(max_length=256)]
-# What a peer says for people to read is made plain here, so that no error, log or table has to think of it.
+# Text of a peer that people read is made plain here, so that no error, log or table has to.
 Label = Annotated[str, Field(max_length=256), AfterValidator(plain_line)]
 Text = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_line)]
 Lines = Annotated[str, Field(max_length=32 * 1024), AfterValidator(plain_text)]
@@ -40,7 +41,7 @@ Counts = Annotated[dict[Label, U64], Field(max_length=32)]
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Hello:
-    """Client to controller: I am here. Sent at the start, on every change and as the heartbeat.
+    """Client to controller: its state. Sent at the start, on every change and as the heartbeat.
 
     Attributes:
         dim: number of parameters of the client's model.
@@ -51,10 +52,10 @@ class Hello:
         round_id: the round it works on, -1 for none.
         model_round: the round of the model that it holds, -1 for none.
         host: host name and process id, for people.
-        next_round: the first round it was told that it takes part in, -1 for none: if that is not so, it is told again.
-        memory: the machine whose shared memory it reads, empty: none. The controller's own: models may lie there.
+        next_round: the first round that its Welcome named, -1 for none; another one gets it a new Welcome.
+        memory: the machine whose shared memory it reads, empty: none.
         phase_s: seconds since the phase began.
-        trained_dim, trained_layout: the same two numbers of what is trained alone; 0: nothing of its model is frozen.
+        trained_dim, trained_layout: dim and layout of the trained part alone; 0: nothing of its model is frozen.
     """
 
     protocol: U32
@@ -82,11 +83,11 @@ class Welcome:
         run_id: id of the run, new for each fresh start of training, kept over a resume.
         codec: name of the uplink codec, with its options.
         num_clients: clients the run expects, 0 if it does not know.
-        heartbeat_s: how often to say Hello.
+        heartbeat_s: how often to send Hello.
         memory: the machine whose shared memory the controller reads, empty: none. Updates may lie in the client's own.
         rule: how to train, and ``options``, of the rule. A client refuses a rule that it does not have or allow.
-        frozen: hash over the values of the model that do not travel; whose own are others asks for them, as the model
-            of round FROZEN_ROUND. 0: everything travels.
+        frozen: hash over the values of the model that are not sent; a client with other values requests them, as the
+            model of round FROZEN_ROUND. 0: all are sent.
     """
 
     to: U32
@@ -107,7 +108,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Refused:
-    """Controller to one client: you cannot take part, and why."""
+    """Controller to one client: it cannot take part. ``why`` has kept its name, as clients of every version read it."""
 
     to: U32
     incarnation: U64
@@ -124,11 +125,11 @@ class Status:
         phase: waiting, training, aggregating or done.
         ready: updates that are in; ``expected``: of so many.
         host: host name and process id, for people.
-        minimum: that suffice at the deadline. rounds: how many there will be. clients: how many are there.
-        round_s: since the command of the open round; 0: none is open. left_s: until its deadline.
-        waited_for: ids of clients whose update is missing, the first ones; silent_s: for how long each was not heard.
-        out: ids of clients that are kept out, the first ones.
-        dropped: what was not counted in this run, by reason; the most frequent ones.
+        minimum: updates that suffice at the deadline. rounds: of the run. clients: that are registered.
+        round_s: since the command of the open round; 0: none is open. remaining_s: until its deadline.
+        awaited: ids of clients whose update is missing, the first ones; silent_s: since each one's last message.
+        quarantined: ids of clients in quarantine, the first ones.
+        dropped: messages and updates that did not count in this run, by reason; the most frequent ones.
         last_s, bytes_up, bytes_down: of the last round. accuracy: of the last evaluation, -1 if there was none.
     """
 
@@ -142,10 +143,10 @@ class Status:
     rounds: U32 = 0
     clients: U32 = 0
     round_s: Seconds = 0.0
-    left_s: Seconds = 0.0
-    waited_for: Ids = dataclasses.field(default_factory=list)
+    remaining_s: Seconds = 0.0
+    awaited: Ids = dataclasses.field(default_factory=list)
     silent_s: Waits = dataclasses.field(default_factory=list)
-    out: Ids = dataclasses.field(default_factory=list)
+    quarantined: Ids = dataclasses.field(default_factory=list)
     dropped: Counts = dataclasses.field(default_factory=dict)
     last_s: Seconds = 0.0
     bytes_up: U64 = 0
@@ -154,8 +155,8 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class Offer:
-    """Client to controller: my update is ready; may I send it? Repeated until granted or refused.
+class UploadRequest:
+    """Client to controller: an update is ready to be sent. Repeated until there is an answer.
 
     Attributes:
         run_id: the run it was trained for.
@@ -165,10 +166,10 @@ class Offer:
         num_samples: samples it was trained on.
         loss: mean training loss.
         train_s: seconds of local training; ``encode_s``: of encoding.
-        memory: where on its machine the update lies, for who can read it there; empty: it has to be sent.
-        wait_s: from hearing the command to the start of training.
-        update_norm: L2 norm of the difference that training made; ``residual_norm``: of what the codec owes after this
-            update; -1 if not said.
+        memory: where on the client's machine the update lies; empty: it has to be sent.
+        wait_s: from the arrival of the command to the start of training.
+        update_norm: L2 norm of the difference that training made; ``residual_norm``: of the codec's residual after this
+            update; -1: not reported.
     """
 
     run_id: U64
@@ -187,7 +188,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Grant:
-    """Controller to one client: send that update now."""
+    """Controller to one client: permission to send that update now."""
 
     to: U32
     incarnation: U64
@@ -197,7 +198,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Receipt:
-    """Controller to one client: what became of that update. Without one, nothing has been counted."""
+    """Controller to one client: whether that update counts. Without a receipt, it does not."""
 
     to: U32
     incarnation: U64
@@ -209,8 +210,8 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class NeedUpdate:
-    """Controller to one client: these frames of your granted update have not come."""
+class RetransmitRequest:
+    """Controller to one client: frames of a granted update that have not arrived."""
 
     to: U32
     incarnation: U64
@@ -220,15 +221,15 @@ class NeedUpdate:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class ModelHere:
-    """Controller to all: the model of that round lies in my memory, for who can read it there.
+class ModelAvailable:
+    """Controller to all: the model of that round can be read in the controller's shared memory.
 
     Attributes:
         transfer: number that its frames carry where they are sent as well.
         delta: it is the difference to the model of the round before.
         total_bytes: size of the payload.
         memory: where on its machine it lies.
-        signature: what its frames have in their name.
+        signature: the name of its frames.
     """
 
     run_id: U64
@@ -241,11 +242,11 @@ class ModelHere:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class NeedModel:
-    """Client to controller: I miss the model of that round, or these frames of one transfer of it.
+class ModelRequest:
+    """Client to controller: the model of that round is missing, or these frames of one transfer of it.
 
     Attributes:
-        transfer: the transfer of which frames are missing; with no ``seqs``, send the whole model, in full.
+        transfer: the transfer of which frames are missing; without ``seqs``, the full model is requested.
     """
 
     run_id: U64
@@ -255,12 +256,12 @@ class NeedModel:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class Failed:
-    """Client to controller: nothing came of training; ``text`` tells why, as a traceback.
+class TrainingFailure:
+    """Client to controller: training failed; ``text`` is the traceback.
 
     Attributes:
         reason: ``training failed``: the training function raised; ``non-finite loss`` or ``non-finite model``: it
-            returned, with a loss, or a model, of NaN or infinity. Anything else is taken for the first.
+            returned a loss, or a model, of NaN or infinity. Any other text counts as the first.
     """
 
     run_id: U64
@@ -271,18 +272,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Leave:
-    """Client to controller: I go, in order."""
+    """Client to controller: it leaves gracefully."""
 
     reason: Text
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class Bye:
+class RunEnded:
     """Controller to all: this run has ended.
 
     Attributes:
         ok: all its rounds were done.
-        final: clients end. Else those that are told of an end that is not ``ok`` wait for the controller to come back.
+        final: clients end. Else, after an end that is not ``ok``, they wait for the controller to come back.
     """
 
     run_id: U64
@@ -293,7 +294,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class Closing:
-    """Whoever says this goes: the bus that it speaks through is being closed. Said for each sender of the bus.
+    """Anyone to all: the sender's bus is being closed. Sent for each sender of the bus.
 
     Attributes:
         reason: for people.
@@ -304,17 +305,17 @@ class Closing:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class GroupHello:
-    """Rank to all: I want to form this group. Said until the group is formed, and to whoever still says it.
+    """Rank to all: it wants to form this group. Sent until the group has formed, and to ranks that still send it.
 
     Attributes:
-        group: its name. world: how many ranks it shall have.
-        members: hash over the incarnations of all ranks, 0 while some have not been heard.
+        group: its name. world: number of its ranks.
+        members: hash over the incarnations of all ranks, 0 while some are unknown.
         linked: frames of all other ranks of ``members`` have come, over every topic.
-        formed: all ranks have said ``linked`` for the same ``members``.
-        options: hash over what all ranks must have set alike.
+        formed: all ranks have sent ``linked`` for the same ``members``.
+        options: hash over the settings that must be equal on all ranks.
         host: host name and process id, for people.
-        memory: where on this machine my shared memory is; empty: there is none.
-        attached: ranks of ``members`` whose shared memory I have mapped.
+        memory: where on its machine its shared memory is; empty: it has none.
+        attached: ranks of ``members`` whose shared memory it has mapped.
     """
 
     group: Name
@@ -330,12 +331,12 @@ class GroupHello:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class GroupLeave:
-    """Rank to all: I leave this group; all that I have sent has arrived.
+    """Rank to all: it leaves this group; all that it has sent has arrived.
 
     Attributes:
         members: which forming of the group.
-        ok: in order; if not, the others need not wait for what I owe.
-        lost: ranks that I know to be gone, which may be why.
+        ok: gracefully; if not, the others need not wait for its frames.
+        lost: ranks that it knows to be gone, which may be why.
     """
 
     group: Name
@@ -346,17 +347,17 @@ class GroupLeave:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class Pulse:
-    """Rank to all, once a second: where I stand, for whoever looks on. The other ranks make no use of it.
+class RankStatus:
+    """Rank to all, once a second: its position in training, for observers. The other ranks do not use it.
 
     Attributes:
-        group: its name. world: how many ranks it has. host: host name and process id, for people.
+        group: its name. world: number of its ranks. host: host name and process id, for people.
         up_s: since the group has formed.
-        step, epoch: that the worker is in, -1 where there is none. steps_per_s: since the last pulse.
+        step, epoch: that the worker is in, -1 where there is none. steps_per_s: since the last RankStatus.
         bytes_out, bytes_in: payload of collectives since the group has formed.
         pending: collectives that have not ended. oldest: the name of the one that waits longest, oldest_s: for so long,
             missing: ranks that it waits for and that have not made the call, as far as this rank knows.
-        lost: ranks that I know to be gone.
+        lost: ranks that it knows to be gone.
         dropped: frames that were not used, by reason.
     """
 
@@ -378,8 +379,8 @@ class Pulse:
 
 
 Body = (
-    Hello | Welcome | Refused | Status | Offer | Grant | Receipt | NeedUpdate | ModelHere | NeedModel | Failed | Leave
-    | Bye | Closing | GroupHello | GroupLeave | Pulse
+    Hello | Welcome | Refused | Status | UploadRequest | Grant | Receipt | RetransmitRequest | ModelAvailable
+    | ModelRequest | TrainingFailure | Leave | RunEnded | Closing | GroupHello | GroupLeave | RankStatus
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
@@ -394,9 +395,14 @@ def encode(body: Body) -> bytes:
     return pack_body(body, MAX_BODY_BYTES)
 
 
+def kind_name(kind: type[Any]) -> str:
+    """Name of a kind of message in settings, as in ``upload_request``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
 def addressee(packed: bytes | memoryview) -> int | None:
-    """Whom a body that :func:`encode` has made here is for, None: all. For those of others, which may say anything, use
-    :func:`decode`, which takes longer."""
+    """The client id that a body of :func:`encode` is addressed to, None: all. Only for bodies made in this process, as
+    nothing is checked; :func:`decode` checks, and takes longer."""
     _, fields = unpack(packed, _LIMITS)
     to: int | None = fields.get("to")
     return to

@@ -139,9 +139,9 @@ def test_an_offer_of_a_client_that_was_only_silent_counts_while_its_round_is_ope
     gate = tmp_path / "gate"
     controller = federation.controller(rounds=1, num_clients=2, dead_after_s=1.0)
     client = federation.client(0, hold={"1": str(gate)})
-    sleeper = federation.client(1, faults="delay offer round=1 seconds=2")
+    sleeper = federation.client(1, faults="delay upload_request round=1 seconds=2")
     sleeper.wait_for("phase", phase="offering")
-    sleeper.signal(signal.SIGSTOP)  # what it has to offer is still in this process
+    sleeper.signal(signal.SIGSTOP)  # what it has to request is still in this process
     controller.wait_for("lost", client=1)
     sleeper.signal(signal.SIGCONT)
     controller.wait_for("takes part", client=1, from_round=1)

@@ -27,7 +27,7 @@ from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.testing.journal import History
-from gradbus.runtime.wire.control import Leave, Offer
+from gradbus.runtime.wire.control import Leave, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity
 
@@ -149,8 +149,8 @@ def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_o
 ) -> None:
     counted, first_counts = RoundTiming.counted, threading.Semaphore(0)
 
-    def noted(self: RoundTiming, client_id: int, offer: Offer) -> None:
-        counted(self, client_id, offer)
+    def noted(self: RoundTiming, client_id: int, request: UploadRequest) -> None:
+        counted(self, client_id, request)
         if client_id == 0:
             first_counts.release()
 

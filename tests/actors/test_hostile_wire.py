@@ -19,7 +19,16 @@ from gradbus.actors.federated.local_training import LocalTraining
 from gradbus.models import NoopTask
 from gradbus.runtime.shm.segment import machine
 from gradbus.runtime.wire import control, frames
-from gradbus.runtime.wire.control import Failed, Hello, Leave, ModelHere, NeedModel, Offer, Receipt, Status
+from gradbus.runtime.wire.control import (
+    Hello,
+    Leave,
+    ModelAvailable,
+    ModelRequest,
+    Receipt,
+    Status,
+    TrainingFailure,
+    UploadRequest,
+)
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Identity, ModelBlob, TrainCmd
 
@@ -69,12 +78,16 @@ class Attacker:
     def _lies(self, run_id: int) -> list[control.Body]:
         rng = self._random
         return [
-            Hello(2, rng.getrandbits(40), rng.getrandbits(64), True, 0, "x" * 50, 5, 5, "nobody:0", -1),
-            Offer(run_id, 1, rng.getrandbits(32), rng.getrandbits(60), rng.getrandbits(40), float("nan"), 1.0, 1.0),
-            Offer(run_id, rng.randrange(1, 4), rng.getrandbits(32), 8 * DIM // 10, 5, 0.5, 1.0, 1.0, self._place()),
-            ModelHere(run_id, rng.randrange(4), rng.getrandbits(8), rng.random() < 0.5, 4 * DIM, self._place()),
-            NeedModel(run_id, rng.randrange(4), rng.getrandbits(32), [rng.randrange(1 << 20) for _ in range(256)]),
-            Failed(run_id, 1, "not true"),
+            Hello(3, rng.getrandbits(40), rng.getrandbits(64), True, 0, "x" * 50, 5, 5, "nobody:0", -1),
+            UploadRequest(
+                run_id, 1, rng.getrandbits(32), rng.getrandbits(60), rng.getrandbits(40), float("nan"), 1.0, 1.0
+            ),
+            UploadRequest(
+                run_id, rng.randrange(1, 4), rng.getrandbits(32), 8 * DIM // 10, 5, 0.5, 1.0, 1.0, self._place()
+            ),
+            ModelAvailable(run_id, rng.randrange(4), rng.getrandbits(8), rng.random() < 0.5, 4 * DIM, self._place()),
+            ModelRequest(run_id, rng.randrange(4), rng.getrandbits(32), [rng.randrange(1 << 20) for _ in range(256)]),
+            TrainingFailure(run_id, 1, "not true"),
             Leave("nor this"),
             Receipt(0, rng.getrandbits(64), run_id, 1, 1, True, ""),
             Status(rng.getrandbits(64), 1, "done", 4_000_000_000, 0),
@@ -134,7 +147,7 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
         return (next(payloads), None) if self._identity.sender == 1 else honest(self, *arguments)
 
     monkeypatch.setattr(LocalTraining, "_encode", encode)
-    # An offer that is repeated when its update was refused just now is counted as well.
+    # A request that is repeated when its update was refused just now is counted as well.
     monkeypatch.setattr(update_sender, "REPEAT_AFTER_S", 60.0)
 
     async def client(job: str, domain: int, client_id: int) -> None:

@@ -61,7 +61,7 @@ def test_updates_and_models_pass_through_memory_and_no_payload_over_dds(
     federation: Federation, over_dds: list[int]
 ) -> None:
     controller = federation.controller(rounds=3, num_clients=2)
-    clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]  # also the last model, after Bye
+    clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]  # also the last model, after RunEnded
     done, *others = finish(controller, *clients)
     assert weights(done) == over_dds
     assert (done["shared"], done["sent"], done["received"]) == ({UP: 6 * UPDATE}, {}, {})

@@ -96,7 +96,7 @@ def test_a_client_that_stood_still_brings_a_late_update_which_is_refused_and_goe
     gate, late = tmp_path / "gate", tmp_path / "late"
     controller = federation.controller(rounds=4, num_clients=2, dead_after_s=DYING["lease_s"])
     client = federation.client(0, hold={"3": str(gate)})
-    faults = "delay offer round=2 seconds=6"  # more than this machine may need to stop it
+    faults = "delay upload_request round=2 seconds=6"  # more than this machine may need to stop it
     sleeper = federation.client(1, hold={"2": str(late)}, faults=faults, network=DYING)
     sleeper.wait_for("training", round=2)
     late.touch()

@@ -103,7 +103,7 @@ def test_a_client_that_lives_and_sends_nothing_costs_a_round_its_deadline_and_no
 ) -> None:
     controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=4.0, dead_after_s=PATIENT_S)
     # It trains, and its heart beats; what it has learnt never gets through.
-    clients = [federation.client(0), federation.client(1, faults="drop offer")]
+    clients = [federation.client(0), federation.client(1, faults="drop upload_request")]
     done = controller.wait_for("done")
     assert [report["clients"] for report in done["reports"]] == [[0], [0]]
     assert [report["outcome"] for report in done["reports"]] == ["deadline", "deadline"]

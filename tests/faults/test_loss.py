@@ -58,7 +58,7 @@ def test_lost_packets_cost_time_and_nothing_else(
 def test_late_doubled_overtaken_lost_and_damaged_messages_change_no_bit(clean: dict[str, Any]) -> None:
     faults = (
         "drop p=0.03; duplicate p=0.05; corrupt p=0.03; reorder p=0.1 seconds=0.05; delay update p=0.2 seconds=0.06;"
-        "delay model p=0.2 seconds=0.05; delay offer p=0.2 seconds=0.06"
+        "delay model p=0.2 seconds=0.05; delay upload_request p=0.2 seconds=0.06"
     )
     # Nobody says a command twice that DDS is made to lose: then the deadline passes, and the round is done again.
     done, told = rounds(faults=faults, rounds=6, round_timeout_s=10.0)

@@ -23,7 +23,7 @@ from gradbus.actors.federated import liveness as duplicate_controller
 from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
 from gradbus.experiments.history.reader import read_history
 from gradbus.runtime.errors import JobTaken
-from gradbus.runtime.wire.control import Bye, Leave, Status
+from gradbus.runtime.wire.control import Leave, RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone, TrainCmd
 
@@ -46,7 +46,7 @@ def test_a_controller_that_is_heard_twice_holds_the_job_and_the_error_says_where
 def test_last_words_own_words_and_those_of_clients_mean_nothing() -> None:
     rivals = DuplicateControllers("mnist", Identity(CONTROLLER, 9))
     words = [
-        said(7, STATUS), said(7, Bye(5, True, "done")), said(7, STATUS), said(6, STATUS), said(9, STATUS),
+        said(7, STATUS), said(7, RunEnded(5, True, "done")), said(7, STATUS), said(6, STATUS), said(9, STATUS),
         said(9, STATUS), said(4, STATUS, 3), said(4, STATUS, 3), PeerGone(CONTROLLER, 6),
     ]  # fmt: skip
     assert [rivals.observe(word) for word in words] == [None] * len(words)

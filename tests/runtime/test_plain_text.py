@@ -18,7 +18,16 @@ from gradbus.experiments.run.status import Observer, lines_of
 from gradbus.runtime import logs
 from gradbus.runtime.plain_text import plain_but_colours, plain_line, plain_text
 from gradbus.runtime.wire import control
-from gradbus.runtime.wire.control import PROTOCOL, Failed, GroupHello, GroupLeave, Hello, Pulse, Refused, Status
+from gradbus.runtime.wire.control import (
+    PROTOCOL,
+    GroupHello,
+    GroupLeave,
+    Hello,
+    RankStatus,
+    Refused,
+    Status,
+    TrainingFailure,
+)
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control
 
@@ -68,8 +77,8 @@ def test_colours_of_our_own_stay_and_nothing_else_does() -> None:
         Refused(1, 2, HOSTILE),
         GroupHello("g", 2, 0, False, False, 1, HOSTILE, "", []),
         GroupLeave("g", 0, False, HOSTILE, []),
-        Pulse("g", 2, HOSTILE, 1.0, oldest=HOSTILE, dropped={HOSTILE: 1}),
-        Failed(1, 2, HOSTILE),
+        RankStatus("g", 2, HOSTILE, 1.0, oldest=HOSTILE, dropped={HOSTILE: 1}),
+        TrainingFailure(1, 2, HOSTILE),
     ],
     ids=lambda body: type(body).__name__,
 )
@@ -79,14 +88,14 @@ def test_what_a_peer_says_for_people_is_made_plain_as_it_is_read(body: control.B
     for name in body.__dataclass_fields__:
         value = getattr(read, name)
         for text in [value] if isinstance(value, str) else list(value) if isinstance(value, dict) else []:
-            assert harmless(text, lines=isinstance(body, Failed)), (name, text)
+            assert harmless(text, lines=isinstance(body, TrainingFailure)), (name, text)
 
 
 def test_status_of_hostile_members_is_harmless_on_a_terminal() -> None:
     observer = Observer()
     observer.take(Control(CONTROLLER, 1, Status(5, 1, HOSTILE, 0, 1, HOSTILE, dropped={HOSTILE: 1})), 1.0)
     observer.take(Control(3, 2, Hello(PROTOCOL, 9, 9, True, 1, HOSTILE, 4, 3, HOSTILE, 1)), 1.0)
-    observer.take(Control(0, 3, Pulse(HOSTILE, 2, HOSTILE, 1.0, pending=1, oldest=HOSTILE, oldest_s=9.0)), 1.0)
+    observer.take(Control(0, 3, RankStatus(HOSTILE, 2, HOSTILE, 1.0, pending=1, oldest=HOSTILE, oldest_s=9.0)), 1.0)
     lines = lines_of(observer.picture(HOSTILE, 1.1))
     assert len(lines) > 5
     assert all(map(harmless, lines))

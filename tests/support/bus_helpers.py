@@ -11,7 +11,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.bus.subscription import Subscription
 from gradbus.runtime.security.peers import CHALLENGE_TOPIC
 from gradbus.runtime.wire.assembler import Assembler, Verdict
-from gradbus.runtime.wire.control import Bye, Hello, Leave, NeedUpdate, Status, Welcome
+from gradbus.runtime.wire.control import Hello, Leave, RetransmitRequest, RunEnded, Status, Welcome
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Identity, ModelBlob
 
@@ -20,12 +20,12 @@ CLIENT, CHIEF = Identity(7, 1 << 60), Identity(CONTROLLER, 5)
 UPDATE = FrameKey(Kind.UPDATE, 1, 3, CLIENT.sender, CLIENT.incarnation, 1)
 MODEL = FrameKey(Kind.MODEL, 1, 3, CONTROLLER, CHIEF.incarnation, 1)
 BODIES = [
-    Hello(2, 10, 20, True, 0, "idle", -1, -1, "here:1", -1),
+    Hello(3, 10, 20, True, 0, "idle", -1, -1, "here:1", -1),
     Welcome(7, 1 << 60, 5, 1, "q8", 0.1, 8192, 2, 3, 0.5),
     Status(5, 0, "waiting", 0, 3),
-    NeedUpdate(7, 1 << 60, 3, 1, [1, 2, 3]),
+    RetransmitRequest(7, 1 << 60, 3, 1, [1, 2, 3]),
     Leave("done"),
-    Bye(5, True, "all rounds are done"),
+    RunEnded(5, True, "all rounds are done"),
 ]
 Run = Callable[[Callable[[], Any]], Any]
 

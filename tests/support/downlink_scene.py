@@ -29,7 +29,7 @@ from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
-from gradbus.runtime.wire.control import PROTOCOL, Hello, ModelHere, NeedModel
+from gradbus.runtime.wire.control import PROTOCOL, Hello, ModelAvailable, ModelRequest
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity, ModelBlob
 
@@ -54,7 +54,7 @@ class FakeBus:
     def __init__(self) -> None:
         self.memory = PayloadMemory(switched_on=True)
         self.standing = Standing()
-        self.said: list[ModelHere] = []
+        self.said: list[ModelAvailable] = []
         self.sent: list[Sent] = []
         self.writers: list[tuple[type, int]] = []
         self.started = 0
@@ -66,7 +66,7 @@ class FakeBus:
     def open_writer(self, kind: type, *, retained_samples: int = 1) -> None:
         self.writers.append((kind, retained_samples))
 
-    async def publish(self, sender: Identity, body: ModelHere) -> None:
+    async def publish(self, sender: Identity, body: ModelAvailable) -> None:
         self.said.append(body)
         self.news.set()
 
@@ -109,7 +109,7 @@ class Scene:
     def need(
         self, round_id: int, transfer: int = 0, seqs: Sequence[int] = (), run_id: int = RUN, client_id: int = 0
     ) -> None:
-        self.downlink.on_request(client_id, NeedModel(run_id, round_id, transfer, list(seqs)), self.group)
+        self.downlink.on_request(client_id, ModelRequest(run_id, round_id, transfer, list(seqs)), self.group)
 
     def join(self, client_id: int, memory: str, holds: int = -1) -> None:
         """A client is there, and says that it reads this memory, and which round's model it holds."""
@@ -180,7 +180,7 @@ def assert_holds(copy: ModelReplica, round_id: int, model: Tensor) -> None:
     assert torch.equal(copy.vector, model)
 
 
-def look(copy: ModelReplica, said: ModelHere) -> bool:
+def look(copy: ModelReplica, said: ModelAvailable) -> bool:
     """A client that is told of a model, and takes it."""
     flags = int(Flags.DELTA if said.delta else Flags.NONE)
     key = FrameKey(Kind.MODEL, said.run_id, said.round_id, CONTROLLER, SESSION, said.transfer)

@@ -47,7 +47,7 @@ from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing import failpoints
-from gradbus.runtime.wire.control import Hello, Offer
+from gradbus.runtime.wire.control import Hello, UploadRequest
 from gradbus.runtime.wire.messages import Identity, TrainCmd
 
 Say = Callable[[dict[str, Any]], None]
@@ -225,7 +225,7 @@ def _tell_what_is_said(say: Say, *, dies: bool) -> None:
         if isinstance(message, Hello) and message.ready and message.session and message.next_round not in told:
             told.add(message.next_round)
             say({"event": "ready", "from_round": message.next_round})
-        if dies and isinstance(message, Offer):
+        if dies and isinstance(message, UploadRequest):
             os.kill(os.getpid(), signal.SIGKILL)
 
     gradbus.Bus.publish = watched  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.shm.shared_payload import PayloadMemory
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire import frames
-from gradbus.runtime.wire.control import Grant, Offer, Receipt
+from gradbus.runtime.wire.control import Grant, Receipt, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Identity
 
@@ -191,8 +191,8 @@ class Sender:
         return self.payload or codecs.get("fp32").encode(self.delta)
 
     @property
-    def offer(self) -> Offer:
-        return Offer(
+    def request(self) -> UploadRequest:
+        return UploadRequest(
             self.run_id, self.round_id, self.transfer, len(self.data), self.num_samples, 0.5, 1.0, 0.1, self.memory
         )
 
@@ -205,7 +205,7 @@ class Sender:
         ]
 
     async def offer_to(self, hall: Hall) -> None:
-        await hall.intake.on_offer(self.client_id, self.incarnation, self.offer)
+        await hall.intake.on_request(self.client_id, self.incarnation, self.request)
 
     async def send_to(self, hall: Hall, which: slice = slice(None)) -> None:
         for message in self.frames[which]:

@@ -27,7 +27,7 @@ import gradbus
 from gradbus.models import NoopTask
 from gradbus.models.task import TrainResult
 from gradbus.runtime.security import Level
-from gradbus.runtime.wire.control import Bye, Leave, Offer, Receipt, Refused
+from gradbus.runtime.wire.control import Leave, Receipt, Refused, RunEnded, UploadRequest
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
@@ -117,9 +117,9 @@ def _federated(spec: dict[str, Any], say: Any) -> None:  # noqa: C901 - one step
         chief, victim = Identity(CONTROLLER, _LIES), Identity(0, _LIES)
         while True:
             for run_id in (0, 1, _LIES):
-                await bus.publish(chief, Bye(run_id, True, "all rounds are done"))
+                await bus.publish(chief, RunEnded(run_id, True, "all rounds are done"))
                 await bus.publish(chief, Receipt(0, _LIES, run_id, 1, 1, False, "no"))
-                await bus.publish(victim, Offer(run_id, 1, 1, 4 * spec["dim"], 1 << 30, 0.0, 1.0, 1.0))
+                await bus.publish(victim, UploadRequest(run_id, 1, 1, 4 * spec["dim"], 1 << 30, 0.0, 1.0, 1.0))
             await bus.publish(chief, Refused(0, _LIES, "you are not wanted"))
             await bus.publish(victim, Leave("done"))
             await asyncio.sleep(_PAUSE_S)

@@ -26,10 +26,10 @@ from gradbus.torch.store.link import Address, StoreLink, _acquire
 from gradbus.torch.store.messages import (
     VERSION,
     Message,
-    Request,
     StoreAnswer,
     StoreJoin,
     StoreLeave,
+    StoreRequest,
     StoreWelcome,
     decode,
     frame_of,
@@ -106,7 +106,7 @@ class RawRank(AbstractContextManager["RawRank"]):
         """A request. ``open``: ids that it says are open; by default all from ``oldest`` on."""
         since = request_id if oldest is None else oldest
         facts = {"open": [*range(since, request_id + 1)], "values": [], "number": 0, "wait_s": 0.0, **more}
-        self.say(Request(id=request_id, op=op, keys=list(keys), **facts))
+        self.say(StoreRequest(id=request_id, op=op, keys=list(keys), **facts))
 
     def join(self, world: int = 2, version: int = VERSION, host: str = "a test") -> Message:
         """Ask to be let in until there is an answer."""

@@ -16,10 +16,10 @@ from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.store import client as store_client
 from gradbus.torch.store.client import StoreClient
-from gradbus.torch.store.messages import Message, NotNow, StoreJoin, StoreWelcome, decode, frame_of
+from gradbus.torch.store.messages import Message, RankInUse, StoreJoin, StoreWelcome, decode, frame_of
 
 ARBITER = 7
-LEFT = NotNow(alive=False, holder="there", host="elsewhere")
+LEFT = RankInUse(alive=False, holder="there", host="elsewhere")
 
 
 def parsed(message: Message, *, sender: int, incarnation: int, to: int) -> Frame:

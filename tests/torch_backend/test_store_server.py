@@ -20,12 +20,12 @@ from gradbus.runtime.errors import FrameError
 from gradbus.runtime.wire.frames import Kind
 from gradbus.torch.store import peer as store_peer
 from gradbus.torch.store.messages import (
-    Here,
-    NotNow,
-    Request,
+    ArbiterStatus,
+    RankInUse,
     StoreAnswer,
     StoreLeave,
     StoreRefused,
+    StoreRequest,
     StoreWelcome,
     decode,
     frame_of,
@@ -116,13 +116,13 @@ def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
     request = {"id": 1, "open": [1], "op": "set", "keys": ["k"], "values": [b"v"], "number": 0, "wait_s": 0.0}
     raw.body(b"")
     raw.body(b"\xc1 no msgpack")
-    raw.body(msgpack.packb(["Request", request]), Kind.COLLECTIVE)
+    raw.body(msgpack.packb(["StoreRequest", request]), Kind.COLLECTIVE)
     for fields in (
         {"op": "format"}, {"keys": ["k" * 5000]}, {"keys": ["k"] * 5000}, {"values": [bytes(4_000_001)]},
         {"keys": [b"k"]}, {"values": ["v"]}, {"number": 1 << 63}, {"wait_s": -1.0}, {"wait_s": float("nan")},
         {"id": -1}, {"open": [2]}, {"open": [1] * 1025}, {"open": 1}, {"id": "1"},
     ):  # fmt: skip
-        raw.body(msgpack.packb(["Request", {**request, **fields}]))
+        raw.body(msgpack.packb(["StoreRequest", {**request, **fields}]))
     raw.say(StoreAnswer(1, "done", [], [], 0, ""))
     raw.say(StoreWelcome("here"))
     raw.ask(9, "num_keys")
@@ -149,7 +149,7 @@ def test_who_has_not_joined_gets_no_answer(raw: RawRank, job: tuple[int, str]) -
     with RawRank(job) as stranger:
         stranger.arbiter = raw.arbiter
         stranger.ask(1, "set", "k", values=[b"v"])
-        assert isinstance(stranger.join(), NotNow)
+        assert isinstance(stranger.join(), RankInUse)
         stranger.ask(2, "set", "k", values=[b"v"])
         with pytest.raises(queue.Empty):
             stranger.next(timeout_s=0.2)
@@ -243,17 +243,18 @@ def the_second_one_is_told(job: tuple[int, str]) -> None:
 
 
 def test_a_store_that_all_ranks_have_joined_goes_on_whoever_comes(raw: RawRank, first: DdsStore) -> None:
-    before = frame_of(Here(False, "elsewhere"), sender=0, incarnation=1, to=0)  # by its clock it was there first
+    # by its clock it was there first
+    before = frame_of(ArbiterStatus(False, "elsewhere"), sender=0, incarnation=1, to=0)
     raw.write(before)
     raw.ask(1, "num_keys")
     assert raw.answer().outcome == "done"
-    raw.write(frame_of(Here(True, "elsewhere"), sender=0, incarnation=1, to=0))  # and so has the other one
+    raw.write(frame_of(ArbiterStatus(True, "elsewhere"), sender=0, incarnation=1, to=0))  # and so has the other one
     assert first.num_keys() == 0
 
 
 def test_a_store_that_waits_for_ranks_gives_way_to_one_that_does_not(job: tuple[int, str], first: DdsStore) -> None:
     with RawRank(job) as rank:
-        rank.write(frame_of(Here(True, "elsewhere"), sender=0, incarnation=(1 << 64) - 1, to=0))
+        rank.write(frame_of(ArbiterStatus(True, "elsewhere"), sender=0, incarnation=(1 << 64) - 1, to=0))
         with pytest.raises(dist.DistNetworkError, match="another rank 0, on elsewhere"):
             first.get("nothing")
 
@@ -303,7 +304,7 @@ def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
     answers: list[StoreAnswer] = []
 
     def ask(op: str, *keys: str, values: list[bytes] | None = None) -> StoreAnswer:
-        table.submit(Request(1, [1], op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
+        table.submit(StoreRequest(1, [1], op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
         return answers[-1]
 
     assert ask("set", "a", "b", values=[b"1", b"2"]).outcome == "done"
@@ -322,7 +323,7 @@ def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
 
 
 def test_every_message_comes_back_as_it_went_and_cut_ones_are_errors() -> None:
-    message = Request(7, [3, 7], "set", ["é", ""], [b"\x00", b""], -1, 2.5)
+    message = StoreRequest(7, [3, 7], "set", ["é", ""], [b"\x00", b""], -1, 2.5)
     _, body = frame_of(message, sender=1, incarnation=2, to=3)
     assert decode(body) == message
     assert decode(msgpack.packb(["StoreLeave", {"unknown": 1}])) == StoreLeave()

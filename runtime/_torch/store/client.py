@@ -27,14 +27,14 @@ from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store.messages import (
     MAX_OPEN,
     VERSION,
-    Closed,
     Message,
-    NotNow,
-    Request,
+    RankInUse,
     StoreAnswer,
+    StoreClosed,
     StoreJoin,
     StoreLeave,
     StoreRefused,
+    StoreRequest,
     StoreWelcome,
     decode,
     frame_of,
@@ -115,10 +115,10 @@ class StoreClient:
                                     self._arbiter_process = process
                                 case StoreRefused():
                                     raise DistNetworkError(f"{self._name}: {message.why}")
-                                case NotNow():
+                                case RankInUse():
                                     heard = self._told(message)
                                     held_s = (held_s or time.monotonic()) if message.alive else None
-                                case Closed():
+                                case StoreClosed():
                                     heard = message.why
                                 case _:
                                     pass
@@ -132,7 +132,7 @@ class StoreClient:
             ) from None
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{self._rank}")
 
-    def _told(self, said: NotNow) -> str:
+    def _told(self, said: RankInUse) -> str:
         if said.alive:
             return (
                 f"rank {self._rank} is taken, by {said.holder}. Give each process a rank of its own, and each job a "
@@ -150,7 +150,7 @@ class StoreClient:
 
     # Requests
 
-    def call(self, request: Request, timeout_s: float) -> StoreAnswer | None:
+    def call(self, request: StoreRequest, timeout_s: float) -> StoreAnswer | None:
         """Ask, on this thread. None: there is no answer within ``timeout_s``, or there are none any more.
 
         Args:
@@ -201,7 +201,7 @@ class StoreClient:
         if not self._arbiter:
             with contextlib.suppress(asyncio.QueueFull):
                 self._news.put_nowait((incarnation, message, process))
-        elif incarnation == self._arbiter and isinstance(message, Closed):
+        elif incarnation == self._arbiter and isinstance(message, StoreClosed):
             self._fail(f"it has been closed: {message.why}")
         elif incarnation != self._arbiter and isinstance(message, StoreWelcome):
             self._send(StoreLeave(), to=incarnation)  # of two arbiters one gives way; this one is not ours

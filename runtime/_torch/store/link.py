@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 from gradbus.runtime.bus import background
 from gradbus.runtime.dds.participant import Writer
 from gradbus.torch.store.client import StoreClient
-from gradbus.torch.store.messages import Op, Request, StoreAnswer
+from gradbus.torch.store.messages import Op, StoreAnswer, StoreRequest
 from gradbus.torch.store.server import StoreServer
 
 _GRACE_S = 1.0  # the arbiter knows more than "no answer" about a wait that has timed out: let it tell
@@ -158,7 +158,7 @@ class StoreLink:
         end = self._end
         self._check()
         assert end is not None  # it is taken away after the fault is set
-        request = Request(0, [], op, list(keys), list(values), number, timeout_s if waits else 0.0)
+        request = StoreRequest(0, [], op, list(keys), list(values), number, timeout_s if waits else 0.0)
         answer = end.call(request, timeout_s + _GRACE_S)
         if answer is None:
             self._check()

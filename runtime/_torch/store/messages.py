@@ -7,7 +7,7 @@ table.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -18,7 +18,7 @@ from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
-VERSION = 2  # 1 named its messages otherwise
+VERSION = 3  # earlier ones named their messages otherwise
 MAX_KEY_BYTES = 1024  # in UTF-8
 MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one frame
 MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
@@ -68,7 +68,7 @@ class StoreWelcome:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class NotNow:
+class RankInUse:
     """Arbiter to a rank: another process has come with that rank.
 
     Attributes:
@@ -89,7 +89,7 @@ class StoreRefused:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Request:
+class StoreRequest:
     """Rank to the arbiter. Repeated until there is an :class:`StoreAnswer`; executed once.
 
     Attributes:
@@ -132,14 +132,14 @@ class StoreLeave:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Closed:
+class StoreClosed:
     """Arbiter to a rank: there are no more answers, and why."""
 
     why: Text
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class Here:
+class ArbiterStatus:
     """Arbiter to other arbiters of the same store, of which there must be none.
 
     Attributes:
@@ -150,12 +150,12 @@ class Here:
     host: Text
 
 
-Message = StoreJoin | StoreWelcome | NotNow | StoreRefused | Request | StoreAnswer | StoreLeave | Closed | Here
+Message = (
+    StoreJoin | StoreWelcome | RankInUse | StoreRefused | StoreRequest | StoreAnswer | StoreLeave | StoreClosed
+    | ArbiterStatus
+)  # fmt: skip
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (StoreJoin, StoreWelcome, NotNow, StoreRefused, Request, StoreAnswer, StoreLeave, Closed, Here)
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def frame_of(message: Message, *, sender: int, incarnation: int, to: int) -> tuple[bytes, memoryview]:

@@ -16,7 +16,7 @@ from gradbus.runtime.bus.liveness import Reachability
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BusError
-from gradbus.torch.store.messages import MAX_OPEN, Message, Request, StoreAnswer, frame_of
+from gradbus.torch.store.messages import MAX_OPEN, Message, StoreAnswer, StoreRequest, frame_of
 from gradbus.torch.store.table import Reply, StoreTable, StoreWaiter, answer
 
 SILENT_S = 10.0  # a process that says nothing for so long, and that DDS has not matched, is not there
@@ -39,7 +39,7 @@ class RequestTable:
     def __contains__(self, number: int) -> bool:
         return number in self._waiting
 
-    def ask(self, request: Request, reply: Reply) -> None:
+    def ask(self, request: StoreRequest, reply: Reply) -> None:
         """``reply`` gets the answer, now or later."""
 
         def done(result: StoreAnswer) -> None:
@@ -114,7 +114,7 @@ class StorePeer:
 
     # Requests
 
-    def ask(self, request: Request, explained: Callable[[Request, StoreAnswer], StoreAnswer]) -> None:
+    def ask(self, request: StoreRequest, explained: Callable[[StoreRequest, StoreAnswer], StoreAnswer]) -> None:
         """A request of this process, for the first time or again; ``explained`` has the last word on its answer."""
         self.heard()
         number = request.id
@@ -141,7 +141,7 @@ class StorePeer:
         """Whether the process waits no more for the answer to this request, which may come late or again."""
         return number <= self._newest and number not in self._open
 
-    def _note_open(self, request: Request) -> None:
+    def _note_open(self, request: StoreRequest) -> None:
         """Forget all that is over. What one request says is over stays so, whatever older ones come later."""
         stated = set(request.open)
         newer = {number for number in stated if self._newest < number <= request.id}

@@ -23,14 +23,14 @@ from gradbus.runtime.wire.frames import Frame
 from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store.messages import (
     VERSION,
-    Closed,
-    Here,
-    NotNow,
-    Request,
+    ArbiterStatus,
+    RankInUse,
     StoreAnswer,
+    StoreClosed,
     StoreJoin,
     StoreLeave,
     StoreRefused,
+    StoreRequest,
     StoreWelcome,
     decode,
     frame_of,
@@ -83,7 +83,7 @@ class StoreServer:
 
     # The own process
 
-    def call(self, request: Request, timeout_s: float) -> StoreAnswer | None:
+    def call(self, request: StoreRequest, timeout_s: float) -> StoreAnswer | None:
         """A request of rank 0 itself, on any thread. None: there is no answer within ``timeout_s``, or there are none
         any more. Its id is set here."""
         slot = self.pending.add()
@@ -96,10 +96,10 @@ class StoreServer:
             self.pending.remove(slot)
         return slot.answer
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: StoreRequest) -> None:
         self._local.ask(request, lambda result: self.pending.give(self._explained(request, result)))
 
-    def _explained(self, request: Request, result: StoreAnswer) -> StoreAnswer:
+    def _explained(self, request: StoreRequest, result: StoreAnswer) -> StoreAnswer:
         """A timeout says which ranks have not come."""
         absent = self._absent
         if result.outcome != "timeout" or not absent:
@@ -130,9 +130,9 @@ class StoreServer:
             case StoreJoin():
                 if not self.closing:
                     self._on_join(key.sender, key.incarnation, message, key.name)
-            case Here() if key.incarnation != self.incarnation:
+            case ArbiterStatus() if key.incarnation != self.incarnation:
                 self._on_here(key.incarnation, message)
-            case Request() if peer is not None and self._has_joined(peer):
+            case StoreRequest() if peer is not None and self._has_joined(peer):
                 peer.ask(message, self._explained)
             case StoreLeave() if peer is not None:
                 self._forget(peer)
@@ -155,7 +155,7 @@ class StoreServer:
         if holder is peer:
             peer.tell(StoreWelcome(self._host))
         else:
-            peer.tell(NotNow(holder.incarnation in self._peers and holder.look(), holder.host, self._host))
+            peer.tell(RankInUse(holder.incarnation in self._peers and holder.look(), holder.host, self._host))
 
     def _misfit(self, rank: int, said: StoreJoin) -> str:
         if said.version != VERSION:
@@ -183,7 +183,7 @@ class StoreServer:
         )  # fmt: skip
         return peer
 
-    def _on_here(self, incarnation: int, said: Here) -> None:
+    def _on_here(self, incarnation: int, said: ArbiterStatus) -> None:
         """Another process has the same store. Who has all its ranks goes on; else who came first."""
         complete = not self._absent
         if self.closing or (complete and not said.complete):
@@ -207,7 +207,7 @@ class StoreServer:
                     self._fail(self._bus.standing.refusal)
                     return
                 if self._is_contested:
-                    here = Here(not self._absent, self._host)
+                    here = ArbiterStatus(not self._absent, self._host)
                     self._port.write(self._others, frame_of(here, sender=0, incarnation=self.incarnation, to=0))
                     await asyncio.sleep(HERE_S)
                 elif self._is_in_doubt:
@@ -249,7 +249,7 @@ class StoreServer:
             return
         self.closing = True
         for peer in self._peers.values():
-            peer.tell(Closed(why.encode()[:1000].decode(errors="ignore")))
+            peer.tell(StoreClosed(why.encode()[:1000].decode(errors="ignore")))
         self._failed(why)
         self.pending.end()
 
@@ -264,7 +264,7 @@ class StoreServer:
     def say_goodbye(self) -> None:
         """Tell those that are left."""
         for peer in self._peers.values():
-            peer.tell(Closed(f"rank 0 on {self._host} needs it no more"))
+            peer.tell(StoreClosed(f"rank 0 on {self._host} needs it no more"))
 
     def writers(self) -> list[Writer]:
         """Of which all that was written should be taken over before they go."""

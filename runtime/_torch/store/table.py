@@ -1,6 +1,6 @@
 """The table of a store: keys, values and queues, and those who wait for them. No I/O, no clock, no threads.
 
-Operations, by name in :class:`.messages.Request`, with what torch's own stores make of them:
+Operations, by name in :class:`.messages.StoreRequest`, with what torch's own stores make of them:
 
 - ``set`` keys to values; ``append`` them to what is there.
 - ``get``: values, as many from the first key on as fit into a message; waits for all the keys.
@@ -26,8 +26,8 @@ from gradbus.torch.store.messages import (
     MAX_VALUE_BYTES,
     Op,
     Outcome,
-    Request,
     StoreAnswer,
+    StoreRequest,
 )
 
 MAX_TABLE_KEYS = 1_000_000
@@ -53,7 +53,7 @@ class TableError(ValueError):
 class StoreWaiter:
     """A request that waits for ``key``."""
 
-    request: Request
+    request: StoreRequest
     reply: Reply
     key: str
 
@@ -76,7 +76,7 @@ class StoreTable:
         self._max_bytes = max_bytes
         self._bytes = 0
 
-    def submit(self, request: Request, reply: Reply) -> StoreWaiter | None:
+    def submit(self, request: StoreRequest, reply: Reply) -> StoreWaiter | None:
         """Do it; ``reply`` gets the answer, at once or when what it waits for is there. Returns who waits, if so."""
         try:
             result = self._do(request)
@@ -118,7 +118,7 @@ class StoreTable:
     def _has(self, key: str) -> bool:
         return key in self._values or key in self._queues
 
-    def _do(self, request: Request) -> StoreAnswer | _Missing:
+    def _do(self, request: StoreRequest) -> StoreAnswer | _Missing:
         keys, values = request.keys, request.values
         needs = _NEEDS[request.op]
         if len(keys) != (len(keys) if needs[0] is None else needs[0]) or len(values) != (
@@ -161,7 +161,7 @@ class StoreTable:
             case "queue_len":
                 return answer(request, number=len(self._queues.get(keys[0], ())))
 
-    def _put(self, request: Request, keys: Sequence[str], values: Sequence[bytes], number: int = 0) -> StoreAnswer:
+    def _put(self, request: StoreRequest, keys: Sequence[str], values: Sequence[bytes], number: int = 0) -> StoreAnswer:
         pairs = dict(zip(keys, values, strict=True))
         held = sum(_cost(key, self._values[key]) for key in pairs if key in self._values)
         self._reserve(sum(_cost(*pair) for pair in pairs.items()) - held, sum(key not in self._values for key in pairs))
@@ -196,7 +196,7 @@ class StoreTable:
         except ValueError:
             raise TableError(f"add: the value of key {key!r} is not a number: {text[:20]!r}") from None
 
-    def _get(self, request: Request) -> StoreAnswer | _Missing:
+    def _get(self, request: StoreRequest) -> StoreAnswer | _Missing:
         found: list[bytes] = []
         size = 0
         for key in request.keys:
@@ -208,7 +208,7 @@ class StoreTable:
                 found.append(value)
         return answer(request, values=found)
 
-    def _compare_set(self, request: Request) -> StoreAnswer:
+    def _compare_set(self, request: StoreRequest) -> StoreAnswer:
         (key,), (expected, desired) = request.keys, request.values
         held = self._values.get(key)
         if held != expected and (held is not None or expected):
@@ -216,7 +216,7 @@ class StoreTable:
         self._put(request, [key], [desired])
         return answer(request, values=[desired])
 
-    def _pop(self, request: Request) -> StoreAnswer | _Missing:
+    def _pop(self, request: StoreRequest) -> StoreAnswer | _Missing:
         key = request.keys[0]
         queue = self._queues.get(key)
         if queue is None:
@@ -227,14 +227,14 @@ class StoreTable:
             del self._queues[key]
         return answer(request, values=[value])
 
-    def _list(self, request: Request) -> StoreAnswer:
+    def _list(self, request: StoreRequest) -> StoreAnswer:
         """The empty key is a key: a number that is not 0 says that nothing was listed before."""
         rest = sorted(key for key in self._values if request.number or key > request.keys[0])
         return answer(request, keys=rest[:MAX_KEYS], number=int(len(rest) > MAX_KEYS))
 
 
 def answer(
-    request: Request, outcome: Outcome = "done", *, keys: Sequence[str] = (), values: Sequence[bytes] = (),
+    request: StoreRequest, outcome: Outcome = "done", *, keys: Sequence[str] = (), values: Sequence[bytes] = (),
     number: int = 0, text: str = "",
 ) -> StoreAnswer:  # fmt: skip
     """The answer to a request."""

@@ -26,7 +26,7 @@ TRAILER_BYTES = _NUMBER.size + SIGNATURE_BYTES
 
 
 def _broadcast_text(job: str, topic: str, session: bytes, number: bytes, sample: bytes) -> bytes:
-    return b"gradbus/1 said\0" + envelope.associated(job, topic) + session + number + sample
+    return b"gradbus/1 broadcast\0" + envelope.associated(job, topic) + session + number + sample
 
 
 class BroadcastSigner:

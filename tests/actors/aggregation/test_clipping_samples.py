@@ -112,13 +112,13 @@ def test_offers_wait_for_the_quorum_and_its_grace_or_for_half_of_the_time() -> N
         return Round(1, range(4), RoundRules(minimum=1, quorum=quorum, deadline_s=100.0, grace_s=5.0), now_s=0.0)
 
     half = opened(0.5)
-    assert not half.has_enough_offers({0}, 1.0)
-    assert not half.has_enough_offers({0, 1}, 2.0)
-    assert half.has_enough_offers({0, 1}, 7.0)
+    assert not half.has_enough_requests({0}, 1.0)
+    assert not half.has_enough_requests({0, 1}, 2.0)
+    assert half.has_enough_requests({0, 1}, 7.0)
     every = opened(1.0)
-    assert not every.has_enough_offers({0, 1, 2}, 49.0)
-    assert every.has_enough_offers({0}, 50.0)
-    assert opened(1.0).has_enough_offers({0, 1, 2, 3}, 0.0)
+    assert not every.has_enough_requests({0, 1, 2}, 49.0)
+    assert every.has_enough_requests({0}, 50.0)
+    assert opened(1.0).has_enough_requests({0, 1, 2, 3}, 0.0)
 
 
 def test_where_one_update_does_not_suffice_the_first_one_waits_for_a_second_number() -> None:

@@ -20,7 +20,7 @@ from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import read
-from gradbus.runtime.wire.control import ModelHere
+from gradbus.runtime.wire.control import ModelAvailable
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -32,10 +32,10 @@ def all_sizes_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_payload, "SHARED_BYTES", 1)
 
 
-def said_of(scene: Scene, **changes: Any) -> ModelHere:
+def said_of(scene: Scene, **changes: Any) -> ModelAvailable:
     said = scene.bus.said[-1]
     fields = {name: getattr(said, name) for name in said.__dataclass_fields__}
-    return ModelHere(**fields | changes)
+    return ModelAvailable(**fields | changes)
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def reader_of(scene: Scene) -> AsyncIterator[SharedModelReader]:
         yield SharedModelReader(scene.bus.memory, new_copy(), thread, client_id=0)
 
 
-async def miss(memory: SharedModelReader, said: ModelHere) -> None:
+async def miss(memory: SharedModelReader, said: ModelAvailable) -> None:
     key = memory.expect(SESSION, said)
     assert key is not None
     assert await memory.read(key, said) is None

@@ -95,7 +95,7 @@ def test_an_update_is_one_that_the_sum_takes_or_the_training_has_failed(codec: s
                 break
             parsed = codecs.parse(update.payload, expected_dim=DIM)
             if not (parsed.is_sparse and not parsed.is_delta):
-                ExactMean(DIM).add(parsed, base=base, num_samples=update.offer.num_samples)
+                ExactMean(DIM).add(parsed, base=base, num_samples=update.request.num_samples)
     assert all("Lower the learning rate" in text for _, text in failed)
     scales = [scale for scale, _ in failed]
     assert scales[-3:] == [1e5, 1e9, 1e30]

@@ -14,7 +14,7 @@ from gradbus.actors.federated import publish as downlink_module
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
-from gradbus.runtime.wire.control import ModelHere
+from gradbus.runtime.wire.control import ModelAvailable
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
 
@@ -147,7 +147,7 @@ def test_where_there_is_no_memory_left_frames_go_out(monkeypatch: pytest.MonkeyP
     run_with(test)
 
 
-def is_there(said: ModelHere) -> bool:
+def is_there(said: ModelAvailable) -> bool:
     try:
         return len(read(said.memory, said.total_bytes)) == said.total_bytes
     except SharedMemoryFault:

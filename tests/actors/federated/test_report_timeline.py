@@ -18,9 +18,9 @@ from gradbus.actors.federated.report import (
     RoundReport,
     RoundTiming,
 )
-from gradbus.runtime.wire.control import Offer
+from gradbus.runtime.wire.control import UploadRequest
 
-OFFER = Offer(5, 1, 7, 4_000, 600, 0.25, 2.0, 0.5, "", 1.0, 3.0, 0.75)  # waits 1 s, trains 2 s, encodes 0.5 s
+OFFER = UploadRequest(5, 1, 7, 4_000, 600, 0.25, 2.0, 0.5, "", 1.0, 3.0, 0.75)  # waits 1 s, trains 2 s, encodes 0.5 s
 
 
 class Clock:
@@ -34,16 +34,16 @@ class Clock:
 
 
 def one_client(
-    timing: RoundTiming, clock: Clock, offer: Offer = OFFER, *, client_id: int = 3, at_s: float = 104
+    timing: RoundTiming, clock: Clock, request: UploadRequest = OFFER, *, client_id: int = 3, at_s: float = 104
 ) -> None:
-    """Its offer comes at that time; then each step takes a second."""
+    """Its request comes at that time; then each step takes a second."""
     clock.now_s = at_s
-    timing.offered(client_id, 1, offer)
+    timing.offered(client_id, 1, request)
     for step in (timing.granted, timing.received, timing.adding):
         clock.now_s += 1
         step(client_id)
     clock.now_s += 1
-    timing.counted(client_id, offer)
+    timing.counted(client_id, request)
 
 
 def test_the_parts_follow_each_other_without_a_gap_from_the_command_to_the_sum() -> None:

@@ -10,7 +10,7 @@ import pytest
 from gradbus.actors.federated import session as orders_module
 from gradbus.actors.federated.session import ControllerSession
 from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.wire.control import Bye, Welcome
+from gradbus.runtime.wire.control import RunEnded, Welcome
 from gradbus.runtime.wire.messages import TrainCmd
 
 WELCOME = Welcome(
@@ -110,7 +110,7 @@ def test_a_result_is_wanted_until_there_is_another_command_or_the_run_is_over() 
     assert not orders.superseded(command(3))
     assert orders.superseded(command(2))
     assert orders.superseded(dataclasses.replace(command(3), lr=0.2))
-    orders.ended = Bye(5, True, "all rounds are done")
+    orders.ended = RunEnded(5, True, "all rounds are done")
     assert orders.superseded(command(3))
     assert not orders.is_current(SESSION)
 

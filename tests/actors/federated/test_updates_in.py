@@ -18,7 +18,7 @@ from gradbus.actors.aggregation.clipping import SampleCap
 from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.actors.federated.participation import Quarantine
 from gradbus.actors.federated.rounds import Round, RoundRules
-from gradbus.actors.federated.updates_in import OfferedUpdate, UpdateAdmission
+from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateFromClient
 from gradbus.runtime.testing.journal import History
 from gradbus.runtime.wire.control import Receipt
 
@@ -279,7 +279,7 @@ def test_an_offer_out_of_range_is_refused_and_its_client_not_waited_for(
     change: dict[str, Any], reason: str, words: str
 ) -> None:
     async def test(hall: Hall) -> None:
-        await hall.intake.on_offer(0, 100, replace(Sender().offer, **change))
+        await hall.intake.on_request(0, 100, replace(Sender().request, **change))
         (receipt,) = hall.bus.all(Receipt)
         assert not receipt.accepted
         assert words in receipt.reason
@@ -396,8 +396,8 @@ def test_admission_refuses_with_a_reason_and_strikes_only_where_no_honest_client
     round_ = Round(1, range(2), rules, now_s=0.0)
 
     def refused(sender: Sender, total_bytes: int = 400, **values: Any) -> tuple[str, bool] | None:
-        offer = replace(sender.offer, total_bytes=total_bytes, **values)
-        refusal = admission.refusal(OfferedUpdate(sender.client_id, 1, offer), round_)
+        request = replace(sender.request, total_bytes=total_bytes, **values)
+        refusal = admission.refusal(UpdateFromClient(sender.client_id, 1, request), round_)
         return None if refusal is None else (refusal.reason, refusal.is_strike)
 
     assert refused(Sender(0)) is None
@@ -414,7 +414,7 @@ def test_one_update_is_always_let_in_and_a_second_only_within_the_budget() -> No
     admission = UpdateAdmission(
         Quarantine(0, 0), SampleCap(None), run_id=RUN, max_bytes=9999, budget_bytes=500, max_samples=100
     )  # fmt: skip
-    small, large = (replace(Sender().offer, total_bytes=size) for size in (200, 900))
+    small, large = (replace(Sender().request, total_bytes=size) for size in (200, 900))
     assert admission.has_room(large, [])
     assert admission.has_room(small, [small])
     assert not admission.has_room(large, [small])

@@ -13,7 +13,7 @@ from intake_hall import DIM, MAX_SAMPLES, Hall, Sender, deliver, run_with
 from gradbus import codecs
 from gradbus.actors.federated.rounds import RoundTotals
 from gradbus.runtime.errors import WriteTimeout
-from gradbus.runtime.wire.control import Grant, NeedUpdate, Receipt
+from gradbus.runtime.wire.control import Grant, Receipt, RetransmitRequest
 
 
 def test_a_client_forgotten_in_the_middle_of_a_transfer_makes_room_for_the_next() -> None:
@@ -24,7 +24,7 @@ def test_a_client_forgotten_in_the_middle_of_a_transfer_makes_room_for_the_next(
         assert hall.bus.granted == [0]
         hall.intake.forget(0, 100)
         assert hall.intake.dropped == {"cut short": 1}
-        await deliver(hall, Sender(1))  # its offer repeated, as clients do
+        await deliver(hall, Sender(1))  # its request repeated, as clients do
         assert hall.round.accepted == {1}
         await Sender(0).send_to(hall, slice(2, None))
         assert hall.intake.dropped["unexpected frame"] > 0
@@ -169,10 +169,10 @@ def test_frames_that_do_not_come_are_asked_for() -> None:
         messages = sender.frames
         for seq in (0, 2, 3, 5, 6):
             await hall.intake.on_frame(messages[seq])
-        await hall.until(lambda: hall.bus.all(NeedUpdate))
-        assert hall.bus.all(NeedUpdate)[0] == NeedUpdate(0, 100, 1, 1, [1, 4])
+        await hall.until(lambda: hall.bus.all(RetransmitRequest))
+        assert hall.bus.all(RetransmitRequest)[0] == RetransmitRequest(0, 100, 1, 1, [1, 4])
         await hall.intake.on_frame(messages[1])
-        await hall.until(lambda: hall.bus.all(NeedUpdate)[-1].seqs == [4])
+        await hall.until(lambda: hall.bus.all(RetransmitRequest)[-1].seqs == [4])
         await hall.intake.on_frame(messages[4])
         await hall.until(lambda: hall.bus.receipts)
         assert hall.round.accepted == {0}
@@ -184,7 +184,7 @@ def test_a_grant_without_an_echo_is_said_again() -> None:
     async def test(hall: Hall) -> None:
         await Sender().offer_to(hall)
         await hall.until(lambda: len(hall.bus.granted) >= 3)
-        assert hall.bus.all(NeedUpdate) == []
+        assert hall.bus.all(RetransmitRequest) == []
 
     run_with(test, repair_after_s=0.02)
 

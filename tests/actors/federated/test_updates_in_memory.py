@@ -21,7 +21,7 @@ from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.runtime.dds.topics import TOPICS, ClientUpdate
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
 from gradbus.runtime.shm.shared_payload import PayloadMemory, Sealed
-from gradbus.runtime.wire.control import NeedUpdate
+from gradbus.runtime.wire.control import RetransmitRequest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
 
@@ -266,8 +266,8 @@ def test_an_offer_that_lies_about_its_memory_is_granted_and_sent_and_others_go_o
 def test_memory_of_another_size_than_offered_is_not_read(change: int, logged: list[dict[str, Any]]) -> None:
     async def test(hall: Hall) -> None:
         sender, _lies = sealed(Sender(payload=codecs.get("s4").encode(torch.ones(DIM))))
-        offer = replace(sender.offer, total_bytes=len(sender.data) + change)
-        await hall.intake.on_offer(0, 100, offer)
+        request = replace(sender.request, total_bytes=len(sender.data) + change)
+        await hall.intake.on_request(0, 100, request)
         await hall.until(lambda: hall.bus.granted or hall.bus.receipts)
         assert hall.bus.receipts == ([(0, False)] if change == 1000 else [])  # more than an update can have
         assert hall.round.accepted == set()
@@ -341,7 +341,7 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatc
         near = [sealed(Sender(client_id)) for client_id in range(1, 6)]
         for sender, _ in near:
             await sender.offer_to(hall)
-        await hall.until(lambda: hall.bus.all(NeedUpdate))
+        await hall.until(lambda: hall.bus.all(RetransmitRequest))
         assert len(hall.bus.receipts) < len(near)
         assert hall.intake.dropped["stalled"] == 0
 
@@ -351,11 +351,11 @@ def test_updates_in_memory_do_not_keep_it_from_asking_for_lost_frames(monkeypatc
 def test_an_offer_without_a_loss_is_the_same_when_it_is_repeated() -> None:
     async def test(hall: Hall) -> None:
         sender = replace(Sender(0), memory="")
-        offer = replace(sender.offer, loss=float("nan"))
-        await hall.intake.on_offer(0, sender.incarnation, offer)
+        request = replace(sender.request, loss=float("nan"))
+        await hall.intake.on_request(0, sender.incarnation, request)
         for frame in sender.frames[:-1]:
             await hall.intake.on_frame(frame)
-        await hall.intake.on_offer(0, sender.incarnation, replace(offer, loss=float("nan")))
+        await hall.intake.on_request(0, sender.incarnation, replace(request, loss=float("nan")))
         await hall.intake.on_frame(sender.frames[-1])
         await receipts(hall, 1)
 

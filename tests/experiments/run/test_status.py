@@ -30,7 +30,7 @@ from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.topics import Overheard
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
-from gradbus.runtime.wire.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, Pulse, Status
+from gradbus.runtime.wire.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, RankStatus, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone
 
@@ -47,9 +47,9 @@ def picture_of(*said: tuple[int, float, Body], now_s: float = 10.0) -> dict[str,
 
 
 STATUS = Status(
-    5, 4, "training", 1, 5, minimum=2, rounds=10, clients=5, round_s=12.34, left_s=287.6, waited_for=[1, 2, 3, 9],
-    silent_s=[0.1, 0.2, 2.2, 0.3], out=[7], dropped={"stale": 3}, last_s=1.5, bytes_up=9_600_000, bytes_down=4_800_000,
-    accuracy=0.9876,
+    5, 4, "training", 1, 5, minimum=2, rounds=10, clients=5, round_s=12.34, remaining_s=287.6, awaited=[1, 2, 3, 9],
+    silent_s=[0.1, 0.2, 2.2, 0.3], quarantined=[7], dropped={"stale": 3}, last_s=1.5, bytes_up=9_600_000,
+    bytes_down=4_800_000, accuracy=0.9876,
 )  # fmt: skip
 
 
@@ -79,10 +79,12 @@ def test_each_client_that_is_waited_for_has_a_reason() -> None:
 
 
 def test_ranks_say_which_collective_waits_and_who_was_not_heard() -> None:
-    pulse = Pulse("world", 4, "host-a (process 7)", 30.0, 120, 1, 8.5, 10_000_000, 9_000_000, 2, "grad/0", 7.25, [2])
+    pulse = RankStatus(
+        "world", 4, "host-a (process 7)", 30.0, 120, 1, 8.5, 10_000_000, 9_000_000, 2, "grad/0", 7.25, [2]
+    )
     picture = picture_of(
-        (0, 9.9, pulse), (1, 9.5, Pulse("world", 4, "host-b", 30.0, 120, 1, lost=[3], dropped={"early": 2})),
-        (2, 5.0, Pulse("world", 4, "host-c", 25.0)),
+        (0, 9.9, pulse), (1, 9.5, RankStatus("world", 4, "host-b", 30.0, 120, 1, lost=[3], dropped={"early": 2})),
+        (2, 5.0, RankStatus("world", 4, "host-c", 25.0)),
     )  # fmt: skip
     assert lines_of(picture) == [
         "job cells",
@@ -97,7 +99,7 @@ def test_ranks_say_which_collective_waits_and_who_was_not_heard() -> None:
 
 def test_ranks_of_a_large_group_speak_less_often_and_are_not_taken_for_silent() -> None:
     observer = Observer()
-    observer.take(Control(0, 100, Pulse("world", 640, "host-a", 30.0)), 0.0)
+    observer.take(Control(0, 100, RankStatus("world", 640, "host-a", 30.0)), 0.0)
     assert observer.listen_s == pytest.approx(16.0)  # each speaks every 10 s
     (group,) = observer.picture("cells", 12.0)["groups"]
     assert group["ranks"][0]["state"] == "works"
@@ -107,7 +109,7 @@ def test_ranks_of_a_large_group_speak_less_often_and_are_not_taken_for_silent() 
 
 def test_who_leaves_or_dies_is_no_longer_shown_and_a_group_may_be_forming() -> None:
     observer = Observer()
-    for sender, body in ((0, hello("idle")), (1, hello("idle")), (2, Pulse("world", 3, "h", 1.0))):
+    for sender, body in ((0, hello("idle")), (1, hello("idle")), (2, RankStatus("world", 3, "h", 1.0))):
         assert observer.take(Control(sender, 100 + sender, body), 1.0)
     assert observer.take(Control(0, 9, GroupHello("late", 2, 0, False, False, 0, "h", "", [])), 1.0)
     observer.take(Control(0, 100, Leave("done")), 1.0)

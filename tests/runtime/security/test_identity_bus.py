@@ -27,7 +27,7 @@ from gradbus.runtime.security.identity.controller_signatures import check_payloa
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.identity.shared_keys import OutboundStreams
 from gradbus.runtime.wire import control, frames
-from gradbus.runtime.wire.control import Bye, Leave, Receipt
+from gradbus.runtime.wire.control import Leave, Receipt, RunEnded
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
@@ -85,7 +85,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 keys, session = traitor._node.party.keys, victim._node.party.session
                 group = next(iter(keys._epochs.values())).key
                 forger = OutboundStreams(group, keys.controller)  # as if it were the controller
-                body = control.encode(Bye(1, True, "says the traitor"))
+                body = control.encode(RunEnded(1, True, "says the traitor"))
                 ((head, data),) = frames.split(FrameKey(Kind.CONTROL, 0, 0, CONTROLLER, 1, 1), body)
                 signed = (1 << 40).to_bytes(8, "little") + bytes(64)  # a number that is still to come, and no signature
                 sample = FrameType.prefix(len(head) + len(data)), head, data, signed
@@ -173,11 +173,11 @@ def test_an_observer_hears_what_is_for_all_and_is_not_heard(opens: Callable[...,
                 server.open_writer(Control)
                 await server.matched(lambda: server.matched_readers(Control) > 1, timeout_s=10)
                 while not ears._queue:  # said until it was heard: nobody tells when a reader is matched on both sides
-                    await server.publish(SERVER, Bye(1, True, "done"))
+                    await server.publish(SERVER, RunEnded(1, True, "done"))
                     await asyncio.sleep(0.01)
                 heard = await ears.get()
                 assert isinstance(heard, Control)
-                assert heard.body == Bye(1, True, "done")
+                assert heard.body == RunEnded(1, True, "done")
                 assert all(item.message.sender == CONTROLLER for item in desk._queue)  # itself, at most
 
     run(main())

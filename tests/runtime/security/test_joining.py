@@ -347,7 +347,7 @@ def test_what_a_controller_says_to_one_is_sealed_for_that_one_without_being_deco
 
     assert heard(control.Receipt(7, 1, 1, 1, 1, True, "")) == [False, True]
     assert heard(control.Refused(0, 1, "no")) == [True, False]
-    assert heard(control.Bye(1, True, "done")) == [True, True]
+    assert heard(control.RunEnded(1, True, "done")) == [True, True]
 
 
 def test_another_level_of_security_is_told_of() -> None:

@@ -17,7 +17,7 @@ from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.errors import CollectiveTimeout, ConfigError
 from gradbus.runtime.security.job_key import new_job_key
 from gradbus.runtime.testing.faults import Faults, Rule, parse_rules
-from gradbus.runtime.wire.control import Leave, NeedModel, Receipt
+from gradbus.runtime.wire.control import Leave, ModelRequest, Receipt
 from gradbus.runtime.wire.messages import ClientUpdate, Control, TrainCmd
 
 # The rules
@@ -74,8 +74,8 @@ def test_the_seed_alone_decides_which_ones_are_struck_whatever_comes_in_between(
 def test_a_rule_can_be_bound_to_a_round_a_number_and_so_many_times() -> None:
     assert struck(Faults("drop update nth=3"), 9, "update") == [2]
     assert struck(Faults("drop update times=2"), 9, "update") == [0, 1]
-    assert struck(Faults("drop receipt"), 3, "control", "offer") == []
-    assert struck(Faults("drop control"), 3, "control", "offer") == [0, 1, 2]
+    assert struck(Faults("drop receipt"), 3, "control", "upload_request") == []
+    assert struck(Faults("drop control"), 3, "control", "upload_request") == [0, 1, 2]
     faults = Faults("drop round=7")
     assert (struck(faults, 2, "model", round_id=6), struck(faults, 2, "model", round_id=7)) == ([], [0, 1])
     assert dict(faults.fired) == {"drop any": 2}
@@ -84,7 +84,8 @@ def test_a_rule_can_be_bound_to_a_round_a_number_and_so_many_times() -> None:
 def test_processes_get_their_faults_from_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADBUS_BUS__FAULTS", "drop update p=0.1; seed=3")
     assert load(ClientFile, None).bus.faults == "drop update p=0.1; seed=3"
-    assert load(ClientFile, None, overrides=["bus.faults=delay offer seconds=1"]).bus.faults == "delay offer seconds=1"
+    rule = "delay upload_request seconds=1"
+    assert load(ClientFile, None, overrides=[f"bus.faults={rule}"]).bus.faults == rule
 
 
 # Their effect
@@ -203,7 +204,7 @@ def test_a_sample_that_dds_takes_later_is_struck_once_and_doubled_once_and_not_k
 
 
 def test_every_kind_of_sample_is_known_by_its_name_and_round(run: Run, place: dict[str, Any]) -> None:
-    names = ("command", "update", "model", "receipt", "needmodel")
+    names = ("command", "update", "model", "receipt", "model_request")
     rules = "; ".join(f"drop {name} round=3" for name in names)
 
     async def main() -> dict[str, int]:
@@ -212,7 +213,7 @@ def test_every_kind_of_sample_is_known_by_its_name_and_round(run: Run, place: di
             for round_id in (2, 3):
                 await faulty.publish(CHIEF, TrainCmd(round_id, 0, 1, 0.1, 0))
                 await faulty.publish(CHIEF, Receipt(7, 1, 1, round_id, 1, True, ""))
-                await faulty.publish(CLIENT, NeedModel(1, round_id, 0, []))
+                await faulty.publish(CLIENT, ModelRequest(1, round_id, 0, []))
                 await faulty.send_update(UPDATE._replace(round_id=round_id), 5, b"x")
                 await faulty.send_model(MODEL._replace(round_id=round_id), b"x")
             return dict(faults.fired)

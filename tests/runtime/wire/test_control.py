@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
@@ -20,68 +22,70 @@ from gradbus.runtime.wire.control import (
     MAX_BODY_BYTES,
     PROTOCOL,
     Body,
-    Bye,
     Closing,
-    Failed,
     Grant,
     GroupHello,
     GroupLeave,
     Hello,
     Leave,
-    ModelHere,
-    NeedModel,
-    NeedUpdate,
-    Offer,
-    Pulse,
+    ModelAvailable,
+    ModelRequest,
+    RankStatus,
     Receipt,
     Refused,
+    RetransmitRequest,
+    RunEnded,
     Status,
+    TrainingFailure,
+    UploadRequest,
     Welcome,
 )
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "control.json"
 
 EXAMPLES: list[Body] = [
     Hello(PROTOCOL, 1_199_882, (1 << 64) - 1, True, 5, "training", 3, 2, "host:1234", 3, "host/boot/1"),
     Welcome(7, 1 << 60, 5, 4, "sq8", 0.1, 8192, 2, 10, 0.5, "host/boot/1"),
     Refused(7, 1 << 60, "its model is not the same \u2260"),
     Status(5, -1, "waiting", 0, 0),
-    Offer(5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab", 0.5, 3.25, 0.75),
+    UploadRequest(5, 3, 1, 4_799_528, 600, 0.25, 1.5, 0.01, "host/boot/1 1234 7 ab", 0.5, 3.25, 0.75),
     Grant(7, 1 << 60, 3, 1),
     Receipt(7, 1 << 60, 5, 3, 1, False, "non-finite"),
-    NeedUpdate(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
-    ModelHere(5, 3, 7, True, 4_799_528, "host/boot/1 1234 7 ab"),
-    NeedModel(5, 3, 0, []),
-    Failed(5, 3, "Traceback ..."),
+    RetransmitRequest(7, 1 << 60, 3, 1, [0, 5, (1 << 20) - 1]),
+    ModelAvailable(5, 3, 7, True, 4_799_528, "host/boot/1 1234 7 ab"),
+    ModelRequest(5, 3, 0, []),
+    TrainingFailure(5, 3, "Traceback ..."),
     Leave("done"),
-    Bye(5, True, "all rounds are done"),
+    RunEnded(5, True, "all rounds are done"),
     Closing("its bus was closed"),
     GroupHello("world", 4, (1 << 64) - 1, True, False, 1 << 63, "host (process 1234)", "host/boot/1 1234 7 ab", [1, 3]),
     GroupLeave("world", (1 << 64) - 1, False, "ValueError: no", [1, 3]),
-    Pulse("world", 4, "host", 9.5, 100, 2, 3.5, 1 << 40, 9, 2, "grad/0", 1.5, [1], [3], {"early": 7}),
+    RankStatus("world", 4, "host", 9.5, 100, 2, 3.5, 1 << 40, 9, 2, "grad/0", 1.5, [1], [3], {"early": 7}),
 ]
 
 
 LATER: dict[type[Any], dict[str, Any]] = {
     Hello: {"memory": "", "phase_s": 0.0, "trained_dim": 0, "trained_layout": 0},
     Welcome: {"memory": "", "frozen": 0, "rule": "plain", "options": {}},
-    Failed: {"reason": "training failed"},
-    ModelHere: {"signature": ""},
+    TrainingFailure: {"reason": "training failed"},
+    ModelAvailable: {"signature": ""},
     Status: {
         "host": "",
         "minimum": 0,
         "rounds": 0,
         "clients": 0,
         "round_s": 0.0,
-        "left_s": 0.0,
-        "waited_for": [],
+        "remaining_s": 0.0,
+        "awaited": [],
         "silent_s": [],
-        "out": [],
+        "quarantined": [],
         "dropped": {},
         "last_s": 0.0,
         "bytes_up": 0,
         "bytes_down": 0,
         "accuracy": -1.0,
     },
-    Pulse: {
+    RankStatus: {
         "step": -1,
         "epoch": -1,
         "steps_per_s": 0.0,
@@ -94,8 +98,8 @@ LATER: dict[type[Any], dict[str, Any]] = {
         "lost": [],
         "dropped": {},
     },
-    Bye: {"final": False},
-    Offer: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
+    RunEnded: {"final": False},
+    UploadRequest: {"memory": "", "wait_s": 0.0, "update_norm": -1.0, "residual_norm": -1.0},
 }
 
 
@@ -123,6 +127,12 @@ def test_there_is_an_example_of_each_kind() -> None:
 def test_a_message_comes_back_as_it_was(body: Body) -> None:
     assert control.decode(control.encode(body)) == body
     assert control.decode(memoryview(control.encode(body))) == body
+
+
+def test_bodies_have_their_golden_bytes() -> None:
+    """Names of messages and fields are on the wire: they change with :data:`PROTOCOL`, never without."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    assert golden == {"protocol": PROTOCOL} | {type(body).__name__: control.encode(body).hex() for body in EXAMPLES}
 
 
 def test_a_body_is_a_msgpack_array_of_kind_and_fields() -> None:
@@ -184,8 +194,8 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(body: Body) -> None:
 
 
 NOT_WRONG: dict[str, list[Any]] = {
-    "waited_for": [[1 << 20]],
-    "out": [[1 << 20]],
+    "awaited": [[1 << 20]],
+    "quarantined": [[1 << 20]],
     "silent_s": [[1 << 20], [0.5]],
     "dropped": [{}, {"a": 1}],
     "options": [{}, {"a": 1}],
@@ -193,12 +203,12 @@ NOT_WRONG: dict[str, list[Any]] = {
 
 
 OUT_OF_RANGE = [
-    ("Status", "waited_for", list(range(257))),
+    ("Status", "awaited", list(range(257))),
     ("Status", "silent_s", [math.nan]),
     ("Status", "dropped", {str(number): 1 for number in range(33)}),
     ("Status", "dropped", {"a": -1}),
     ("Status", "dropped", {1: 1}),
-    ("Pulse", "missing", [1 << 20]),
+    ("RankStatus", "missing", [1 << 20]),
     ("Hello", "protocol", 1 << 32),
     ("Hello", "round_id", 1 << 31),
     ("Hello", "round_id", -2),
@@ -212,12 +222,12 @@ OUT_OF_RANGE = [
     ("Welcome", "heartbeat_s", math.inf),
     ("Welcome", "heartbeat_s", math.nan),
     ("Welcome", "heartbeat_s", 1e10),
-    ("Offer", "num_samples", -1),
-    ("Offer", "num_samples", (1 << 40) + 1),
-    ("Offer", "train_s", math.nan),
-    ("Offer", "transfer", 1 << 32),
-    ("NeedUpdate", "seqs", list(range(257))),
-    ("Failed", "text", "x" * (32 * 1024 + 1)),
+    ("UploadRequest", "num_samples", -1),
+    ("UploadRequest", "num_samples", (1 << 40) + 1),
+    ("UploadRequest", "train_s", math.nan),
+    ("UploadRequest", "transfer", 1 << 32),
+    ("RetransmitRequest", "seqs", list(range(257))),
+    ("TrainingFailure", "text", "x" * (32 * 1024 + 1)),
 ]
 
 
@@ -294,13 +304,13 @@ def test_a_body_that_claims_more_than_it_holds_costs_no_memory(what: str) -> Non
 
 
 def test_the_longest_texts_still_fit_into_a_body() -> None:
-    body = Failed(1, 1, "x" * 32 * 1024)
+    body = TrainingFailure(1, 1, "x" * 32 * 1024)
     assert control.decode(control.encode(body)) == body
 
 
 def test_a_body_that_is_too_long_is_not_sent() -> None:
     with pytest.raises(ValueError, match="at most 65536"):
-        control.encode(Failed(1, 1, "\U0001f600" * 32 * 1024))
+        control.encode(TrainingFailure(1, 1, "\U0001f600" * 32 * 1024))
 
 
 def check_body_or_error(data: bytes) -> None:

@@ -132,14 +132,14 @@ def _transfer_seeds() -> list[bytes]:
 
 def _control_seeds() -> list[bytes]:
     bodies: list[control.Body] = [
-        control.Hello(2, 10, 5, True, 1, "idle", -1, -1, "h 1", 1, "m/b/1"),
+        control.Hello(3, 10, 5, True, 1, "idle", -1, -1, "h 1", 1, "m/b/1"),
         control.Welcome(0, 1, 2, 3, "sq8", 0.1, 8192, 2, 4, 0.5),
         control.Refused(0, 1, "no"),
         control.Status(1, 2, "training", 3, 4),
-        control.Offer(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, "m/b/1 2 3 00", 0.1, 1.0, 2.0),
-        control.NeedUpdate(0, 1, 2, 3, [4, 5]),
-        control.ModelHere(1, 2, 3, True, 4, "m"),
-        control.Failed(1, 2, "Traceback"),
+        control.UploadRequest(1, 2, 3, 4, 5, 0.5, 0.1, 0.2, "m/b/1 2 3 00", 0.1, 1.0, 2.0),
+        control.RetransmitRequest(0, 1, 2, 3, [4, 5]),
+        control.ModelAvailable(1, 2, 3, True, 4, "m"),
+        control.TrainingFailure(1, 2, "Traceback"),
         control.GroupHello("g", 2, 3, True, False, 4, "h", "m", [0, 1]),
         control.GroupLeave("g", 1, True, "", [1]),
     ]
@@ -153,10 +153,10 @@ def _pack_store(message: store_messages.Message) -> bytes:
 def _store_seeds() -> list[bytes]:
     messages: list[store_messages.Message] = [
         store_messages.StoreJoin(1, 2, "h 1"),
-        store_messages.NotNow(True, "h 1", "h 2"),
-        store_messages.Request(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
+        store_messages.RankInUse(True, "h 1", "h 2"),
+        store_messages.StoreRequest(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
         store_messages.StoreAnswer(3, "done", ["key"], [b"value"], 7, ""),
-        store_messages.Closed("gone"),
+        store_messages.StoreClosed("gone"),
     ]
     return [*map(_pack_store, messages), b"\xdc\x10\x00" * 9 + b"\x80" * 99]
 
