@@ -36,10 +36,11 @@ Block: TypeAlias = DenseBlock | SparseBlock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parsed:
-    """A message of which every byte has been checked: nothing below can fail any more.
+    """A message of which every byte has been checked: reading its blocks cannot fail.
 
-    ``is_delta`` tells what the vector is: a difference to a base model, or the weights themselves.
-    ``is_sparse`` tells which kind of block comes; elements that no sparse block names are 0.
+    Attributes:
+        is_delta: the vector is a difference to a base model, else the weights themselves.
+        is_sparse: which kind of block comes; elements that no sparse block names are 0.
     """
 
     codec: str
@@ -52,8 +53,7 @@ class Parsed:
     def blocks(self, block_elems: int = 65536) -> Iterator[Block]:
         """The content in ascending order, at most ``block_elems`` values at a time, each element at most once.
 
-        An aggregator folds a message in with one block of extra memory. The tensors are on the CPU, may look straight
-        at the payload, and are not to be written.
+        The tensors are on the CPU, may share memory with the payload, and are not to be written.
         """
         if block_elems < 1:
             raise ValueError(f"block_elems must be >= 1, got {block_elems}")
@@ -71,10 +71,9 @@ class Decoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
-    """A wire format with its options fixed: a frozen value without state, to be shared freely.
+    """A wire format with its options fixed, without state. :func:`gradbus.codecs.get` makes one.
 
-    Made by :func:`gradbus.codecs.get`. Bytes of any codec are read by :func:`gradbus.codecs.decode`, which needs no
-    options: a message describes itself.
+    Bytes of any codec are read by :func:`gradbus.codecs.decode`, which needs no options: a message describes itself.
     """
 
     version: int = 2
@@ -102,22 +101,18 @@ class Codec(ABC):
         version = self.version if version is None else version
         _check_version(version)
         vector = _as_float32(vector)
-        if version == 2:
-            return self._encode_v2(vector, is_delta is None or is_delta)
-        if is_delta is not None and is_delta != self.v1_is_delta:
+        if version == 1 and is_delta not in (None, self.v1_is_delta):
             meaning = "a difference" if self.v1_is_delta else "weights"
             raise ValueError(f"{self.name} version 1 always carries {meaning}; use version=2 for is_delta={is_delta}")
-        return self._encode_v1(vector)
+        return self._encode(vector, version, is_delta is None or is_delta)
 
     @abstractmethod
     def max_bytes(self, dim: int) -> int:
-        """No message of ``dim`` elements with these options is longer, in either version: a limit for receivers."""
+        """The size of the longest message of ``dim`` elements with these options: a limit for receivers."""
 
     @abstractmethod
-    def _encode_v1(self, vector: Tensor) -> bytes: ...
-
-    @abstractmethod
-    def _encode_v2(self, vector: Tensor, is_delta: bool) -> bytes: ...
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
+        """The message for a float32 ``vector``, contiguous; version 1 has no place for ``is_delta``."""
 
 
 def check_finite(values: Tensor, what: str) -> None:
@@ -144,8 +139,8 @@ def _as_float32(vector: Tensor) -> Tensor:
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all entries of all tensors are finite. The answer is exact, so equal bits give equal answers everywhere.
 
-    A finite sum proves it, at one read per entry and one wait for the device per call. Only where a sum is not finite,
-    which it may be although all entries are, are the entries looked at one by one.
+    A finite sum proves it, at one read per entry and one wait for the device. Only where a sum is not finite, which
+    finite entries may have, is every entry checked.
 
     Args:
         tensors: of floating point, any shapes, dtypes and devices; there may be none.

@@ -6,7 +6,7 @@ The authors' implementation rounds ``x / step``, and loses the bits of a chunk w
 0; this rounds the distance from the minimum.
 
 Against int8 by the largest magnitude (:mod:`gradbus.codecs.quantize`) a chunk with values of one sign has half the
-error. A chunk with NaN or infinity is sent as NaN: it says "skip this step" to whoever looks at the gradient.
+error. A chunk with NaN or infinity is sent as NaN, so that receivers can skip the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradbus.codecs.quantize import check_chunk_elems, num_chunks
+from gradbus.codecs.quantize import check_chunk_elems, chunk_spans, num_chunks
 
 LEVELS = 255  # steps between the 256 values of a byte
 
@@ -52,7 +52,7 @@ def quantize_min_max(x: Tensor, chunk_elems: int) -> MinMax:
     chunks = num_chunks(x.numel(), chunk_elems)
     lows, steps = (torch.empty(chunks, dtype=torch.float32, device=x.device) for _ in range(2))
     q = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
-    for elems, of_chunks in _rows(x.numel(), chunk_elems):
+    for elems, of_chunks in chunk_spans(x.numel(), chunk_elems, x.numel()):
         rows = x[elems].view(of_chunks.stop - of_chunks.start, -1)
         low, high = torch.aminmax(rows, dim=1)
         spread = high - low
@@ -78,15 +78,7 @@ def dequantize_min_max(message: MinMax, chunk_elems: int) -> Tensor:
     if lows.shape != expected or steps.shape != expected:
         raise ValueError(f"lows and steps must have shape {expected}, got {tuple(lows.shape)} and {tuple(steps.shape)}")
     x = q.to(torch.float32)
-    for elems, of_chunks in _rows(q.numel(), chunk_elems):
+    for elems, of_chunks in chunk_spans(q.numel(), chunk_elems, q.numel()):
         rows = x[elems].view(of_chunks.stop - of_chunks.start, -1)
         rows.mul_(steps[of_chunks].unsqueeze(1)).add_(lows[of_chunks].unsqueeze(1))
     return x
-
-
-def _rows(num_elems: int, chunk_elems: int) -> list[tuple[slice, slice]]:
-    """The whole chunks, and the shorter one at the end: ranges of elements and of chunks."""
-    full = num_elems // chunk_elems
-    whole = full * chunk_elems
-    ranges = [(slice(0, whole), slice(0, full)), (slice(whole, num_elems), slice(full, full + 1))]
-    return [(elems, chunks) for elems, chunks in ranges if elems.stop > elems.start]

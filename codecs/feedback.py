@@ -1,4 +1,4 @@
-"""Error feedback around any codec: what a message did not say is said by the next ones.
+"""Error feedback around any codec: what a message leaves out is the residual, and is added to the next vector.
 
 Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD",
 ICML 2019 (arXiv:1901.09847). The state is one vector, kept and saved by the caller.
@@ -20,10 +20,10 @@ from gradbus.codecs.registry import parse
 def residual_step(
     vector: Tensor, residual: Tensor | None, codec: Codec, *, is_delta: bool | None = None
 ) -> tuple[bytes, Tensor]:
-    """Encode ``vector`` plus what is still owed; return the message and what is owed after it.
+    """Encode ``vector`` plus the residual. Returns the message and the new residual.
 
-    The new residual is taken against the *decoded own message*, so that rounding to int8 is fed back as well. For
-    values sent in float32 the sum ``sent + residual`` equals the input exactly: each element is in one of the two.
+    That is taken against the *decoded own message*, so that rounding to int8 is fed back as well. For values sent in
+    float32 the sum ``sent + residual`` equals the input exactly: each element is in one of the two.
 
     Args:
         vector: float32, shape (D,).
@@ -42,14 +42,13 @@ def residual_step(
     payload = codec.encode(p, is_delta=is_delta)
     if codec.lossless:
         return payload, p.zero_()
-    owed = p
     for block in parse(payload, expected_dim=p.numel()).blocks():
         values = block.values.to(p.device)
         if isinstance(block, DenseBlock):
-            owed[block.start : block.start + values.numel()] -= values
+            p[block.start : block.start + values.numel()] -= values
         else:
-            owed[block.indices.to(p.device)] -= values  # each index occurs once
-    return payload, owed
+            p[block.indices.to(p.device)] -= values  # each index occurs once
+    return payload, p
 
 
 @torch.no_grad()

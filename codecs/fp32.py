@@ -28,13 +28,9 @@ class Fp32(Codec):
     def max_bytes(self, dim: int) -> int:
         return V2_HEADER.size + 4 * dim
 
-    def _encode_v1(self, vector: Tensor) -> bytes:
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
         check_finite(vector, "vector")
-        return bytes(tensor_bytes(vector))
-
-    def _encode_v2(self, vector: Tensor, is_delta: bool) -> bytes:
-        check_finite(vector, "vector")
-        header = pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel())
+        header = b"" if version == 1 else pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel())
         return b"".join((header, tensor_bytes(vector)))
 
 

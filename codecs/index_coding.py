@@ -1,19 +1,9 @@
-"""Strictly ascending indices as few bytes: which coding, and the way back.
+"""Strictly ascending indices as few bytes; ``docs/codecs.md`` describes the codings and the reasons for each.
 
-A set of k random indices below D cannot take less than ``log2 C(D, k)`` bits: 0.586 bytes per index at a density of
-10 %, 1.43 at 0.1 %, where a plain int32 takes 4. Rice coding stays within a few percent of that. Real gradients are not
-random sets (whole rows of a weight matrix move together), and there zstd over varint gaps or a bitmap goes far below.
-So each message says which coding it uses, and the sender takes the smallest.
-
-Varints are LEB128: 7 bits per byte, lowest first, the top bit set on all bytes of a number but its last. Loops run over
-the bytes of the widest number (at most 6), never over the numbers.
-
-Golomb-Rice code has its two parts in separate streams so that numpy can handle each as a whole. A gap g with parameter
-l is q = g >> l in unary (q zeros and a one) and the l low bits as they are. Random index sets have geometric gaps, for
-which Golomb codes are the best prefix codes (Golomb, "Run-length encodings", 1966); Rice's are those whose divisor is a
-power of two. Stream of k gaps: l (1 byte), ``l // 8`` planes of k bytes (the low bytes), ``l % 8`` planes of
-``ceil(k / 8)`` bytes (the bits above them, one plane per bit, lowest first), then the unary bits; all bits lowest first
-within a byte.
+Random sets of indices have geometric gaps, for which Golomb codes are the best prefix codes (Golomb, "Run-length
+encodings", 1966); Rice's are those whose divisor is a power of two. Real gradients are not random sets (whole rows of a
+weight matrix move together), and there zstd over varint gaps or a bitmap takes far fewer bytes: so each message names
+its coding, and the sender takes the smallest. Loops run over bytes or bits of a number, never over the numbers.
 """
 
 from __future__ import annotations
@@ -53,9 +43,8 @@ class Coding(IntEnum):
 def encode_indices(indices: Tensor, dim: int) -> tuple[Coding, bytes]:
     """``indices`` in the coding that takes the fewest bytes.
 
-    The sizes of RAW, BITMAP and RICE follow from the gaps without encoding. The two that end in zstd are tried; above
-    256 KiB of input 16 samples of 8 KiB stand for the whole, which may miss the smallest by a few percent. At equal
-    sizes the one without zstd wins, then the lower id. The choice depends on the indices (and the zstd library) alone.
+    The sizes of RAW, BITMAP and RICE follow from the gaps; zstd is tried, above 256 KiB of input on samples, which may
+    miss the smallest by a few percent. The choice depends on the indices (and the zstd library) alone.
 
     Args:
         indices: int64, shape (k,), strictly ascending, in [0, dim); any device.
@@ -322,9 +311,8 @@ def decode_varints(data: bytes, count: int) -> NDArray[np.int64]:
 def max_index_bytes(dim: int, max_k: int) -> int:
     """:func:`encode_indices` takes no more for any set of up to ``max_k`` indices below ``dim``.
 
-    Rice code is always a candidate there, and its unary part cannot exceed ``k + (dim >> l)`` bits, wherever the
-    indices lie. At 0.1 % that is 1.5 bytes per index, 4 % above what random sets take. Up to 2**32 elements RAW is a
-    candidate, too, and BITMAP wherever it is smaller than RAW.
+    Rice code is always a candidate there, and its unary part cannot exceed ``k + (dim >> l)`` bits. Up to 2**32
+    elements RAW is a candidate, too, and BITMAP wherever it is smaller than RAW.
     """
     most, k = 0, max_k
     while k:

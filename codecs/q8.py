@@ -6,11 +6,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradbus.codecs.base import Codec, DenseBlock, Parsed
-from gradbus.codecs.quantize import check_chunk_elems, check_quantized, dequantized_blocks, num_chunks, quantize
+from gradbus.codecs.quantize import check_chunk_elems, dequantized_blocks, num_chunks, quantize, quantized_views
 from gradbus.codecs.wire import (
     V2_HEADER,
     check_dim,
@@ -18,7 +17,6 @@ from gradbus.codecs.wire import (
     count_chunks,
     pack_header,
     tensor_bytes,
-    tensor_view,
     unpack_fields,
     unpack_header,
 )
@@ -47,14 +45,12 @@ class Q8(Codec):
     def max_bytes(self, dim: int) -> int:
         return V2_HEADER.size + _V2_EXTRA.size + dim + 4 * num_chunks(dim, self.chunk_elems)
 
-    def _encode_v1(self, vector: Tensor) -> bytes:
+    def _encode(self, vector: Tensor, version: int, is_delta: bool) -> bytes:
         q, scales = quantize(vector, self.chunk_elems)
-        header = _V1_HEADER.pack(MAGIC_V1, self.chunk_elems, vector.numel(), scales.numel())
-        return b"".join((header, tensor_bytes(scales), tensor_bytes(q)))
-
-    def _encode_v2(self, vector: Tensor, is_delta: bool) -> bytes:
-        q, scales = quantize(vector, self.chunk_elems)
-        header = pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel()) + _V2_EXTRA.pack(self.chunk_elems)
+        if version == 1:
+            header = _V1_HEADER.pack(MAGIC_V1, self.chunk_elems, vector.numel(), scales.numel())
+        else:
+            header = pack_header(MAGIC_V2, is_delta=is_delta, dim=vector.numel()) + _V2_EXTRA.pack(self.chunk_elems)
         return b"".join((header, tensor_bytes(scales), tensor_bytes(q)))
 
 
@@ -77,9 +73,7 @@ def parse_q8_v2(view: memoryview, expected_dim: int) -> Parsed:
 def _parsed(view: memoryview, offset: int, chunk_elems: int, *, version: int, is_delta: bool, dim: int) -> Parsed:
     chunks = count_chunks("Q8", chunk_elems, dim)
     check_length("Q8", view, offset + 4 * chunks + dim, f"{dim} elements in {chunks} chunks")
-    scales = tensor_view(view, torch.float32, offset, chunks)
-    q = tensor_view(view, torch.int8, offset + 4 * chunks, dim)
-    check_quantized(q, scales, "Q8")
+    q, scales = quantized_views(view, offset, dim, chunk_elems, "Q8")
 
     def blocks(block_elems: int) -> Iterator[DenseBlock]:
         return dequantized_blocks(q, scales, chunk_elems, block_elems)

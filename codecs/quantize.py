@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradbus.codecs.base import DenseBlock, check_finite
 from gradbus.codecs.errors import CodecError, NonFiniteError
+from gradbus.codecs.wire import tensor_view
 
 Q_MAX = 127
 
@@ -51,7 +52,7 @@ def quantize(x: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor]:
     q = torch.empty(x.numel(), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_chunks(x.numel(), chunk_elems), dtype=torch.float32, device=x.device)
     block_elems = _CPU_BLOCK_ELEMS if x.device.type == "cpu" else x.numel()
-    for elems, chunks in _spans(x.numel(), chunk_elems, block_elems):
+    for elems, chunks in chunk_spans(x.numel(), chunk_elems, block_elems):
         rows = x[elems].view(chunks.stop - chunks.start, -1)
         peak = rows.abs().amax(dim=1)
         scale = (peak / Q_MAX).clamp_(MIN_SCALE, MAX_SCALE).where(peak != 0, 1.0)
@@ -64,7 +65,7 @@ def quantize(x: Tensor, chunk_elems: int) -> tuple[Tensor, Tensor]:
 
 def dequantized_blocks(q: Tensor, scales: Tensor, chunk_elems: int, block_elems: int) -> Iterator[DenseBlock]:
     """``x_hat`` in blocks of at most ``block_elems`` values; a sender's choice of a huge chunk does not change that."""
-    for elems, chunks in _spans(q.numel(), chunk_elems, block_elems):
+    for elems, chunks in chunk_spans(q.numel(), chunk_elems, block_elems):
         num_rows = chunks.stop - chunks.start
         step = block_elems if num_rows == 1 else elems.stop - elems.start
         for start in range(elems.start, elems.stop, step):
@@ -72,8 +73,20 @@ def dequantized_blocks(q: Tensor, scales: Tensor, chunk_elems: int, block_elems:
             yield DenseBlock(start, rows.mul_(scales[chunks].unsqueeze(1)).view(-1))
 
 
+def quantized_views(view: memoryview, offset: int, count: int, chunk_elems: int, name: str) -> tuple[Tensor, Tensor]:
+    """q and scales of ``count`` values: the scales begin at ``offset``, q follows. Checked, not copied.
+
+    The caller has checked that the bytes are there. Raises as :func:`check_quantized`.
+    """
+    chunks = num_chunks(count, chunk_elems)
+    scales = tensor_view(view, torch.float32, offset, chunks)
+    q = tensor_view(view, torch.int8, offset + 4 * chunks, count)
+    check_quantized(q, scales, name)
+    return q, scales
+
+
 def check_quantized(q: Tensor, scales: Tensor, name: str) -> None:
-    """What a sender of ours guarantees, demanded of the bytes of any other.
+    """Check that bytes of a peer are as :func:`quantize` makes them.
 
     Raises:
         NonFiniteError: a scale that is, or leads to, NaN or infinity.
@@ -91,7 +104,7 @@ def check_quantized(q: Tensor, scales: Tensor, name: str) -> None:
         raise CodecError(f"{name} values: expected -127 .. 127, got -128 at entry {int(q.argmin())}")
 
 
-def _spans(num_elems: int, chunk_elems: int, block_elems: int) -> Iterator[tuple[slice, slice]]:
+def chunk_spans(num_elems: int, chunk_elems: int, block_elems: int) -> Iterator[tuple[slice, slice]]:
     """Element and chunk ranges that cover everything in order; in each range all chunks have the same length."""
     step = max(1, block_elems // chunk_elems)
     full = num_elems // chunk_elems

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ _PARSERS: dict[bytes, Callable[[memoryview, int], Parsed]] = {
     fp32.MAGIC_V2: fp32.parse_fp32_v2,
     q8.MAGIC_V1: q8.parse_q8_v1,
     q8.MAGIC_V2: q8.parse_q8_v2,
-    s4.MAGIC_V1: s4.parse_s4_v1,
-    s4.MAGIC_V2: s4.parse_s4_v2,
-    sq8.MAGIC_S8: sq8.parse_s8_v1,
-    sq8.MAGIC_V1: sq8.parse_sq8_v1,
-    sq8.MAGIC_V2: sq8.parse_sq8_v2,
+    s4.MAGIC_V1: partial(s4.parse_sparse_v1, "s4", s4.FLOAT32_VALUES),
+    s4.MAGIC_V2: partial(s4.parse_sparse_v2, "s4", s4.FLOAT32_VALUES),
+    sq8.MAGIC_S8: partial(s4.parse_sparse_v1, "s8", sq8.S8_VALUES),
+    sq8.MAGIC_V1: partial(s4.parse_sparse_v1, "sq8", sq8.INT8_VALUES_V1),
+    sq8.MAGIC_V2: partial(s4.parse_sparse_v2, "sq8", sq8.INT8_VALUES),
 }
 
 

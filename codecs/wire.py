@@ -60,7 +60,7 @@ def unpack_header(view: memoryview, name: str, expected_dim: int, *, is_sparse: 
 
 
 def unpack_fields(fields: struct.Struct, view: memoryview, offset: int, name: str) -> tuple[Any, ...]:
-    """``fields.unpack_from``, with a :class:`CodecError` for a payload that ends too early."""
+    """``fields.unpack_from``. Raises CodecError: the payload ends too early."""
     if len(view) < offset + fields.size:
         raise CodecError(f"{name} payload cut short: the header needs {offset + fields.size} bytes, got {len(view)}")
     return fields.unpack_from(view, offset)
@@ -81,7 +81,7 @@ def check_count(name: str, k: int, dim: int) -> None:
 
 
 def count_chunks(name: str, chunk_elems: int, num_elems: int, claimed: int | None = None) -> int:
-    """How many chunks ``num_elems`` values make; version 1 also ``claimed`` a number of its own."""
+    """The number of chunks of ``num_elems`` values. Raises CodecError: not the one that version 1 ``claimed``."""
     if chunk_elems < 1:
         raise CodecError(f"{name} header: chunk of {chunk_elems} elements, expected >= 1")
     chunks = -(-num_elems // chunk_elems)
@@ -112,11 +112,7 @@ def as_view(payload: Payload) -> memoryview:
 
 
 class _Borrowed:
-    """Memory of a payload, shown to numpy as writable.
-
-    torch warns about every read-only buffer, and has no read-only tensors. The blocks that a parsed message hands out
-    are documented as not to be written; showing the memory this way spares a copy of each dense message.
-    """
+    """Memory of a payload, shown to numpy as writable: torch has no read-only tensors, and warns about such buffers."""
 
     def __init__(self, owner: np.ndarray[Any, Any]) -> None:
         self._owner = owner  # keeps the payload alive for as long as a tensor looks at it

@@ -11,8 +11,7 @@ from .data_sets import glyphs, load
 from .mnist_files import DATA_ROOT_VARIABLE, DataMissing, mnist, resolve_data_root
 from .networks import SeededDropout, init_parameters, mnist_cnn, mnist_mlp, reseed_dropout
 from .noop import NoopTask, VectorModel
-from .optimizers import load_optimizers
-from .parallel import ShardBatch, num_shard_batches, shard_indices
+from .parallel import ShardBatch, load_optimizers, num_shard_batches, shard_indices
 from .partition import PartitionSpec
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
 from .task import EvalResult, ShardResult, Task, TrainingStopped, TrainResult

@@ -1,4 +1,4 @@
-"""The default task: a network, a labelled data set, SGD with momentum. Its data-parallel half is in ``parallel``."""
+"""The default task: a network, a labelled data set, SGD with momentum; ``parallel.py`` has its data-parallel half."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from . import partition as partitions
 from .data import Dataset, DataSplit, batches
 from .networks import reseed_dropout
-from .optimizers import load_optimizers
-from .parallel import ShardedTraining, count_correct
+from .parallel import ShardedTraining, count_correct, load_optimizers
 from .seeds import derive_seed, seeded_generator, seeded_global_generator
 from .task import EvalResult, TrainingStopped, TrainResult
 
@@ -44,31 +43,43 @@ class TrainFn(Protocol):
         """
 
 
+class TaskOptions(TypedDict, total=False):
+    """Keyword arguments of :class:`ClassificationTask`, with the defaults of :data:`TASK_DEFAULTS`.
+
+    Attributes:
+        batch_size: samples per step.
+        momentum, weight_decay: of SGD. The momentum starts at zero in every round.
+        seed: of the initial parameters and the partition. Order and subsets take the seed given to ``train``.
+        device: of model and data, as torch names it.
+    """
+
+    batch_size: int
+    momentum: float
+    weight_decay: float
+    seed: int
+    device: str
+
+
+TASK_DEFAULTS: TaskOptions = {"batch_size": 64, "momentum": 0.9, "weight_decay": 0.0, "seed": 0, "device": "cpu"}
+
+
 class ClassificationTask(ShardedTraining):
     """Implements :class:`gradbus.models.Task` for images (or anything else) with one label each.
 
     It also has what data-parallel workers need of a task; their optimizer and learning rate are not the task's.
+    Results are bit-identical from call to call with equal arguments and an equal number of torch threads, unless the
+    network has ``nn.Dropout``, which draws from the global generator: use :class:`gradbus.models.SeededDropout`.
 
     Args:
         model: makes the network; called with ``seed=`` if it takes that argument, otherwise with nothing, while the
             global generator is seeded.
-        data: the sets, or a function that loads them; it is called at first need, once.
-        partition: how the training set is shared out, see :func:`gradbus.models.partition.parse`.
+        data: the sets, or a function that loads them, called once, at first need.
+        partition: of the training set among the clients, see :func:`gradbus.models.partition.parse`.
         num_clients: number of shares; :meth:`prepare` may change it.
-        batch_size: samples per step.
-        momentum: of SGD; its buffers start at zero in every round, for the parameters have moved meanwhile.
-        weight_decay: of SGD.
-        seed: of the initial parameters and the partition. Order and subsets take the seed given to :meth:`train`.
-        device: where model and data live.
-        train_fn: replaces the built-in SGD.
-        loss: also used by :meth:`evaluate`.
+        train_fn: replaces the built-in SGD. loss: also used by :meth:`evaluate`. options: see :class:`TaskOptions`.
 
     Raises:
-        ValueError: an argument is out of range.
-
-    Results are bit-identical from call to call with equal arguments and an equal number of torch threads. A network
-    with stock ``nn.Dropout`` is the exception: its masks come from the global generator, which the threads of a process
-    share. Use :class:`gradbus.models.SeededDropout`.
+        ValueError: an argument is out of range. TypeError: there is no such option.
     """
 
     def __init__(
@@ -78,25 +89,26 @@ class ClassificationTask(ShardedTraining):
         partition: partitions.PartitionSpec = "iid",
         num_clients: int = 1,
         *,
-        batch_size: int = 64,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        seed: int = 0,
-        device: str = "cpu",
         train_fn: TrainFn | None = None,
         loss: Loss = cross_entropy,
+        **options: Unpack[TaskOptions],
     ) -> None:
-        if num_clients < 1 or batch_size < 1:
-            raise ValueError(f"num_clients and batch_size must be >= 1, got {num_clients} and {batch_size}")
-        if not 0 <= momentum < 1 or not 0 <= weight_decay < math.inf:
-            raise ValueError(f"need 0 <= momentum < 1 and weight_decay >= 0, got {momentum} and {weight_decay}")
-        partitions.parse(partition)  # a wrong spec should fail here, not in the first round
+        if unknown := sorted(options.keys() - TASK_DEFAULTS.keys()):
+            raise TypeError(f"ClassificationTask has no options {unknown}; there are {list(TASK_DEFAULTS)}")
+        chosen: TaskOptions = {**TASK_DEFAULTS, **options}
         self.num_clients = num_clients
-        self.batch_size = batch_size
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self.seed = seed
-        self.device = torch.device(device)
+        self.batch_size = chosen["batch_size"]
+        self.momentum = chosen["momentum"]
+        self.weight_decay = chosen["weight_decay"]
+        self.seed = chosen["seed"]
+        self.device = torch.device(chosen["device"])
+        if num_clients < 1 or self.batch_size < 1:
+            raise ValueError(f"num_clients and batch_size must be >= 1, got {num_clients} and {self.batch_size}")
+        if not 0 <= self.momentum < 1 or not 0 <= self.weight_decay < math.inf:
+            raise ValueError(
+                f"need 0 <= momentum < 1 and weight_decay >= 0, got {self.momentum} and {self.weight_decay}"
+            )
+        partitions.parse(partition)  # a wrong spec should fail here, not in the first round
         self._make_model = model
         self._data_source = data
         self._partition = partition
@@ -106,8 +118,6 @@ class ClassificationTask(ShardedTraining):
         self._split: DataSplit | None = None
         self._shares: list[Tensor] | None = None
         self._num_params: int | None = None
-
-    # -- model ---------------------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
         """A new model on ``device``, with the same initial parameters at every call and on every node."""
@@ -123,8 +133,6 @@ class ClassificationTask(ShardedTraining):
             self._num_params = sum(parameter.numel() for parameter in self.build_model().parameters())
         return self._num_params
 
-    # -- data ----------------------------------------------------------------------------------------------------------
-
     @property
     def data(self) -> DataSplit:
         """Both sets, loaded at the first use."""
@@ -135,12 +143,9 @@ class ClassificationTask(ShardedTraining):
             return self._split
 
     def prepare(self, client_id: int, num_clients: int) -> None:
-        """Load the data, find this client's share, and have PyTorch load what it loads late.
+        """Load the data, find this client's share, and have PyTorch load its optimizers.
 
-        Args:
-            client_id: 0..num_clients-1.
-            num_clients: if it differs from before, the training set is shared out anew, for all clients of this task;
-                0: as before.
+        With another ``num_clients`` than before the training set is partitioned anew; 0: as before.
 
         Raises:
             ValueError: no such client, or no such partition of this data set.
@@ -163,9 +168,7 @@ class ClassificationTask(ShardedTraining):
                 self._shares = partitions.make(self._partition, labels, self.num_clients, self.seed)
             return self._shares[client_id]
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
-    def train(
+    def train(  # noqa: PLR0913 (the public signature)
         self,
         model: nn.Module,
         *,
@@ -177,9 +180,7 @@ class ClassificationTask(ShardedTraining):
         subset_size: int,
         should_stop: Callable[[], bool],
     ) -> TrainResult:
-        """Train in place, see :meth:`gradbus.models.Task.train`.
-
-        A ``subset_size`` above the size of the share means the whole share.
+        """Train in place, see :meth:`gradbus.models.Task.train`; ``subset_size`` is at most the size of the share.
 
         Raises:
             ValueError: an argument is out of range.

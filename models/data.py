@@ -19,16 +19,12 @@ PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 @dataclass(frozen=True, slots=True, eq=False)  # eq would compare tensors, which gives a tensor
 class Dataset:
-    """Images and their labels.
+    """Images and their labels, and a name for logs and reports.
 
     Attributes:
-        name: for logs and reports, for example ``"mnist"``.
-        images: float32 (N, 1, 28, 28), normalised, for the sets of this package; a set of your own may have any shape
-            (N, ...) and any type its network takes.
-        labels: int64 (N,).
-
-    Raises:
-        ValueError: the lengths differ, or the labels are not int64 (N,).
+        images: float32 (N, 1, 28, 28), normalised, for the sets of this package; else any shape (N, ...) and any type
+            its network takes.
+        labels: int64 (N,). Another type or length raises ValueError.
     """
 
     name: str
@@ -55,13 +51,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataSplit:
-    """A training and a test set.
-
-    Attributes:
-        train: what the clients share out.
-        test: what the controller evaluates on, or None.
-        note: one line that says what was taken and why, for the log.
-    """
+    """A training and a test set. ``note``: one line on its origin, for the log."""
 
     train: Dataset
     test: Dataset | None = None

@@ -25,15 +25,7 @@ def glyphs(seed: int = 0, train: int = 12000, test: int = 2000) -> DataSplit:
     """Digits of Pillow's built-in font, each turned, scaled, sheared, moved, lit and sprinkled with noise at random.
 
     Same shapes, types and normalisation as MNIST, and easier to learn. A function of its arguments alone, up to the
-    version of the font that Pillow brings.
-
-    Args:
-        seed: of labels, changes and noise.
-        train: number of training samples, >= 1.
-        test: number of test samples; 0: no test set.
-
-    Raises:
-        ValueError: a number is out of range.
+    version of the font that Pillow brings. ``test`` = 0: no test set. Raises ValueError: a number is out of range.
     """
     if train < 1 or test < 0:
         raise ValueError(f"glyphs: need train >= 1 and test >= 0, got {train} and {test}")
@@ -97,12 +89,12 @@ SourceName = Literal["auto", "mnist", "glyphs"]
 
 
 def load(name: SourceName = "auto", data_root: str | Path | None = None, *, download: bool = True) -> DataSplit:
-    """Load a data set; ``.note`` of the result says in one line what was taken and why, for the caller's log.
+    """Load a data set.
 
     Args:
         name: ``"mnist"``, ``"glyphs"``, or ``"auto"``: MNIST where it is found or can be downloaded, otherwise glyphs.
-            With ``"auto"`` two machines may come to different answers: compare ``.name`` before training together.
-        data_root: where MNIST is looked for, see :func:`gradbus.models.resolve_data_root`.
+            With ``"auto"`` two machines may have different sets: compare ``.name`` before training together.
+        data_root: folder of MNIST, see :func:`gradbus.models.resolve_data_root`.
         download: whether missing MNIST files may be fetched.
 
     Raises:

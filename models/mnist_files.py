@@ -1,12 +1,9 @@
 """MNIST: from the files that torchvision keeps or would fetch, read and downloaded within bounds.
 
-IDX, the format of the files, is read here although torchvision has a reader: that one takes unpacked files only, so it
-would have to write next to the archives (a shared data folder is often read-only, and several processes start at once);
-and importing torchvision costs seconds.
-
-Files are fetched through torchvision, which knows the mirrors and the checksums, but sets no timeout on its
-connections: behind a firewall that drops packets it would hang. So a short probe goes first, and the download itself is
-a child process with a deadline.
+IDX, the format of the files, is read here because torchvision reads unpacked files only (it would write next to the
+archives, and a shared data folder is often read-only), and takes seconds to import. It fetches the files, as it has the
+mirrors and the checksums, but sets no timeout on its connections: so a short probe goes first, and the download is a
+child process with a deadline.
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ _STEP_BYTES = 1 << 20
 def read_idx(path: Path) -> Tensor:
     """The array of unsigned bytes in ``path``, gunzipped in memory if the name ends in ``.gz``.
 
-    No more memory is taken than the file has bytes for, and no more is unpacked than its header says.
-
-    Returns:
-        uint8, shape as the header says.
+    No more memory is taken than the file has bytes for, and no more is unpacked than its header claims.
 
     Raises:
         OSError: the file cannot be read.
@@ -90,14 +84,13 @@ _CHILD = "import sys, torchvision; torchvision.datasets.MNIST(sys.argv[1], downl
 
 
 class DownloadFailed(OSError):
-    """MNIST could not be fetched; the message says at which step."""
+    """MNIST could not be fetched; the message names the step."""
 
 
 def download_mnist(root: Path, *, timeout_s: float) -> None:
     """Put the MNIST files below ``root``, in ``MNIST/raw/``.
 
-    The files arrive in a folder of their own and are renamed into place, so that a process which starts meanwhile sees
-    a whole file or none, and two downloads at once do no harm.
+    The files arrive in a folder of their own and are renamed into place: other processes see a whole file or none.
 
     Raises:
         DownloadFailed: no mirror answers, the folder cannot be written, or the download fails or takes too long.
@@ -132,8 +125,7 @@ def _run_child(folder: Path, timeout_s: float) -> None:
 def _probe(url: str, timeout_s: float) -> str | None:
     """None if ``url`` answers in time, otherwise why not.
 
-    Through urllib, so that proxies from the environment are used, as the download will. In a daemon thread, because the
-    timeout of a socket does not cover the lookup of the name, which can hang for much longer.
+    In a daemon thread, because the timeout of a socket does not cover the lookup of the name, which may hang.
     """
     outcome: list[str | None] = [f"nothing within {timeout_s:g} s"]
 
@@ -156,11 +148,7 @@ DATA_ROOT_VARIABLE = "GRADBUS_DATA"
 
 
 class DataMissing(FileNotFoundError):
-    """A data set is neither on disk nor to be had from the network.
-
-    Attributes:
-        root: the data root that was searched.
-    """
+    """A data set is neither on disk, below ``root``, nor to be had from the network."""
 
     def __init__(self, message: str, root: Path) -> None:
         super().__init__(message)
@@ -168,10 +156,7 @@ class DataMissing(FileNotFoundError):
 
 
 def resolve_data_root(data_root: str | Path | None = None) -> Path:
-    """The argument, else the environment variable ``GRADBUS_DATA``, else ``gradbus/data`` in the user's cache.
-
-    An empty argument or variable counts as none.
-    """
+    """The argument, else the environment variable ``GRADBUS_DATA``, else ``gradbus/data`` in the user's cache."""
     named = data_root or os.environ.get(DATA_ROOT_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -183,8 +168,7 @@ def mnist(
 ) -> DataSplit:
     """The 60,000 training and 10,000 test digits, normalised.
 
-    Reads ``MNIST/raw/`` below the root, the layout of torchvision, unpacked or still as ``.gz``. Files that are there
-    are only read; the root is written to by nothing but a download, and that happens only if files are missing.
+    Reads ``MNIST/raw/`` below the root, as torchvision keeps it, unpacked or as ``.gz``. Only a download writes there.
 
     Args:
         data_root: see :func:`resolve_data_root`.

@@ -1,4 +1,4 @@
-"""A task that learns nothing: what is left of a round's time is the cost of communication."""
+"""A task that learns nothing: the time of a round is that of communication alone."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ class NoopTask:
 
     Args:
         dim: number of parameters, >= 1.
-        delta: what training adds to the parameters. ``"none"``: nothing; ``"constant"``: ``scale`` to each;
-            ``"seeded"``: normal noise of that scale, different for each client and round. A codec for sparse updates
-            behaves like in earnest only with ``"seeded"``, which costs some 10 ns per parameter.
-        scale: size of the delta.
+        delta: added to the parameters by training. ``"none"``: nothing; ``"constant"``: ``scale`` to each;
+            ``"seeded"``: normal noise of that scale, different for each client and round, at some 10 ns per parameter.
 
     Raises:
         ValueError: ``dim`` below 1, or no such delta.
@@ -54,7 +52,7 @@ class NoopTask:
     def prepare(self, client_id: int, num_clients: int) -> None:
         """Nothing to load."""
 
-    def train(
+    def train(  # noqa: PLR0913 (the public signature)
         self,
         model: nn.Module,
         *,

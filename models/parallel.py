@@ -1,8 +1,8 @@
-"""Data-parallel training of a labelled data set: which rank takes which samples, in an order that all ranks know.
+"""Data-parallel training of a labelled data set: the samples of each rank.
 
-A block is ``world * batch_size`` samples of the epoch's permutation, and rank r takes the r-th ``batch_size`` of it. So
-``world`` ranks see in step s what one process with batches of that size would see. What is left at the end of an epoch
-is shared out evenly: smaller batches, and none for some ranks if there are fewer samples than ranks.
+A block is ``world * batch_size`` samples of the epoch's permutation, and rank r takes the r-th ``batch_size`` of it, so
+``world`` ranks see in step s the samples of one process with batches of that size. The rest at the end of an epoch is
+divided evenly: smaller batches, and none for some ranks if there are fewer samples than ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from .data import DataSplit
 from .networks import SeededDropout, reseed_dropout
-from .optimizers import load_optimizers
 from .seeds import derive_seed, seeded_generator
 from .task import ShardResult
 
@@ -25,11 +24,7 @@ EVAL_BATCH = 100
 
 
 def num_shard_batches(samples: int, batch_size: int, *, rank: int, world: int) -> int:
-    """Batches of this rank in an epoch over ``samples`` samples; the others may have one more or one less.
-
-    Raises:
-        ValueError: no such rank, or a number that must be positive is not.
-    """
+    """Batches of this rank in an epoch over ``samples`` samples. Raises ValueError: an argument is out of range."""
     _check_rank(rank, world)
     if batch_size < 1 or samples < 0:
         raise ValueError(f"need batch_size >= 1 and samples >= 0, got {batch_size} and {samples}")
@@ -55,11 +50,9 @@ def shard_indices(order: Tensor, batch_size: int, *, rank: int, world: int) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardBatch:
-    """Samples of one rank in one step.
+    """Samples of one rank in one step: ``images`` (B, ...), ``labels`` int64 (B,).
 
-    Attributes:
-        images: (B, ...). labels: int64 (B,). seed: of what is random in the forward pass; its own for every epoch, step
-            and rank, so that neither the ranks nor the steps share masks, and a resumed run draws the same again.
+    ``seed``: of the masks of dropout, another one for every epoch, step and rank; a resumed run draws the same again.
     """
 
     images: Tensor
@@ -71,10 +64,7 @@ class ShardBatch:
 
 
 class ShardedTraining:
-    """The data-parallel half of :class:`gradbus.models.ClassificationTask`, which has what is declared here.
-
-    The partition among federated clients plays no part in it.
-    """
+    """The data-parallel half of :class:`gradbus.models.ClassificationTask`; the partition has no effect on it."""
 
     batch_size: int
     device: torch.device
@@ -86,11 +76,7 @@ class ShardedTraining:
         raise NotImplementedError
 
     def prepare_shard(self, rank: int, world: int) -> None:
-        """Load the data, and have PyTorch load what it loads late.
-
-        Raises:
-            ValueError: no such rank, or no samples at all.
-        """
+        """Load the data and PyTorch's optimizers. Raises ValueError: no such rank, or no samples at all."""
         _check_rank(rank, world)
         if not len(self.data.train):
             raise ValueError(f"the training set {self.data.name!r} is empty")
@@ -101,12 +87,7 @@ class ShardedTraining:
         return num_shard_batches(len(self.data.train), self.batch_size, rank=rank, world=world)
 
     def batches(self, *, rank: int, world: int, epoch: int, seed: int) -> Iterator[ShardBatch]:
-        """This rank's batches of an epoch. The permutation is a function of ``seed`` and ``epoch``, equal on all ranks.
-
-        Args:
-            epoch: from 0.
-            seed: of the run.
-        """
+        """This rank's batches of an epoch, from 0. The permutation follows from ``seed`` and ``epoch`` alone."""
         train = self.data.train
         order = torch.randperm(len(train), generator=seeded_generator("parallel", seed, epoch)).to(self.device)
         for step, picked in enumerate(shard_indices(order, self.batch_size, rank=rank, world=world)):
@@ -120,10 +101,7 @@ class ShardedTraining:
         return self._loss(model(batch.images), batch.labels)
 
     def evaluate_shard(self, model: nn.Module, *, rank: int, world: int) -> ShardResult | None:
-        """Counts on this rank's part of the test set, one piece of it as it lies; the model's mode is put back.
-
-        None without a test set. All ranks together see every sample once.
-        """
+        """Counts on this rank's part of the test set, None without one. All ranks together see every sample once."""
         _check_rank(rank, world)
         test = self.data.test
         if test is None or not len(test):
@@ -151,6 +129,11 @@ def count_correct(
     finally:
         model.train(was_training)
     return int(correct), float(loss_sum)
+
+
+def load_optimizers() -> None:
+    """Make an optimizer: the first of a process imports the compiler of PyTorch, which takes seconds."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 def _check_rank(rank: int, world: int) -> None:

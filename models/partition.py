@@ -1,10 +1,9 @@
-"""Who trains on what: the samples shared out among the clients.
+"""Partitions of the training set among the clients.
 
 A partitioner is a pure function of the labels, the number of clients and a seed. Every process computes the whole
-partition (a few milliseconds) and takes its own share, so nothing has to be agreed over the wire; the random numbers
-come from PyTorch and NumPy, whose versions should therefore be the same on all nodes.
-
-Each returns one int64 tensor of sorted indices per client. No index appears twice; all appear, except where said.
+partition (a few milliseconds) and takes its own share; the random numbers come from PyTorch and NumPy, whose versions
+should therefore be the same on all nodes. Each returns one int64 tensor of sorted indices per client. No index appears
+twice, and all appear, except with ``by_label``.
 """
 
 from __future__ import annotations
@@ -41,15 +40,11 @@ def iid(labels: Tensor, clients: int, seed: int = 0) -> list[Tensor]:
 def dirichlet(
     labels: Tensor, clients: int, seed: int = 0, *, alpha: float = 0.5, min_samples: int = 10
 ) -> list[Tensor]:
-    """Share out every label by proportions drawn from a symmetric Dirichlet distribution.
+    """Divide every label by proportions drawn from a symmetric Dirichlet distribution.
 
     Hsu, Qi, Brown, Measuring the Effects of Non-Identical Data Distribution (arXiv:1909.06335), with the proportions
-    drawn per label, so that all samples are used: large ``alpha`` comes near to IID, small ``alpha`` gives each label
-    to few.
-
-    Args:
-        alpha: concentration, > 0.
-        min_samples: draw again until every client has as many; a client with next to nothing only adds noise.
+    drawn per label, so that all samples are used. A large concentration ``alpha`` > 0 comes near to IID, with a small
+    one few clients have samples of a label. It draws again until every client has ``min_samples``.
 
     Raises:
         ValueError: arguments out of range, or no draw out of 1000 gives every client ``min_samples``.
@@ -104,11 +99,11 @@ def by_label(
 ) -> list[Tensor]:
     """Give each client the samples of certain labels only; clients with a label in common share its samples equally.
 
-    Samples of a label that nobody holds stay unused.
+    Samples of a label without a client stay unused.
 
     Args:
-        labels_per_client: without ``holds``, client c holds this many labels from ``c * labels_per_client`` on, counted
-            around, so that 5 clients with 2 of 10 labels hold each label once.
+        labels_per_client: without ``holds``, client c holds this many labels from ``c * labels_per_client`` on, modulo
+            their number: 5 clients with 2 of 10 labels hold each label once.
         holds: the labels of each client, one sequence per client.
 
     Raises:

@@ -1,7 +1,7 @@
 """Seeds and generators: every random choice of this package comes from a generator made here.
 
-Clients may run in threads of one process, and PyTorch's global generator is shared between threads. Whoever draws from
-it gets numbers that depend on the schedule, so nothing here does.
+PyTorch's global generator is shared between the threads of a process, in which several clients may train: numbers drawn
+from it depend on the schedule.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ def seeded_generator(*parts: int | str) -> torch.Generator:
 def seeded_global_generator(seed: int) -> Iterator[None]:
     """Seed the global CPU generator for one block and put its old state back.
 
-    For code of others that takes no generator, such as the constructor of a user's network. The lock keeps two such
-    blocks apart; other threads that draw meanwhile are not kept out, so the block should be short.
+    For code that takes no generator, such as the constructor of a user's network. Other threads that draw meanwhile
+    are not kept out, so the block should be short.
     """
     with _global_generator_lock, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed would seed the accelerators too, and not restore them
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed, and not restore, accelerators as well
         yield

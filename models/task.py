@@ -15,8 +15,8 @@ class TrainResult:
 
     Attributes:
         num_samples: distinct samples trained on, whatever the number of epochs: the weight of this update in the mean.
-        loss: mean over all samples of all epochs, as seen while training; None where there is none. One that is not
-            finite says that training has diverged.
+        loss: mean over all samples of all epochs while training; None where there is none, not finite where training
+            has diverged.
     """
 
     num_samples: int
@@ -25,13 +25,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The quality of a model on the test set.
-
-    Attributes:
-        accuracy: share of correct answers, 0..1.
-        loss: mean over the samples.
-        num_samples: size of the test set.
-    """
+    """Share of correct answers, 0 to 1, mean loss, and number of samples of a test set."""
 
     accuracy: float
     loss: float
@@ -40,11 +34,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """What one rank counted on its part of the test set. The sums over all ranks give accuracy and loss of the whole.
-
-    Attributes:
-        correct: right answers. total: samples. loss_sum: of the losses of all samples.
-    """
+    """Correct answers, samples and sum of losses on one rank's part of the test set."""
 
     correct: int
     total: int
@@ -52,11 +42,7 @@ class ShardResult:
 
 
 class TrainingStopped(Exception):
-    """``should_stop()`` was true between two batches; the model holds a half-trained state, to be thrown away.
-
-    Attributes:
-        batches: number of batches done before the stop.
-    """
+    """``should_stop()`` was true after ``batches`` batches; the model is half trained, and to be thrown away."""
 
     def __init__(self, batches: int) -> None:
         super().__init__(f"training stopped on request after {batches} batches")
@@ -65,11 +51,11 @@ class TrainingStopped(Exception):
 
 @runtime_checkable
 class Task(Protocol):
-    """What a controller and its clients need. Write your own class with these methods, no base class is needed.
+    """The methods that a controller and its clients call; a class of your own needs no base class.
 
-    ``build_model`` and ``train`` do the work. A minimal task lets ``prepare`` do nothing and ``evaluate`` return None.
-    All methods may be called from a thread other than the one that made the task, and ``train`` for different clients
-    from several threads at once, each with a model of its own.
+    In a minimal task ``prepare`` does nothing and ``evaluate`` returns None. All methods may be called from a thread
+    other than the one that made the task, and ``train`` for different clients from several threads at once, each with a
+    model of its own.
     """
 
     def build_model(self) -> nn.Module:
@@ -78,10 +64,10 @@ class Task(Protocol):
     def prepare(self, client_id: int, num_clients: int) -> None:
         """Get ready to train as ``client_id`` of ``num_clients`` (load data, warm up), before the first round.
 
-        ``num_clients`` is 0 where the run does not know how many there will be: the task's own number holds then.
+        ``num_clients`` is 0 where the run does not know it: the task's own number holds then.
         """
 
-    def train(
+    def train(  # noqa: PLR0913 (the public signature)
         self,
         model: nn.Module,
         *,
@@ -106,8 +92,7 @@ class Task(Protocol):
             should_stop: asked between batches, from the training thread; when true, ``train`` gives up at once.
 
         Raises:
-            TrainingStopped: ``should_stop`` was true. A task of your own may raise any exception to that end: who set
-                the stop flag knows why training ended.
+            TrainingStopped: ``should_stop`` was true. A task of your own may raise any other exception.
         """
 
     def evaluate(self, model: nn.Module) -> EvalResult | None:

@@ -1,4 +1,4 @@
-"""Deep gradient compression: each step sends the largest 0.1 % of the accumulated velocity and remembers the rest.
+"""Deep gradient compression: each step sends the largest 0.1 % of the accumulated velocity and keeps the rest.
 
 Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv:1712.01887): momentum correction and local gradient clipping
 (section 3.2), momentum factor masking (section 3.3). ``docs/dgc.md`` tells where this differs from the paper and from
@@ -9,7 +9,7 @@ the authors' implementation.
     payload, state = dgc_step([p.grad for p in params], state, config, density=warmup_density(epoch))
     mean = combine_dgc(payloads_of_all_ranks, layout)     # in rank order, the own one among them
     if mean.skipped_by:
-        state = take_back(payload, state)                 # NaN or infinity somewhere: nobody steps
+        state = take_back(payload, state)                 # NaN or infinity: no rank steps
     else:
         dense = dense_momentum_step(mean, dense, config)
         mean.write_to(params)
@@ -38,11 +38,10 @@ from gradbus.codecs.wire import Payload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DgcState:
-    """What one rank remembers: the compressed tensors flat, one after the other as in ``layout``.
+    """Momentum ``U`` and residual ``V`` (accumulated velocity not yet sent): float32, shape (sparse_elems,).
 
-    U: momentum, V: accumulated velocity not yet sent; both float32, shape (sparse_elems,). ``steps`` and ``seed`` place
-    the samples, so that a restored state goes on bit-equal. It belongs to a rank: save one per rank. After a change of
-    the world size either drop it, or send it in full with a step at density 1, before the change.
+    ``steps`` and ``seed`` place the samples, so that a restored state goes on bit-equal. Save one per rank. After a
+    change of the world size either drop it, or send it in full with a step at density 1, before the change.
     """
 
     layout: DgcLayout
@@ -95,13 +94,13 @@ def dgc_step(
     Consumes ``state``: its buffers are reused. The gradients are only read. Dense tensors of the layout leave no trace
     in the state; their momentum comes after the mean (:func:`gradbus.codecs.dense_momentum_step`).
 
-    With NaN or infinity in any gradient the state stays as it is, and the message says only that. If the accumulation
-    overflows float32, the message says the same, and the entries that overflowed are forgotten.
+    With NaN or infinity in any gradient the state stays as it is, and the message holds that mark alone. So it does if
+    the accumulation overflows float32; the entries that overflowed are set to 0.
 
     Args:
         grads: the mean gradients of this rank's batch, in the order of the layout; any float dtype and device. None
-            counts as zeros: the rank has nothing new, yet its momentum goes on and what it owes may be sent.
-        density: of this step, as a warm-up wants it; by default the config's. At 1 everything is sent and owed no more.
+            counts as zeros: the rank has nothing new, yet its momentum goes on and its residual may be sent.
+        density: of this step, as a warm-up wants it; by default the config's. At 1 no residual is left.
 
     Raises:
         ValueError: gradients that do not fit the layout; then nothing has been changed.
@@ -141,7 +140,7 @@ def dgc_step(
     indices = torch.cat(chosen)
     values = V[indices]
     payload, decoded = encode_dgc(layout, dense, indices, values, value_dtype=config.value_dtype)
-    V[indices] = values - decoded if config.residual == "exact" else 0.0  # sent, so no longer owed
+    V[indices] = values - decoded if config.residual == "exact" else 0.0  # sent, so no longer residual
     if masked:
         U[torch.cat(masked)] = 0
     return payload, state
@@ -149,7 +148,7 @@ def dgc_step(
 
 @torch.no_grad()
 def take_back(payload: Payload, state: DgcState) -> DgcState:
-    """Undo the sending of a step that all ranks skip: the entries in the own ``payload`` are owed again.
+    """Undo a step that all ranks skip: the entries in the own ``payload`` are added to the residual again.
 
     The gradients of dense tensors are dropped with the step, as is momentum that was masked. Consumes ``state``.
     """
@@ -244,11 +243,11 @@ def plan_sampling(n: int, density: float, sample_ratio: float) -> SamplingPlan:
 
 
 def select(v: Tensor, plan: SamplingPlan, config: DgcConfig, draw: int) -> Tensor:
-    """Indices of at most ``plan.k`` entries of ``v``, the largest by magnitude as far as the threshold tells.
+    """Indices of at most ``plan.k`` entries of ``v``, the largest by magnitude as far as the threshold is exact.
 
     With a threshold from a sample, between ``lower_bound * k`` and k entries; with "exact", or where the sample would
     be the whole tensor, the top k. More than k above the threshold are cut back to the k largest, among equal ones
-    those of lower index. Zeros are never chosen: they say nothing, so a tensor of zeros gives an empty result.
+    those of lower index. Zeros are never chosen, so a tensor of zeros gives an empty result.
 
     Args:
         v: float32, shape (n,), finite, any device.
