@@ -21,7 +21,7 @@ from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.plain_text import plain_line
 
 SMALL_BYTES, LARGE_BYTES = 1_400, 65_500  # datagrams of the profiles network and loopback
-_MAGIC = b"gradbus doctor 1 "
+_MAGIC = b"gradbus doctor 2 "
 _MAX_TEXT = 128
 _MAX_DOCTORS = 32
 _EVERY_S = 0.25
@@ -38,9 +38,7 @@ _REASONS = {
 class DoctorIdentity:
     """The settings of a doctor, as it sends them.
 
-    Attributes:
-        name: random, of this start. host: of its machine. address: of its interface.
-        domain, job, profile: of its bus. security: level and id of the key.
+    ``name`` is random, and new at each start; ``security`` is level and id of the key.
     """
 
     name: str
@@ -56,9 +54,7 @@ class DoctorIdentity:
 class RemoteDoctor:
     """Another doctor, whose datagrams arrive here.
 
-    Attributes:
-        receives_us: our datagrams arrive there. largest_there: bytes of the largest of them; ``largest_here``: of the
-            largest that has arrived here.
+    ``receives_us``: our datagrams arrive there; bytes of the largest that has arrived there, and here.
     """
 
     identity: DoctorIdentity
@@ -135,7 +131,7 @@ class Datagrams:
 
     def _send(self, sock: socket.socket, target: tuple[str, int], size: int = 0) -> None:
         received = {name: one.largest_here for name, one in self.others.items()}
-        fields = {**{name: getattr(self.identity, name) for name in DoctorIdentity.__slots__}, "heard": received}
+        fields = {**{name: getattr(self.identity, name) for name in DoctorIdentity.__slots__}, "received": received}
         try:
             sock.sendto(self.packet_of(fields).ljust(size), target)
         except OSError as error:
@@ -178,7 +174,7 @@ class Datagrams:
         if not data.startswith(_MAGIC) or len(data) <= len(_MAGIC):
             return
         fields: dict[str, Any] = parse_json(data[len(_MAGIC) : len(_MAGIC) + 8192].decode().rstrip())
-        received = fields.pop("heard")
+        received = fields.pop("received")
         texts = {
             name: plain_line(str(fields[name]))[:_MAX_TEXT] for name in DoctorIdentity.__slots__ if name != "domain"
         }

@@ -44,18 +44,13 @@ def packages() -> list[Finding]:
 def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
-    found += [_network(settings), _buffer(), _ports(settings.domain)]
+    ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
+    found += [_network(settings), _buffer(), ports]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
-        found.append(
-            Finding(
-                "CYCLONEDDS_URI",
-                f"{shown} (merged over gradbus's settings)",
-                Severity.ADVICE,
-                "CYCLONEDDS_URI changes the network settings of every job; unset it if that is not meant",
-            )
-        )
+        cure = "CYCLONEDDS_URI changes the network settings of every job; unset it if that is not meant"
+        found.append(Finding("CYCLONEDDS_URI", f"{shown} (merged over gradbus's settings)", Severity.ADVICE, cure))
     return found
 
 
@@ -91,10 +86,6 @@ def _buffer() -> Finding:
         f"bursts may be lost and sent again (net.core.rmem_max is {limit or 'unknown'}): "
         f"sudo sysctl -w net.core.rmem_max={WANTED_BUFFER_BYTES}",
     )  # fmt: skip
-
-
-def _ports(domain: int) -> Finding:
-    return Finding("UDP ports", f"{port_range(domain)} (domain {domain})")
 
 
 def mtu_of(interface: str) -> int | None:

@@ -16,7 +16,6 @@ from gradbus.experiments.doctor.machine import Finding, Severity, mtu_of
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.missing_peers import address_of, port_range
-from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key
 
@@ -26,7 +25,7 @@ _LINGER_S = 1.5  # for the last samples to the other one
 
 @dataclass(frozen=True, slots=True)
 class PeerContact:
-    """What was received of one configured peer. ``unreachable``: why packets do not get there, if that is known."""
+    """What one configured peer has sent. ``unreachable``: why packets do not get there, if that is known."""
 
     address: str
     datagrams: RemoteDoctor | None
@@ -42,12 +41,9 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     """
     address = address_of(settings.interface) or ""
     peers = [peer for peer in map(_numeric, settings.peers) if peer not in (address, "127.0.0.1")]
-    if (
-        settings.security == "identity"
-    ):  # two nodes that are no controller cannot join each other; the measurement is no secret
-        settings = settings.model_copy(
-            update={"security": "none", "insecure": True, "key_file": None, "controller_key": "", "allow_file": None}
-        )
+    if settings.security == "identity":  # only a controller admits other nodes, and the measurement is no secret
+        update = {"security": "none", "insecure": True, "key_file": None, "controller_key": "", "allow_file": None}
+        settings = settings.model_copy(update=update)
     number = secrets.randbelow(0x7FFF_0000)
     host = socket.gethostname()
     own = DoctorIdentity(
@@ -115,14 +111,14 @@ def judge_peer(
         return Finding(name, f"{host} is set up differently", Severity.BAD, other)
     if remote is not None and not remote.receives_us:
         return Finding(
-            name, f"{host} is heard here, and does not hear this machine", Severity.BAD,
+            name, f"{host} sends to this machine, and does not receive from it", Severity.BAD,
             f"packets of this machine do not reach {host}: let UDP ports {ports} through its firewall, and check that "
             f"{own.address} is reachable from there by its --interface",
         )  # fmt: skip
     if peer is not None and peer.fault:
         fault = f"{peer.fault}. Are large datagrams lost? Try --network network on both"
         return Finding(name, f"{peer.host}: broken off", Severity.BAD, fault)
-    hint = f". It was heard that {doubt}" if doubt else ""
+    hint = f". Received samples show that {doubt}" if doubt else ""
     if peer is not None and not peer.sees_us:
         cure = (
             f"DDS samples of {host} come here, and this machine's do not get there{hint}. Check its firewall: {ports}"
@@ -145,14 +141,13 @@ def _difference(own: DoctorIdentity, remote: RemoteDoctor | None) -> str:
     """The settings in which the other doctor differs, so that they cannot find each other; empty: none."""
     if remote is None:
         return ""
-    theirs, rows = remote.identity, []
-    for what, ours, other in (
+    theirs = remote.identity
+    compared = (
         ("DDS domain (--domain)", own.domain, theirs.domain),
         ("job (--job)", own.job, theirs.job),
         ("protection", own.security, theirs.security),
-    ):
-        if ours != other:
-            rows.append(f"{what} is {other} there and {ours} here")
+    )
+    rows = [f"{what} is {other} there and {ours} here" for what, ours, other in compared if ours != other]
     if not rows:
         return ""
     key = (
@@ -200,6 +195,3 @@ async def _run_if_possible(packets: Datagrams) -> None:
     """Plain packets are an aid: where no port is left for them, DDS alone is measured."""
     with contextlib.suppress(OSError):
         await packets.run()
-
-
-__all__ = ["JOB", "BusError", "ConfigError", "PeerContact", "judge_peer", "look_for"]

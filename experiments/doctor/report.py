@@ -5,6 +5,7 @@ What needs packages that may be missing is imported when those have been looked 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from gradbus.runtime.plain_text import plain_text
 if TYPE_CHECKING:
     from gradbus.experiments.doctor.local_bus import LocalMeasurement
 
-DEFAULT_WAIT_S = 60.0  # for the doctor of another machine, which somebody has to start there
+DEFAULT_WAIT_S = 60.0  # for the doctor of another machine to be started
 _STYLES = {Severity.OK: "green", Severity.ADVICE: "yellow", Severity.BAD: "red"}
 
 
@@ -35,7 +36,7 @@ def examine(
     """Print the report. True: nothing is bad.
 
     Args:
-        key_file: measure a sealed bus, with the key in this file; None: as the environment says.
+        key_file: measure a sealed bus, with the key in this file; None: as the environment has it.
         wait_s: look for other doctors for so long, also without peers; None: not at all.
         trusted: no key is needed on the network.
 
@@ -69,53 +70,36 @@ def _on_the_bus(
         if wait_s is not None:
             name = asked.job if "job" in asked.model_fields_set else JOB
             named = asked.model_copy(update={"job": name})
-            findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=lambda text: _say(console, text)), loop)
+            print_line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            findings += run_loop(lambda: look_for(named, wait_s=wait_s, say=print_line), loop)
     except (ConfigError, BusError) as error:
         findings.append(Finding("data bus", "cannot be opened", Severity.BAD, str(error)))
     return findings
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def judge(found: LocalMeasurement, settings: BusSettings) -> list[Finding]:
     """The findings of a measurement."""
-    if found.fast_path:
-        findings = [Finding("fast path", "works: samples go to libddsc without the GIL")]
-    else:
-        findings = [
-            Finding(
-                "fast path",
-                "does not work: samples go through the Python binding",
-                Severity.ADVICE,
-                f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}",
-            )
-        ]
-    if not found.met:
-        cure = (
+    fast_path = Finding("fast path", "works: samples go to libddsc without the GIL")
+    if not found.fast_path:
+        cure = f"install the version of cyclonedds that gradbus asks for: {install_line('cyclonedds')}"
+        fast_path = Finding("fast path", "does not work: samples go through the Python binding", Severity.ADVICE, cure)
+    peer = found.peer
+    if peer is None:
+        cure = f"the second process ended with: {found.fault}" if found.fault else (
             f"two processes of this machine did not find each other on {settings.interface} in time: "
             f"let UDP ports {port_range(settings.domain)} through the firewall, and check the interface and the peers"
-        )
-        if found.fault and found.fault.startswith("the second"):
-            cure = found.fault
-        return [*findings, Finding("discovery", "failed", Severity.BAD, cure)]
-    if found.discovery_s is not None:
-        findings.append(Finding("discovery", f"{1000 * found.discovery_s:.0f} ms"))
-    if found.round_trip_s is not None:
-        findings.append(Finding("round trip, 64 B", f"{1e6 * found.round_trip_s:.0f} us (median)"))
-    if found.throughput is not None:
-        findings.append(Finding("throughput, 1 MiB frames", f"{found.throughput / 1e6:.0f} MB/s"))
-    if found.fault:
-        findings.append(
-            Finding(
-                "measurement",
-                "broken off",
-                Severity.BAD,
-                f"{found.fault}: the machine is overloaded, or large datagrams are lost (try --network network)",
-            )
-        )
-    return findings
+        )  # fmt: skip
+        return [fast_path, Finding("discovery", "failed", Severity.BAD, cure)]
+    findings = [fast_path, Finding("discovery", f"{1000 * peer.discovery_s:.0f} ms")]
+    if peer.round_trip_s is None or peer.there is None:
+        fault = peer.fault or "no answer in time"
+        cure = f"{fault}: the machine is overloaded, or large datagrams are lost (try --network network)"
+        return [*findings, Finding("measurement", "broken off", Severity.BAD, cure)]
+    return [
+        *findings,
+        Finding("round trip, 64 B", f"{1e6 * peer.round_trip_s:.0f} us (median)"),
+        Finding("throughput, 1 MiB frames", f"{peer.there / 1e6:.0f} MB/s"),
+    ]
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

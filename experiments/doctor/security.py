@@ -26,7 +26,8 @@ from gradbus.runtime.security.user_key import load_key
 from gradbus.runtime.wire.messages import Control
 
 TRIP_S = 10.0
-_PROOF = "a sealed word"
+_PROOF = "sealed"
+_NO_IDENTITY = {"controller_key": "", "allow_file": None}
 
 
 def protected(settings: BusSettings, key_file: Path | None) -> BusSettings:
@@ -35,7 +36,7 @@ def protected(settings: BusSettings, key_file: Path | None) -> BusSettings:
     names = ("security", "key_file", "controller_key", "allow_file")
     update = {name: getattr(environment, name) for name in names}
     if key_file is not None:
-        update = {"security": "psk", "key_file": key_file, "controller_key": "", "allow_file": None}
+        update = {"security": "psk", "key_file": key_file, **_NO_IDENTITY}
     return settings.model_copy(update=update)
 
 
@@ -49,8 +50,7 @@ def measurable(settings: BusSettings) -> Iterator[BusSettings]:
     with tempfile.TemporaryDirectory(prefix="gradbus-doctor-") as folder:
         key_file = Path(folder, "job.key")
         write_secret_file(key_file, new_job_key().text)
-        update = {"security": "psk", "key_file": key_file, "controller_key": "", "allow_file": None}
-        yield settings.model_copy(update=update)
+        yield settings.model_copy(update={"security": "psk", "key_file": key_file, **_NO_IDENTITY})
 
 
 async def _identity(settings: BusSettings) -> Finding:
@@ -59,10 +59,8 @@ async def _identity(settings: BusSettings) -> Finding:
     try:
         key, pinned, allowed = read_identity(replace(security_of(settings), role="worker"))
         if key.public != pinned:
-            value = (
-                f"{key.name}, {public_text(key.public)}, expects the controller {public_text(pinned)}. Joining is not "
-                f"tried"
-            )
+            controller = public_text(pinned)
+            value = f"{key.name}, {public_text(key.public)}, expects the controller {controller}. Joining is not tried"
         else:
             nodes = "no list of others" if allowed is None else f"{len(allowed.entries)} nodes on its list"
             trip_s = await _trip_s(settings, ranks=(0, 1))
@@ -70,16 +68,15 @@ async def _identity(settings: BusSettings) -> Finding:
     except (ConfigError, BusError) as error:
         return Finding("security", "identity: does not work", Severity.BAD, str(error))
     except TimeoutError:
-        cure = f"the key is well, but a rank with the same key was not let in within {TRIP_S:g} s: see discovery"
-        return Finding("security", "identity: nobody gets in", Severity.BAD, cure)
+        cure = f"the key is well, but a rank with the same key was not admitted within {TRIP_S:g} s: see discovery"
+        return Finding("security", "identity: joining fails", Severity.BAD, cure)
     return Finding("security", f"identity: {value}; measured with a key of this moment")
 
 
 async def security(settings: BusSettings, *, trusted: bool = False) -> Finding:
     """The level, and with a key whether a sealed sample comes back. Names the key's id, never the key.
 
-    Args:
-        trusted: the user says that everybody on the network is trusted, so that no key is needed there.
+    ``trusted``: all users of the network are trusted, so that no key is needed there.
     """
     if settings.security == "identity":
         return await _identity(settings)
@@ -122,21 +119,16 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
 
 
 async def _trip_s(settings: BusSettings, ranks: tuple[int | None, int | None] = (None, None)) -> float:
-    """Seconds from opening two buses of a job in this process to a sealed word that has gone both ways. ``ranks``: as
+    """Seconds from opening two buses of a job in this process until a sealed sample has passed both ways. ``ranks``: as
     for :func:`~gradbus.experiments.buses.open_bus`."""
     settings = settings.model_copy(update={"job": f"doctor-{secrets.token_hex(4)}"})
     started_s = time.monotonic()
     buses = [open_bus(settings, rank=rank) for rank in ranks]
     async with asyncio.timeout(TRIP_S), buses[0] as one, buses[1] as other:
         with one.subscribe(Control) as ours, other.subscribe(Control) as theirs:
-            speaks = asyncio.create_task(Link(one, ROOT, ours).meet(_PROOF), name="doctor")
-            try:
-                hears = Link(other, PEER, theirs)
-                while (await hears.hear())[1] != _PROOF:
-                    pass
-                await hears.say(_PROOF)
-                await speaks
-            finally:
-                speaks.cancel()
-                await asyncio.wait([speaks])
+            async with asyncio.TaskGroup() as group:
+                group.create_task(Link(one, ROOT, ours).meet(_PROOF), name="doctor")
+                link = Link(other, PEER, theirs)
+                await link.meet(_PROOF)
+                await link.say(_PROOF)
     return time.monotonic() - started_s

@@ -84,7 +84,7 @@ def test_doctors_with_other_keys_and_domains_say_so(hosts: tuple[Host, Host], ke
 
 @pytest.mark.slow
 @pytest.mark.netns
-def test_a_doctor_that_nobody_answers_says_what_to_check(hosts: tuple[Host, Host], keys) -> None:
+def test_a_doctor_without_an_answer_names_what_to_check(hosts: tuple[Host, Host], keys) -> None:
     """The cable is out; and then packets go only one way."""
     key = keys("job.key")
     set_link(hosts[1], up=False)
@@ -101,28 +101,28 @@ def test_a_doctor_that_nobody_answers_says_what_to_check(hosts: tuple[Host, Host
     )  # fmt: skip
     assert first[0][1:3] == ("no answer within 8 s", "bad"), first
     assert second[0][2] == "bad"
-    assert "is heard here, and does not hear this machine" in second[0][1]
+    assert "sends to this machine, and does not receive from it" in second[0][1]
 
 
-def judged(heard: RemoteDoctor | None, met: BusPeer | None, **more: Any) -> Finding:
-    seen = PeerContact("192.0.2.2", heard, met, more.pop("unreachable", ""))
+def judged(remote: RemoteDoctor | None, met: BusPeer | None, **more: Any) -> Finding:
+    seen = PeerContact("192.0.2.2", remote, met, more.pop("unreachable", ""))
     return judge_peer(CARD, seen, wait_s=5.0, doubt=more.pop("doubt", ""), settings=SETTINGS)
 
 
 def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
-    heard = RemoteDoctor(THEIRS, ("192.0.2.2", 7648), receives_us=True, largest_there=1400, largest_here=1400)
+    remote = RemoteDoctor(THEIRS, ("192.0.2.2", 7648), receives_us=True, largest_there=1400, largest_here=1400)
     refused = judged(None, None, unreachable="the machine answers that nothing listens there")
     assert "nothing came from 192.0.2.2 (the machine answers that nothing listens there)" in refused.cure
-    assert "and does not hear this machine" in judged(replace(heard, receives_us=False), None).value
-    lost = judged(replace(heard, largest_there=60), None)
+    assert "and does not receive from it" in judged(replace(remote, receives_us=False), None).value
+    lost = judged(replace(remote, largest_there=60), None)
     assert "large datagrams are lost" in lost.value
     assert "1400 B do not get through: 60 B there" in lost.cure
-    passed = judged(heard, None, doubt="two has another key")
+    passed = judged(remote, None, doubt="two has another key")
     assert passed.value == "two: DDS does not get through"
-    assert "It was heard that two has another key" in passed.cure
+    assert "Received samples show that two has another key" in passed.cure
     one_way = judged(None, BusPeer("two", "192.0.2.2"))
     assert one_way.value == "two is seen here, and does not see this machine"
-    broken = judged(heard, BusPeer("two", "192.0.2.2", sees_us=True, fault="no answer"))
+    broken = judged(remote, BusPeer("two", "192.0.2.2", sees_us=True, fault="no answer"))
     assert broken.value == "two: broken off"
     well = judged(None, BusPeer("two", "192.0.2.2", sees_us=True, round_trip_s=1e-4, there=2e8, back=1e8))
     assert (well.severity, well.value) == (Severity.OK, "two: round trip 100 us, 200 MB/s to it, 100 MB/s from it")
@@ -130,17 +130,17 @@ def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
 
 def test_what_others_send_is_read_with_care() -> None:
     packets = Datagrams(CARD, [], 1400)
-    good = {name: getattr(THEIRS, name) for name in DoctorIdentity.__slots__} | {"heard": {"1": 1400}}
-    for bad in (b"", b"x" * 100, b"gradbus doctor 1 {", b"gradbus doctor 1 []", b"gradbus doctor 1 {}"):
+    good = {name: getattr(THEIRS, name) for name in DoctorIdentity.__slots__} | {"received": {"1": 1400}}
+    for bad in (b"", b"x" * 100, b"gradbus doctor 2 {", b"gradbus doctor 2 []", b"gradbus doctor 2 {}"):
         packets.take(bad, ("192.0.2.9", 1))
     packets.take(packets.packet_of(good | {"domain": "x"}), ("192.0.2.9", 1))
     packets.take(packets.packet_of(good | {"name": CARD.name}), ("192.0.2.9", 1))  # its own
     assert packets.others == {}
     packets.take(packets.packet_of(good | {"host": "\x1b[2J" + "h" * 500}), ("192.0.2.2", 7648))
-    (heard,) = packets.others.values()
-    assert (heard.receives_us, heard.largest_there) == (True, 1400)
-    assert "\x1b" not in heard.identity.host
-    assert len(heard.identity.host) <= 128
+    (remote,) = packets.others.values()
+    assert (remote.receives_us, remote.largest_there) == (True, 1400)
+    assert "\x1b" not in remote.identity.host
+    assert len(remote.identity.host) <= 128
     for number in range(100):
         packets.take(packets.packet_of(good | {"name": f"n{number}"}), ("192.0.2.3", 7648))
     assert len(packets.others) == 32
