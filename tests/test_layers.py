@@ -388,7 +388,7 @@ GOOD = [
     (
         arrows_go_down,
         "runtime/_torch/work.py",
-        "import torch.distributed\nfrom gradbus.torch.call import Task\nfrom gradbus.runtime.errors import BusClosed\n"
+        "import torch.distributed\nfrom gradbus.torch.calls import Task\nfrom gradbus.runtime.errors import BusClosed\n"
         "from .task import Task",
     ),
     (dds_stays_behind_the_bus, "runtime/dds/participant.py", "import cyclonedds"),

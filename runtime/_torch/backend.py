@@ -16,13 +16,10 @@ from torch.distributed import DistBackendError
 
 from gradbus.runtime.errors import BarrierTimeout, BusError, JobTaken, JoinRefused
 from gradbus.runtime.user_errors import user_error
-from gradbus.torch.call import CollectiveCall, together
-from gradbus.torch.calls import CollectiveCalls
-from gradbus.torch.formation import WORLD
+from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
+from gradbus.torch.formation import WORLD, Rendezvous
 from gradbus.torch.groups import TorchGroup
-from gradbus.torch.monitored_barrier import monitored_barrier
-from gradbus.torch.point_to_point import Messages
-from gradbus.torch.shapes import signed
+from gradbus.torch.point_to_point import Messages, monitored_barrier
 from gradbus.torch.untraced import untraced
 from gradbus.torch.work import CoalescedWork, DdsWork, WorkQueue
 
@@ -33,7 +30,7 @@ _alive: set[DdsBackend] = set()
 
 
 def _leave_all() -> None:
-    """Who ends without destroy_process_group leaves in order all the same: what it has sent arrives."""
+    """A program that ends without destroy_process_group leaves gracefully all the same: what it has sent arrives."""
     for backend in list(_alive):
         backend.leave_at_exit()
 
@@ -44,33 +41,36 @@ getattr(threading, "_register_atexit", atexit.register)(_leave_all)
 
 @untraced
 class DdsBackend(Backend):
-    """One rank of one process group."""
+    """One rank of one process group.
+
+    Attributes:
+        group: the group of gradbus. queue: its works. calls: makes what can be started.
+        messages: sends and receives.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, options: Backend.Options) -> None:
         """Form the group.
 
         Raises:
-            DistBackendError: not all ranks have come, or DDS refuses something; the cause is ours.
+            DistBackendError: not all ranks have come, or DDS refuses something; the cause is an error of gradbus.
             ConfigError: the ranks do not fit together, or a setting is wrong.
         """
         super().__init__(rank, size)
         self._process = os.getpid()
         self._options = options
         self._timeout_s = options._timeout.total_seconds()
-        self._queue = WorkQueue()
-        self._tasks = CollectiveCalls(rank, size)
+        self.queue = WorkQueue()
+        self.calls = CollectiveCalls(rank, size)
         all_ranks = options.global_ranks_in_group
         label = str(options.group_name) if all_ranks else WORLD
         try:
-            self._group = TorchGroup.form(
-                store, rank, size, label, self._timeout_s, self._queue.watch,
-                job_rank=all_ranks[rank] if all_ranks else rank,
-            )  # fmt: skip
+            place = Rendezvous(store, rank, size, label, self._timeout_s, all_ranks[rank] if all_ranks else rank)
+            self.group = TorchGroup.form(place, self.queue.watch)
         except (BarrierTimeout, BusError, JoinRefused, JobTaken) as error:
             raise DistBackendError(f"[Rank {rank}] {error}") from error
-        self._queue.engine = self._group.engine
-        self._queue.later = self._group.later
-        self.messages = Messages(self._group, self._queue, self._tasks)
+        self.queue.engine = self.group.engine
+        self.queue.later = self.group.later
+        self.messages = Messages(self.group.engine, self.queue, self.calls)
         self._coalescing = threading.local()
         _alive.add(self)
 
@@ -88,16 +88,6 @@ class DdsBackend(Backend):
         """With which it was made."""
         return self._options
 
-    @property
-    def queue(self) -> WorkQueue:
-        """Its collectives."""
-        return self._queue
-
-    @property
-    def group(self) -> TorchGroup:
-        """Its group of gradbus."""
-        return self._group
-
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """For messages."""
         return self._options.backend
@@ -113,7 +103,7 @@ class DdsBackend(Backend):
         self.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._queue.issued
+        return self.queue.issued
 
     def _set_sequence_number_for_group(self) -> None:
         """Every rank counts from 0; there is nothing to agree on."""
@@ -129,13 +119,13 @@ class DdsBackend(Backend):
         return DdsBackend(PrefixStore("dds/", store), list(ranks).index(self.rank()), len(ranks), options)
 
     def shutdown(self) -> None:
-        """Leave the group. What is under way fails. Where that is done because of an exception, the others are told."""
+        """Leave the group. What is under way fails. If there is an exception, the others get it as the reason."""
         error = sys.exception()
         self._leave("" if error is None else f"failed with {user_error(error)}", abruptly=False)
 
     def abort(self) -> None:
         """Leave the group because something is wrong: what the others have under way fails, too."""
-        self._leave(f"rank {self._group.rank} has aborted it")
+        self._leave(f"rank {self.group.rank} has aborted it")
 
     def leave_at_exit(self) -> None:
         """Leave the group, and no more: the process takes the rest with it, and new threads may not be had any more.
@@ -154,91 +144,82 @@ class DdsBackend(Backend):
             return
         _alive.discard(self)
         if self._process == os.getpid():  # a forked child has none of the threads
-            self._group.close(reason, abruptly=abruptly, keep_bus=keep_bus)
-            self._queue.close()
+            self.group.close(reason, abruptly=abruptly, keep_bus=keep_bus)
+            self.queue.close()
 
     # Collectives
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """All get the tensors of rank ``opts.rootRank``."""
-        tasks = [self._tasks.broadcast(tensor, opts.rootRank) for tensor in tensors]
-        return self._submit(together("broadcast", tasks), opts)
+        return self._submit([self.calls.broadcast(tensor, opts.rootRank) for tensor in tensors], opts)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """All get the combinations of the tensors."""
-        tasks = [signed(self._tasks.all_reduce(tensor, opts.reduceOp), [tensor]) for tensor in tensors]
-        return self._submit(together("all_reduce", tasks), opts)
+        return self._submit([self.calls.all_reduce(tensor, opts.reduceOp) for tensor in tensors], opts)
 
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """The same for many tensors at once."""
-        return self._submit(signed(self._tasks.all_reduce_coalesced(tensors, opts.reduceOp), tensors), opts)
+        return self._submit([self.calls.all_reduce_coalesced(tensors, opts.reduceOp)], opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """Rank ``opts.rootRank`` gets the combinations of the tensors."""
-        tasks = [signed(self._tasks.reduce(tensor, opts.reduceOp, opts.rootRank), [tensor]) for tensor in tensors]
-        return self._submit(together("reduce", tasks), opts)
+        return self._submit([self.calls.reduce(tensor, opts.reduceOp, opts.rootRank) for tensor in tensors], opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """``outputs[i][r]`` gets ``tensors[i]`` of rank r."""
-        tasks = [self._tasks.all_gather(*pair) for pair in zip(outputs, tensors, strict=True)]
-        return self._submit(together("all_gather", tasks), opts)
+        return self._submit([self.calls.all_gather(*pair) for pair in zip(outputs, tensors, strict=True)], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """``outputs[r][i]`` gets ``tensors[i]`` of rank r."""
-        return self._submit(self._tasks.all_gather_lists(outputs, tensors), opts)
+        return self._submit([self.calls.all_gather_lists(outputs, tensors)], opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
         """Part r of the output gets the tensor of rank r."""
-        return self._submit(self._tasks.all_gather_single(output, tensor), opts)
+        return self._submit([self.calls.all_gather_single(output, tensor)], opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """The same for many tensors at once."""
-        tasks = [self._tasks.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)]
-        return self._submit(together("all_gather_single_coalesced", tasks), opts)
+        return self._submit([self.calls.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)], opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """``outputs[0][r]`` of rank ``opts.rootRank`` gets the tensor of rank r."""
-        return self._submit(self._tasks.gather(outputs[0] if outputs else [], tensors[0], opts.rootRank), opts)
+        return self._submit([self.calls.gather(outputs[0] if outputs else [], tensors[0], opts.rootRank)], opts)
 
     def scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
         """The output of rank r gets ``tensors[0][r]`` of rank ``opts.rootRank``."""
-        return self._submit(self._tasks.scatter(outputs[0], tensors[0] if tensors else [], opts.rootRank), opts)
+        return self._submit([self.calls.scatter(outputs[0], tensors[0] if tensors else [], opts.rootRank)], opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
         """``outputs[i]`` of rank r gets the combination of all ``tensors[i][r]``."""
         pairs = zip(outputs, tensors, strict=True)
-        tasks = [signed(self._tasks.reduce_scatter(out, parts, opts.reduceOp), parts) for out, parts in pairs]
-        return self._submit(together("reduce_scatter", tasks), opts)
+        return self._submit([self.calls.reduce_scatter(out, parts, opts.reduceOp) for out, parts in pairs], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
         """The output of rank r gets the combination of the parts r of all tensors."""
-        return self._submit(signed(self._tasks.reduce_scatter_single(output, tensor, opts.reduceOp), [tensor]), opts)
+        return self._submit([self.calls.reduce_scatter_single(output, tensor, opts.reduceOp)], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
     ) -> DdsWork:
         """The same for many tensors at once."""
         pairs = zip(outputs, tensors, strict=True)
-        tasks = [
-            signed(self._tasks.reduce_scatter_single(out, tensor, opts.reduceOp), [tensor]) for out, tensor in pairs
-        ]
-        return self._submit(together("reduce_scatter_single_coalesced", tasks), opts)
+        return self._submit([self.calls.reduce_scatter_single(*pair, opts.reduceOp) for pair in pairs], opts)
 
     def alltoall(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
         """``outputs[r]`` gets ``tensors[own rank]`` of rank r."""
-        return self._submit(self._tasks.all_to_all(outputs, tensors), opts)
+        return self._submit([self.calls.all_to_all(outputs, tensors)], opts)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int], opts: Any
     ) -> DdsWork:
         """The same with the parts of one tensor."""
-        return self._submit(self._tasks.all_to_all_single(output, tensor, output_sizes, sizes), opts)
+        return self._submit([self.calls.all_to_all_single(output, tensor, output_sizes, sizes)], opts)
 
     def barrier(self, opts: Any) -> DdsWork:
         """Wait until all have called it."""
-        return self._submit(self._tasks.barrier(), opts)
+        return self._submit([self.calls.barrier()], opts)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """The same; rank 0 names ranks that do not come."""
@@ -267,11 +248,12 @@ class DdsBackend(Backend):
 
     # Inside
 
-    def _submit(self, task: CollectiveCall, opts: Any) -> DdsWork:
+    def _submit(self, calls: Sequence[CollectiveCall], opts: Any) -> DdsWork:
         if opts.asyncOp:
-            self._group.engine.progress.resume()
-        work = DdsWork(self._queue, task, _ORDERED, self._limit_s(opts.timeout), ordered=True)
-        return self._note(self._queue.submit(work))
+            self.group.engine.progress.resume()
+        call = together(calls)
+        work = DdsWork(self.queue, call, _ORDERED, self._limit_s(opts.timeout), ordered=True)
+        return self._note(self.queue.submit(work))
 
     def _limit_s(self, timeout: timedelta) -> float:
         limit_s = timeout.total_seconds()

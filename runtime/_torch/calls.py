@@ -3,9 +3,10 @@ comes in has its place, and what torch's ReduceOp means here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,11 +18,17 @@ from gradbus.runtime.collectives.arithmetic import ReduceOp as EngineOp
 from gradbus.runtime.collectives.data_movement import AllGather, Barrier
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import dtype_name, plain
-from gradbus.torch.call import CollectiveCall, copies, together
-from gradbus.torch.shapes import are_ready, check
-from gradbus.torch.tensor_exchange import RefusingOperation, TensorExchange, overlap, same_memory, staging_tensor
+from gradbus.torch.shapes import (
+    are_ready,
+    check,
+    check_dtypes,
+    overlap,
+    same_memory,
+    shape_signature,
+    staging_tensor,
+)
+from gradbus.torch.tensor_exchange import RefusingOperation, TensorExchange
 
-_OWN_LATER_BYTES = 256 << 10
 _Kind: Any = ReduceOp.RedOpType  # its members are unknown to type checkers
 _MAX_SPARSE_BYTES = 4 << 30
 _DIVIDED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)  # whole numbers that torch can divide
@@ -29,6 +36,56 @@ _ENGINE: dict[Any, EngineOp] = {
     _Kind.SUM: "sum", _Kind.AVG: "mean", _Kind.MIN: "min", _Kind.MAX: "max", _Kind.PRODUCT: "product",
     _Kind.BAND: "band", _Kind.BOR: "bor", _Kind.BXOR: "bxor",
 }  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class CollectiveCall:
+    """One call on one rank: collectives to start, and what is to be done when they have ended.
+
+    Attributes:
+        what: the call, for errors.
+        operations: to be started, in this order.
+        value: what its future holds; tensors only, and at least one: DDP reads the first without looking.
+        finish: put results in their places where the operations could not do so themselves. Each runs once, after all
+            operations have ended well, on whatever thread first asks for the result.
+    """
+
+    what: str
+    operations: Sequence[Operation]
+    value: list[Tensor] = field(default_factory=list)
+    finish: list[Callable[[], object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.value:
+            self.value = [torch.empty(0)]
+
+    def sign(self, text: str) -> Self:
+        """Add to the signature of all operations: it must be equal on all ranks, and stands in the error if not."""
+        for operation in self.operations:
+            operation.signature = f"{operation.signature} {text}"
+        return self
+
+
+def together(calls: Sequence[CollectiveCall], value: Sequence[Tensor] = ()) -> CollectiveCall:
+    """Several calls of one kind as one."""
+    if len(calls) == 1 and not value:
+        return calls[0]
+    return CollectiveCall(
+        f"{calls[0].what}_coalesced" if calls else "empty call",
+        [operation for call in calls for operation in call.operations],
+        list(value) or [tensor for call in calls for tensor in call.value],
+        [finish for call in calls for finish in call.finish],
+    )
+
+
+def copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]:
+    """Functions that copy each second tensor into the first, where they are not the same memory."""
+    needed = [(into, source) for into, source in pairs if into is not source and into.data_ptr() != source.data_ptr()]
+    return [partial(_copy, into, source) for into, source in needed]
+
+
+def _copy(into: Tensor, source: Tensor) -> None:
+    into.detach().copy_(source.view(into.shape))
 
 
 @lru_cache(maxsize=256)
@@ -54,7 +111,7 @@ def _weighted(tensor: Tensor, op: Any) -> tuple[Tensor, Any]:
 
 
 class _ReduceToRoot(RefusingOperation, reductions.ReduceToRoot):
-    """The root tells who reduces something else."""
+    """The root refuses what a rank sends for another reduction."""
 
 
 class CollectiveCalls:
@@ -64,24 +121,29 @@ class CollectiveCalls:
         self.rank = rank
         self.world = world
 
+    # Tensors from rank to rank
+
+    def _exchange(
+        self, what: str, value: Sequence[Tensor], *, signature: str = "",
+        to: Tensor | Mapping[int, Tensor] | None = None, into: Mapping[int, Tensor] | None = None,
+        receipts: bool = False,
+    ) -> CollectiveCall:  # fmt: skip
+        """See :class:`TensorExchange`; tensors to be filled may be strided."""
+        into = into or {}
+        lands = {rank: staging_tensor(tensor) for rank, tensor in into.items()}
+        operation = TensorExchange(signature or what, self.rank, self.world, to=to, into=lands, receipts=receipts)
+        return CollectiveCall(what, [operation], list(value), copies((into[rank], lands[rank]) for rank in into))
+
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CollectiveCall:
         """``outputs[r]`` gets the tensor of rank r; their sizes may differ."""
         self._check_count("outputs", outputs)
-        lands, source = outputs, tensor
         if not are_ready(tensor, outputs):  # all others wait for what is done before the payload leaves
             check(tensor, *outputs)
-            _check_dtypes(outputs, tensor)
-            lands, source = [staging_tensor(output) for output in outputs], plain(tensor)
-        into = dict(enumerate(lands))
-        land = into.pop(self.rank)
-        if any(overlap(source, other) for other in into.values()):
-            source = source.clone()
-        own = _own_part(land, source)
-        operation = TensorExchange("all_gather", self.rank, self.world, to_all=source, into=into, own=own)
-        elsewhere = None
-        if lands is not outputs:
-            elsewhere = copies([pair for pair in zip(outputs, lands, strict=True) if pair[0] is not pair[1]])
-        return CollectiveCall("all_gather", [operation], list(outputs), elsewhere)
+            check_dtypes(outputs, tensor)
+            tensor = plain(tensor)
+        if any(rank != self.rank and overlap(tensor, output) for rank, output in enumerate(outputs)):
+            tensor = tensor.clone()
+        return self._exchange("all_gather", outputs, to=tensor, into=dict(enumerate(outputs)))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> CollectiveCall:
         """Part r of the output gets the tensor of rank r."""
@@ -89,69 +151,52 @@ class CollectiveCalls:
         if output.numel() != tensor.numel() * self.world:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         land = staging_tensor(output)
-        task = self.all_gather(land.view(-1).tensor_split(self.world), tensor)
-        return CollectiveCall("all_gather_single", task.operations, [output], copies([(output, land)]))
+        call = self.all_gather(land.view(-1).tensor_split(self.world), tensor)
+        return CollectiveCall("all_gather_single", call.operations, [output], copies([(output, land)]))
 
     def all_gather_lists(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> CollectiveCall:
         """``outputs[r][i]`` gets ``tensors[i]`` of rank r."""
         self._check_count("outputs", outputs)
-        tasks = [self.all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(tensors)]
-        return together("all_gather_coalesced", tasks, [t for of_rank in outputs for t in of_rank])
+        calls = [self.all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(tensors)]
+        return together(calls, [tensor for of_rank in outputs for tensor in of_rank])
 
     def broadcast(self, tensor: Tensor, root: int) -> CollectiveCall:
         """All get the root's tensor."""
         check(tensor)
-        signature = f"broadcast {root}"
-        if self.rank == root:
-            operation = TensorExchange(signature, self.rank, self.world, to_all=plain(tensor), receipts=True)
-            return CollectiveCall("broadcast", [operation], [tensor])
-        land = staging_tensor(tensor)
-        operation = TensorExchange(signature, self.rank, self.world, into={root: land}, receipts=True)
-        return CollectiveCall("broadcast", [operation], [tensor], copies([(tensor, land)]))
+        to = plain(tensor) if self.rank == root else None
+        into = None if self.rank == root else {root: tensor}
+        return self._exchange("broadcast", [tensor], signature=f"broadcast {root}", to=to, into=into, receipts=True)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> CollectiveCall:
         """The root's ``outputs[r]`` gets the tensor of rank r; the others give no outputs."""
         check(tensor, *outputs)
-        signature = f"gather {root}"
-        if self.rank != root:
-            operation = TensorExchange(signature, self.rank, self.world, to={root: plain(tensor)}, receipts=True)
-            return CollectiveCall("gather", [operation], [tensor])
-        self._check_count("outputs", outputs)
-        _check_dtypes(outputs, tensor)
-        lands = [staging_tensor(output) for output in outputs]
-        _put(lands[root], plain(tensor))
-        operation = TensorExchange(signature, self.rank, self.world, into=dict(enumerate(lands)), receipts=True)
-        return CollectiveCall("gather", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+        if self.rank == root:
+            self._check_count("outputs", outputs)
+            check_dtypes(outputs, tensor)
+        return self._exchange(
+            "gather", outputs or [tensor], signature=f"gather {root}", to={root: plain(tensor)},
+            into=dict(enumerate(outputs)) if self.rank == root else None, receipts=True,
+        )  # fmt: skip
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> CollectiveCall:
         """The output of rank r gets the root's ``tensors[r]``; the others give no tensors."""
         check(output, *tensors)
-        signature = f"scatter {root}"
-        land = staging_tensor(output)
-        if self.rank != root:
-            operation = TensorExchange(signature, self.rank, self.world, into={root: land}, receipts=True)
-            return CollectiveCall("scatter", [operation], [output], copies([(output, land)]))
-        self._check_count("tensors", tensors)
-        _check_dtypes(tensors, output)
-        sources = [plain(tensor) for tensor in tensors]
-        output.detach().copy_(sources[root].view(output.shape))
-        operation = TensorExchange(signature, self.rank, self.world, to=dict(enumerate(sources)), receipts=True)
-        return CollectiveCall("scatter", [operation], [output])
+        if self.rank == root:
+            self._check_count("tensors", tensors)
+            check_dtypes(tensors, output)
+        to = {rank: plain(tensor) for rank, tensor in enumerate(tensors)} if self.rank == root else None
+        into = {root: output}
+        return self._exchange("scatter", [output], signature=f"scatter {root}", to=to, into=into, receipts=True)
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> CollectiveCall:
         """``outputs[r]`` gets what rank r has in the place of this rank in its ``tensors``. Sizes may differ."""
         self._check_count("outputs", outputs)
         self._check_count("tensors", tensors)
         check(*outputs, *tensors)
-        _check_dtypes(outputs, tensors[0])
-        lands = [staging_tensor(output) for output in outputs]
+        check_dtypes(outputs, tensors[0])
         sources = [plain(tensor) for tensor in tensors]
-        sources = [s.clone() if any(overlap(s, land) for land in lands) else s for s in sources]
-        _put(lands[self.rank], sources[self.rank])
-        operation = TensorExchange(
-            "all_to_all", self.rank, self.world, to=dict(enumerate(sources)), into=dict(enumerate(lands))
-        )
-        return CollectiveCall("all_to_all", [operation], list(outputs), copies(list(zip(outputs, lands, strict=True))))
+        sources = [s.clone() if any(overlap(s, output) for output in outputs) else s for s in sources]
+        return self._exchange("all_to_all", outputs, to=dict(enumerate(sources)), into=dict(enumerate(outputs)))
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
@@ -159,8 +204,8 @@ class CollectiveCalls:
         """The same with the parts of one tensor, cut along its first dimension; without sizes into equal ones."""
         check(output, tensor)
         land, source = staging_tensor(output), plain(tensor)
-        task = self.all_to_all(self._cut(land, output_sizes), self._cut(source, sizes))
-        return CollectiveCall("all_to_all_single", task.operations, [output], copies([(output, land)]))
+        call = self.all_to_all(self._cut(land, output_sizes), self._cut(source, sizes))
+        return CollectiveCall("all_to_all_single", call.operations, [output], copies([(output, land)]))
 
     def _cut(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         if not sizes:
@@ -175,25 +220,23 @@ class CollectiveCalls:
 
     def barrier(self) -> CollectiveCall:
         """Ends when all have called it."""
-        operation: Operation = Barrier(self.rank, self.world)
-        return CollectiveCall("barrier", [operation])
+        return CollectiveCall("barrier", [Barrier(self.rank, self.world)])
 
     def send(self, tensor: Tensor, to: int) -> CollectiveCall:
         """Ends when the other rank has it."""
-        check(tensor)
-        operation = TensorExchange(
-            f"send {self.rank} {to}", self.rank, self.world, to={to: plain(tensor)}, receipts=True, peers=[to]
+        signature = f"send {self.rank} {to}"
+        return self._exchange(
+            f"send to rank {to}", [tensor], signature=signature, to={to: plain(tensor)}, receipts=True
         )
-        return CollectiveCall(f"send to rank {to}", [operation], [tensor])
 
     def receive(self, tensor: Tensor, source: int) -> CollectiveCall:
-        """What the other rank sends."""
-        check(tensor)
-        land = staging_tensor(tensor)
-        operation = TensorExchange(
-            f"send {source} {self.rank}", self.rank, self.world, into={source: land}, receipts=True, peers=[source]
+        """Fill a tensor with what the other rank sends."""
+        signature = f"send {source} {self.rank}"
+        return self._exchange(
+            f"receive from rank {source}", [tensor], signature=signature, into={source: tensor}, receipts=True
         )
-        return CollectiveCall(f"receive from rank {source}", [operation], [tensor], copies([(tensor, land)]))
+
+    # Reductions. Their signatures have the shapes of the tensors, which must be equal on all ranks.
 
     def all_reduce(self, tensor: Tensor, op: Any) -> CollectiveCall:
         """All get the combination of all tensors, in place."""
@@ -202,21 +245,23 @@ class CollectiveCalls:
         source, kind = _weighted(tensor, op)
         exact = arithmetic(tensor.dtype, kind, self.world)
         operation = reductions.all_reduce(source, tensor, exact, "auto", self.rank, self.world)
-        return self._mean(CollectiveCall("all_reduce", [operation], [tensor]), tensor, kind)
+        return self._reduction("all_reduce", operation, tensor, kind, [tensor])
 
     def all_reduce_coalesced(self, tensors: Sequence[Tensor], op: Any) -> CollectiveCall:
         """The same for many tensors, which travel together: one collective for each dtype."""
         if len(tensors) == 1:
             return self.all_reduce(tensors[0], op)
         check(*tensors)
-        tasks = []
+        calls = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             those = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in those])
-            task = self.all_reduce(flat, op)
+            call = self.all_reduce(flat, op)
             pieces = flat.split_with_sizes([tensor.numel() for tensor in those])
-            tasks += [task, CollectiveCall("", [], [], copies(list(zip(those, pieces, strict=True))))]
-        return together("all_reduce_coalesced", tasks, tensors)
+            call.finish += copies(zip(those, pieces, strict=True))
+            calls.append(call)
+        shapes = shape_signature(*(tensor.shape for tensor in tensors))
+        return together(calls, tensors).sign(shapes)
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> CollectiveCall:
         """The root's tensor becomes the combination of all."""
@@ -226,24 +271,26 @@ class CollectiveCalls:
         land = staging_tensor(tensor) if self.rank == root else source
         operation = _ReduceToRoot(source, land, root, exact, self.rank, self.world)
         if self.rank != root:
-            return CollectiveCall("reduce", [operation], [tensor])
-        return self._mean(CollectiveCall("reduce", [operation], [tensor], copies([(tensor, land)])), tensor, kind)
+            return CollectiveCall("reduce", [operation], [tensor]).sign(shape_signature(tensor.shape))
+        return self._reduction("reduce", operation, tensor, kind, [tensor], land)
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> CollectiveCall:
         """The output of rank r gets the combination of all ``tensors[r]``."""
         self._check_count("tensors", tensors)
         check(*tensors)
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        return self._reduce_scatter(output, flat, [tensor.numel() for tensor in tensors], op)
+        return self._reduce_scatter(output, flat, tensors, [tensor.numel() for tensor in tensors], op)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, op: Any) -> CollectiveCall:
         """The same for the equal parts of one tensor."""
         check(tensor)
         if tensor.numel() != output.numel() * self.world:
             raise ValueError("input tensor must be the same size as output size times world size")
-        return self._reduce_scatter(output, plain(tensor).view(-1), [output.numel()] * self.world, op)
+        return self._reduce_scatter(output, plain(tensor).view(-1), [tensor], [output.numel()] * self.world, op)
 
-    def _reduce_scatter(self, output: Tensor, flat: Tensor, sizes: list[int], op: Any) -> CollectiveCall:
+    def _reduce_scatter(
+        self, output: Tensor, flat: Tensor, given: Sequence[Tensor], sizes: list[int], op: Any
+    ) -> CollectiveCall:
         check(output)
         if output.numel() != sizes[self.rank] or output.dtype != flat.dtype:
             raise ValueError(
@@ -257,23 +304,21 @@ class CollectiveCalls:
             flat = flat.clone()
         bounds = [sum(sizes[:rank]) for rank in range(self.world + 1)]
         operation = reductions.ReduceScatter(flat, land, bounds, exact, self.rank, self.world)
-        return self._mean(
-            CollectiveCall("reduce_scatter", [operation], [output], copies([(output, land)])), output, kind
-        )
+        return self._reduction("reduce_scatter", operation, output, kind, given, land)
 
-    def _mean(self, task: CollectiveCall, tensor: Tensor, kind: Any) -> CollectiveCall:
-        """Divide what has come into the tensor, if that is a mean of whole numbers."""
-        if kind != _Kind.AVG or tensor.dtype not in _DIVIDED:
-            return task
-        before = task.finish
+    def _reduction(
+        self, what: str, operation: Operation, result: Tensor, kind: Any, given: Sequence[Tensor],
+        land: Tensor | None = None,
+    ) -> CollectiveCall:  # fmt: skip
+        """The call of an operation whose result goes to ``land``, and from there to ``result``.
 
-        def finish() -> None:
-            if before is not None:
-                before()
-            tensor.detach().div_(self.world, rounding_mode="trunc")
-
-        task.finish = finish
-        return task
+        A mean of whole numbers is divided at the end.
+        """
+        finish = [] if land is None else copies([(result, land)])
+        if kind == _Kind.AVG and result.dtype in _DIVIDED:
+            finish.append(lambda: result.detach().div_(self.world, rounding_mode="trunc"))
+        shapes = shape_signature(*[tensor.shape for tensor in given])
+        return CollectiveCall(what, [operation], [result], finish).sign(shapes)
 
     def _all_reduce_sparse(self, tensor: Tensor, op: Any) -> CollectiveCall:
         """Coordinates and values of all ranks, one after the other; what is there twice is added up in rank order."""
@@ -291,31 +336,8 @@ class CollectiveCalls:
             total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=True).coalesce()
             tensor.copy_(total / self.world if op.op == _Kind.AVG else total)  # what detach() gives gets a copy alone
 
-        return CollectiveCall("all_reduce", list(gathers), [tensor], finish)
+        return CollectiveCall("all_reduce", gathers, [tensor], [finish]).sign(shape_signature(tensor.shape))
 
     def _check_count(self, what: str, given: Sequence[object]) -> None:
         if len(given) != self.world:
             raise ValueError(f"{what}: expected {self.world} tensors, one for each rank, got {len(given)}")
-
-
-def _check_dtypes(tensors: Sequence[Tensor], like: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dtype != like.dtype:
-            raise ValueError(f"tensors of one collective have one dtype, got {tensor.dtype} and {like.dtype}")
-
-
-def _put(land: Tensor, source: Tensor) -> None:
-    """The own part, which does not travel."""
-    if not same_memory(land, source):
-        land.copy_(source.view(land.shape))
-
-
-def _own_part(land: Tensor, source: Tensor) -> Callable[[], object] | None:
-    """What is to be called to put the own part in its place, when the others' is on its way: they need not wait for it.
-    A large part is put there at once, as the collective can take nothing in meanwhile."""
-    if source.nbytes > _OWN_LATER_BYTES:
-        _put(land, source)
-        return None
-    if same_memory(land, source):
-        return None
-    return partial(land.copy_, source if source.shape == land.shape else source.view(land.shape))

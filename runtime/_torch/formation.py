@@ -30,48 +30,64 @@ _MAX_PLACE_BYTES = 4096
 log = get_logger("torch")
 
 
-def agreed_name(store: Store, rank: int, world: int, label: str, timeout_s: float, reach: Reach | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one process group meet.
+
+    Attributes:
+        store: of this process group alone. rank, world: of this process in it, and how many there are.
+        label: what people call the group. timeout_s: how long to wait for the others.
+        job_rank: the rank of this process among all of the job.
+    """
+
+    store: Store
+    rank: int
+    world: int
+    label: str
+    timeout_s: float
+    job_rank: int
+
+
+def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
     """A name that no group had before, also not one with the same store: rank 0 makes it up.
 
     Stores may outlive process groups (torchrun's does), and with them what the groups wrote. So each rank counts how
     often it has been here, and reads the name of that time.
 
     Args:
-        reach: of the bus that will be opened, for what is said while rank 0 does not come.
+        reach: of the bus that will be opened, for the log and the error while rank 0 does not come.
 
     Raises:
-        BarrierTimeout: rank 0 has not come. ConfigError: it says that it is alone.
+        BarrierTimeout: rank 0 has not come. ConfigError: its world has one rank.
     """
+    store, rank, world = place.store, place.rank, place.world
     time_no = store.add(f"gradbus/times/{rank}", 1)
     key = f"gradbus/name/{time_no}"
     if rank == 0:
-        readable = re.sub(r"[^A-Za-z0-9_]", "_", label)[:40]
+        readable = re.sub(r"[^A-Za-z0-9_]", "_", place.label)[:40]
         store.set(key, f"{readable}_{secrets.token_hex(6)} {world}")
     else:
         try:
-            _wait(store, key, timeout_s, None if reach is None else WaitLog(log, reach, group=label, rank=rank))
+            waiting = None if reach is None else WaitLog(log, reach, group=place.label, rank=rank)
+            _wait(store, key, place.timeout_s, waiting)
         except DistStoreError as error:
             again = f", for the {time_no}th time: if another process is rank {rank}, too, give each its own"
-            what = f"process group {label!r}, rank {rank}{again if time_no > 1 else ''}"
             raise BarrierTimeout(
-                what,
-                missing=[0],
-                ready=world - 1,
-                needed=world,
-                timeout_s=timeout_s,
+                f"process group {place.label!r}, rank {rank}{again if time_no > 1 else ''}",
+                missing=[0], ready=world - 1, needed=world, timeout_s=place.timeout_s,
                 hint="" if reach is None else reach.advice(),
-            ) from error
+            ) from error  # fmt: skip
     name, _, its_world = store.get(key).decode().partition(" ")
     if its_world == "1" and world > 1:  # it will not be met, and could not say so itself
         raise ConfigError(
-            f"process group {label!r}: rank 0 says world 1, this process (rank {rank}) says {world}. Start all ranks "
-            f"with the same WORLD_SIZE"
+            f"process group {place.label!r}: rank 0 says world 1, this process (rank {rank}) says {world}. Start all "
+            f"ranks with the same WORLD_SIZE"
         )
     return name
 
 
 def _wait(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> None:
-    """Wait for a key, and say now and then that rank 0 has not written it. Raises DistStoreError: not in time."""
+    """Wait for a key, and log now and then that rank 0 has not written it. Raises DistStoreError: not in time."""
     until_s = time.monotonic() + timeout_s
     while (left_s := until_s - time.monotonic()) > EVERY_S:
         try:
@@ -85,7 +101,7 @@ def _wait(store: Store, key: str, timeout_s: float, waiting: WaitLog | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank is, as it tells the others through the store.
+    """Where a rank is, as it writes it to the store for the others.
 
     Attributes:
         host: host name and process id, for people. network: see :func:`network_place`.
@@ -113,58 +129,58 @@ class RankLocation:
 class RankLocations:
     """Where the ranks of a process group are: found out while it does not form, for the case that it never will."""
 
-    def __init__(self, store: Store, name: str, rank: int, world: int, reach: Reach) -> None:
-        """Tell the others where this rank is. ``name``: of the group, one that no group had before."""
-        self._store = store
+    def __init__(self, place: Rendezvous, name: str, reach: Reach) -> None:
+        """Announce where this rank is. ``name``: of the group, one that no group had before."""
+        self._place = place
         self._key = f"gradbus/place/{name}"
-        self._rank = rank
         self._reach = reach
-        self._unknown = [other for other in range(world) if other != rank]
+        self._unknown = [other for other in range(place.world) if other != place.rank]
         self._own = RankLocation.here(reach)
-        store.set(f"{self._key}/{rank}", json.dumps(asdict(self._own)))
+        place.store.set(f"{self._key}/{place.rank}", json.dumps(asdict(self._own)))
 
-    def check(self, label: str) -> None:
+    def check(self) -> None:
         """Raise ConfigError: some rank will never be met."""
         apart: dict[int, RankLocation] = {}
+        store, own = self._place.store, self._own
         try:
             for rank in list(self._unknown):
-                if self._store.check([f"{self._key}/{rank}"]):
+                if store.check([f"{self._key}/{rank}"]):
                     self._unknown.remove(rank)
-                    place = RankLocation(
-                        **parse_json(self._store.get(f"{self._key}/{rank}")[:_MAX_PLACE_BYTES].decode())
-                    )
-                    if self._own.never_meets(place):
-                        apart[rank] = place
+                    text = store.get(f"{self._key}/{rank}")[:_MAX_PLACE_BYTES].decode()
+                    location = RankLocation(**parse_json(text))
+                    if own.never_meets(location):
+                        apart[rank] = location
         except (DistError, TypeError, ValueError):  # whose store is gone finds out elsewhere
             return
         if not apart:
             return
-        rank, place = next(iter(apart.items()))
-        domains = f" in DDS domain {place.domain}" if place.domain != self._own.domain else ""
+        rank, other = next(iter(apart.items()))
+        its_domain = own_domain = ""
         advice = self._reach.advice(elsewhere=True)
-        if domains:
+        if other.domain != own.domain:
+            its_domain, own_domain = (f" in DDS domain {one.domain}" for one in (other, own))
             advice = "Set the same GRADBUS_BUS__DOMAIN on all"
-        elif self._own.leaves_machine:
+        elif own.leaves_machine:
             advice = (
                 "Give it the settings of this one (GRADBUS_BUS__INTERFACE, GRADBUS_BUS__NETWORK, the peers and key)"
             )
-        own = f" in DDS domain {self._own.domain}" if domains else ""
         raise ConfigError(
-            f"process group {label!r}: ranks {sorted(apart)} cannot be met. Rank {rank} is on {place.host}, its bus on "
-            f"{place.interface}{domains}; rank {self._rank} is on {self._own.host}, its bus on "
-            f"{self._own.interface}{own}. {advice}"
+            f"process group {self._place.label!r}: ranks {sorted(apart)} cannot be met. Rank {rank} is on "
+            f"{other.host}, its bus on {other.interface}{its_domain}; rank {self._place.rank} is on {own.host}, its "
+            f"bus on {own.interface}{own_domain}. {advice}"
         )
 
 
 class RankLock:
-    """A rank that this process has. Another process on this machine that wants to be the same one is told so.
+    """A rank that this process has. Another process on this machine that wants to be the same one gets an error.
 
     It is a name among those of the kernel's sockets, which goes with the process, however that ends. Only Linux has it;
     elsewhere, and between machines, the second process waits until its deadline for a group that does not form.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, label: str) -> None:
+    def __init__(self, place: Rendezvous) -> None:
         """Raises ConfigError: another process has the rank and keeps it."""
+        store, rank = place.store, place.rank
         self._socket: socket.socket | None = None
         if not sys.platform.startswith("linux"):
             return
@@ -174,8 +190,8 @@ class RankLock:
             if time.monotonic() > until_s:
                 holder = store.get(f"gradbus/holder/{rank}").decode()
                 raise ConfigError(
-                    f"process group {label!r}: rank {rank} is taken by {holder}. Give every process its own rank "
-                    f"(RANK=0 .. {world - 1}), or end that one"
+                    f"process group {place.label!r}: rank {rank} is taken by {holder}. Give every process its own rank "
+                    f"(RANK=0 .. {place.world - 1}), or end that one"
                 )
             time.sleep(_LOOK_S)
         store.set(f"gradbus/holder/{rank}", f"{socket.gethostname()} (process {os.getpid()})")

@@ -18,7 +18,7 @@ from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, 
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import check_sendable, dtype_name
 from gradbus.runtime.errors import CollectiveError
-from gradbus.torch.call import CollectiveCall
+from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.name_matched import NamedCalls, check_on_cpu, check_root, current, shape_of, sign
 from gradbus.torch.register import NAME, register
 from gradbus.torch.stall_report import checked_warning_s

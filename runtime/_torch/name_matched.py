@@ -17,8 +17,7 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.call import CollectiveCall
-from gradbus.torch.calls import CollectiveCalls
+from gradbus.torch.calls import CollectiveCall, CollectiveCalls
 from gradbus.torch.process_group import DdsProcessGroup
 from gradbus.torch.register import NAME
 from gradbus.torch.stall_report import StallReport, Waiting, begins, warning_from_environment

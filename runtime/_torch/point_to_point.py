@@ -1,21 +1,30 @@
-"""Messages between two ranks: matched by sender, receiver and tag, in the order of the calls."""
+"""Messages between two ranks: matched by sender, receiver and tag, in the order of the calls.
+
+A barrier made of them names the ranks that do not come: all report to rank 0, which sends them the outcome.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import channel_of
 from gradbus.runtime.errors import CollectiveError, PeerLost
-from gradbus.torch.call import CollectiveCall
-from gradbus.torch.calls import CollectiveCalls
-from gradbus.torch.groups import TorchGroup
-from gradbus.torch.shapes import check, described, in_words
+from gradbus.torch.calls import CollectiveCall, CollectiveCalls
+from gradbus.torch.shapes import check, described, readable
 from gradbus.torch.work import DdsWork, WorkQueue
+
+_Local = dict[int, deque[tuple[DdsWork, Tensor]]]  # by tag, of messages of a rank to itself
+
+_REPORT, _OUTCOME = -1, -2  # tags of the barrier; torch's are not negative
+_ALL_CAME, _SOME_MISSING = 1, 0
+_SLACK_S = 1.0  # how much longer than rank 0 the others wait, which else could give up just before its outcome comes
 
 
 def message_name(source: int, to: int, tag: int) -> str:
@@ -26,33 +35,31 @@ def message_name(source: int, to: int, tag: int) -> str:
 class Messages:
     """Sends and receives of one rank of one group. From whatever thread, also from callbacks."""
 
-    def __init__(self, group: TorchGroup, queue: WorkQueue, moves: CollectiveCalls) -> None:
-        self._group = group
+    def __init__(self, engine: Engine, queue: WorkQueue, calls: CollectiveCalls) -> None:
+        self._engine = engine
+        self._rank = engine.rank
         self._queue = queue
-        self._moves = moves
+        self._calls = calls
         self._lock = threading.Lock()
         self._from_anyone: deque[tuple[DdsWork, Tensor, int]] = deque()  # receives, their tensors and tags
-        group.engine.on_change = self._look
-        self._to_self: dict[int, deque[tuple[DdsWork, Tensor]]] = {}  # by tag
-        self._of_self: dict[int, deque[tuple[DdsWork, Tensor]]] = {}
+        self._sends: _Local = {}
+        self._receives: _Local = {}
+        engine.on_change = self._look
 
     def send(self, tensor: Tensor, to: int, tag: int, timeout_s: float) -> DdsWork:
         """Send a tensor to a rank."""
         check(tensor)
-        if to == self._group.rank:
-            return self._with_self(tensor, tag, timeout_s, self._to_self, self._of_self)
-        task = self._moves.send(tensor, to)
-        return self._queue.start(self._work(task, message_name(self._group.rank, to, tag), timeout_s))
+        if to == self._rank:
+            return self._with_self(tensor, tag, timeout_s, is_send=True)
+        return self._queue.start(self._work(self._calls.send(tensor, to), timeout_s, message_name(self._rank, to, tag)))
 
     def receive(self, tensor: Tensor, source: int, tag: int, timeout_s: float) -> DdsWork:
         """Fill a tensor with what a rank sends."""
         check(tensor)
-        if source == self._group.rank:
-            return self._with_self(tensor, tag, timeout_s, self._of_self, self._to_self)
-        work = self._work(
-            self._moves.receive(tensor, source), message_name(source, self._group.rank, tag), timeout_s, source
-        )
-        return self._queue.start(work)
+        if source == self._rank:
+            return self._with_self(tensor, tag, timeout_s, is_send=False)
+        name = message_name(source, self._rank, tag)
+        return self._queue.start(self._work(self._calls.receive(tensor, source), timeout_s, name, source))
 
     def receive_from_anyone(self, tensor: Tensor, tag: int, timeout_s: float) -> DdsWork:
         """Fill a tensor with what comes first from any other rank.
@@ -60,15 +67,15 @@ class Messages:
         A receive from a certain rank that is called later takes precedence for what that rank sends.
         """
         check(tensor)
-        work = self._work(CollectiveCall("receive from any rank", [], [tensor]), "", timeout_s)
+        work = self._work(CollectiveCall("receive from any rank", [], [tensor]), timeout_s)
         self._queue.note(work)
         with self._lock:
             self._from_anyone.append((work, tensor, tag))
         self._look()
         return work
 
-    def _work(self, task: CollectiveCall, name: str, timeout_s: float, source: int = -1) -> DdsWork:
-        return DdsWork(self._queue, task, name, timeout_s, ordered=False, source=source)
+    def _work(self, call: CollectiveCall, timeout_s: float, name: str = "", source: int = -1) -> DdsWork:
+        return DdsWork(self._queue, call, name, timeout_s, ordered=False, source=source)
 
     # From anyone
 
@@ -81,44 +88,39 @@ class Messages:
             self._from_anyone = deque(one for one in self._from_anyone if not one[0].ended and not self._match(*one))
 
     def _match(self, work: DdsWork, tensor: Tensor, tag: int) -> bool:
-        engine, rank = self._group.engine, self._group.rank
-        for source in self._others():
+        engine, rank = self._engine, self._rank
+        for source in ((rank + step) % engine.world for step in range(1, engine.world)):
             name = message_name(source, rank, tag)
             if engine.has_come(name, 0, channel_of(f"send {source} {rank}")):
-                work.task, work.name, work.source = self._moves.receive(tensor, source), name, source
+                work.call, work.name, work.source = self._calls.receive(tensor, source), name, source
                 work.begin()
                 return True
         error = why_nobody(engine)
         return error is not None and work.end(error)
 
-    def _others(self) -> Iterator[int]:
-        world = self._group.world
-        return ((self._group.rank + step) % world for step in range(1, world))
-
     # To oneself
 
-    def _with_self(
-        self, tensor: Tensor, tag: int, timeout_s: float, mine: dict[int, deque[tuple[DdsWork, Tensor]]],
-        other: dict[int, deque[tuple[DdsWork, Tensor]]],
-    ) -> DdsWork:  # fmt: skip
-        """A send or a receive; ``mine`` are those of the same kind that wait, ``other`` those of the other kind."""
-        rank = self._group.rank
-        work = self._work(CollectiveCall(f"message of rank {rank} to itself", [], [tensor]), "", timeout_s, rank)
+    def _with_self(self, tensor: Tensor, tag: int, timeout_s: float, *, is_send: bool) -> DdsWork:
+        """A send or a receive: ends with the next one of the other kind, or waits for it."""
+        rank = self._rank
+        alike, others = (self._sends, self._receives) if is_send else (self._receives, self._sends)
+        call = CollectiveCall(f"message of rank {rank} to itself", [], [tensor])
+        work = self._work(call, timeout_s, source=rank)
         self._queue.note(work)
         with self._lock:
-            waiting = other.get(tag)
+            waiting = others.get(tag)
             while waiting and waiting[0][0].ended:  # its time is over
                 waiting.popleft()
             if not waiting:
-                mine.setdefault(tag, deque()).append((work, tensor))
+                alike.setdefault(tag, deque()).append((work, tensor))
                 return work
             counterpart, its_tensor = waiting.popleft()
-        into, source = (its_tensor, tensor) if mine is self._to_self else (tensor, its_tensor)
+        source, into = (tensor, its_tensor) if is_send else (its_tensor, tensor)
         error = None
         if into.numel() == source.numel() and into.dtype == source.dtype:
             into.detach().copy_(source.detach().view(into.shape))
         else:
-            given, room = (in_words(described(t.dtype, t.shape)) for t in (source, into))
+            given, room = (readable(described(t.dtype, t.shape)) for t in (source, into))
             error = CollectiveError(f"rank {rank} sends itself {given} where this rank has room for {room}")
         counterpart.end(error)
         work.end(error)
@@ -131,3 +133,63 @@ def why_nobody(engine: Engine) -> BaseException | None:
         return engine.closed
     gone = engine.dead or (engine.gone if len(engine.gone) == engine.world - 1 else {})
     return PeerLost(engine.group, gone) if gone else None
+
+
+def monitored_barrier(messages: Messages, rank: int, world: int, timeout_s: float, wait_all_ranks: bool) -> None:
+    """Wait for all ranks of a group.
+
+    Args:
+        wait_all_ranks: wait for all until the deadline, and name all that are missing; else the first.
+
+    Raises:
+        RuntimeError: ranks did not come in time. The text is gloo's: torch's users look for it.
+    """
+    if timeout_s <= 0:
+        raise RuntimeError(f"[Rank {rank}]: Rank {rank} timed out in monitoredBarrier after 0 ms.")
+    if rank == 0:
+        _collect(messages, world, timeout_s, wait_all_ranks)
+    else:
+        _report(messages, rank, timeout_s)
+
+
+def _collect(messages: Messages, world: int, timeout_s: float, wait_all_ranks: bool) -> None:
+    until_s = time.monotonic() + timeout_s
+    reports = {
+        other: messages.receive(torch.empty(1, dtype=torch.uint8), other, _REPORT, timeout_s)
+        for other in range(1, world)
+    }
+    missing: list[int] = []
+    for other, report in reports.items():
+        if not missing or wait_all_ranks:
+            missing += [other] * (not _came(report, until_s))
+    outcome = torch.tensor([_SOME_MISSING if missing else _ALL_CAME], dtype=torch.uint8)
+    for other, report in reports.items():
+        if report.is_success():
+            messages.send(outcome, other, _OUTCOME, timeout_s)
+        else:
+            report.expire()
+    if missing:
+        who = f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, missing))}"
+        raise RuntimeError(f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms")
+
+
+def _came(report: DdsWork, until_s: float) -> bool:
+    try:
+        return report.wait(timedelta(seconds=max(0.001, until_s - time.monotonic())))
+    except RuntimeError:
+        return False
+
+
+def _report(messages: Messages, rank: int, timeout_s: float) -> None:
+    outcome = torch.empty(1, dtype=torch.uint8)
+    try:
+        messages.send(torch.zeros(1, dtype=torch.uint8), 0, _REPORT, timeout_s).wait()
+        messages.receive(outcome, 0, _OUTCOME, timeout_s + _SLACK_S).wait()
+        why = "" if int(outcome) == _ALL_CAME else "some ranks did not come"
+    except RuntimeError as error:
+        why = str(error)
+    if why:
+        raise RuntimeError(
+            f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            f"send/recv from rank 0. Please check rank 0 logs for faulty rank. ({why})"
+        )

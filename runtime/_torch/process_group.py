@@ -11,9 +11,9 @@ are none, and the tensors are plain ones, the backend is called from here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +31,12 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.monitored_barrier import monitored_barrier
+from gradbus.torch.point_to_point import monitored_barrier
 from gradbus.torch.untraced import untraced
 from gradbus.torch.work import DdsWork
 
-if TYPE_CHECKING:
-    from torch.distributed import Work
-
 _CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM
-
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have more to say of what is done with them
 _profiles = torch._C._autograd._profiler_enabled
@@ -48,7 +44,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 
 
-def can_skip_dispatcher(*lists: Sequence[Tensor]) -> bool:
+def can_skip_dispatcher(lists: Iterable[Sequence[Tensor]]) -> bool:
     """Whether a call with these tensors is nobody's business but the backend's."""
     if _profiles() or _modes() or _transforms():
         return False
@@ -60,79 +56,32 @@ def can_skip_dispatcher(*lists: Sequence[Tensor]) -> bool:
     return True
 
 
-@untraced
-class DirectCalls(ProcessGroup):
-    """Collectives as ``torch.distributed`` calls them: with all arguments, the options last. torch's C++ code calls
-    them so as well, that of DistributedDataParallel for one, and comes here. Other ways to call them lead through C++.
+def _direct(name: str, options: type, tensors_of: Callable[..., Iterable[Sequence[Tensor]]]) -> Any:
+    """A collective as ``torch.distributed`` calls it: with all arguments, the options last. torch's C++ code calls it
+    so as well, that of DistributedDataParallel for one. Other ways to call it lead through C++.
 
-    Each method has the name of the one it stands for, and calls that itself: by this C++ sees that it is not meant to
-    call this one again.
+    Args:
+        name: that of the methods of ProcessGroup and backend.
+        tensors_of: lists of the tensors among the arguments before the options.
     """
+    through_dispatcher = getattr(ProcessGroup, name)
+    in_backend = getattr(DdsBackend, name)
+    count = tensors_of.__code__.co_argcount + 1
 
-    dds: DdsBackend
+    def call(self: DdsProcessGroup, *args: Any, **named: Any) -> Any:
+        is_usual = len(args) == count and type(args[-1]) is options and not named
+        if is_usual and can_skip_dispatcher(tensors_of(*args[:-1])):
+            return in_backend(self.dds, *args)
+        return through_dispatcher(self, *args, **named)
 
-    def broadcast(self, *args: Any, **named: Any) -> Work:
-        """All get the root's tensors."""
-        if _are(args, 2, BroadcastOptions, named) and can_skip_dispatcher(args[0]):
-            return self.dds.broadcast(*args)
-        return super().broadcast(*args, **named)
-
-    def allreduce(self, *args: Any, **named: Any) -> Work:
-        """All get the combinations of the tensors."""
-        if _are(args, 2, AllreduceOptions, named) and can_skip_dispatcher(args[0]):
-            return self.dds.allreduce(*args)
-        return super().allreduce(*args, **named)
-
-    def reduce(self, *args: Any, **named: Any) -> Work:
-        """The root gets the combinations of the tensors."""
-        if _are(args, 2, ReduceOptions, named) and can_skip_dispatcher(args[0]):
-            return self.dds.reduce(*args)
-        return super().reduce(*args, **named)
-
-    def allgather(self, *args: Any, **named: Any) -> Work:
-        """All get all tensors."""
-        if _are(args, 3, AllgatherOptions, named) and can_skip_dispatcher(args[1], *args[0]):
-            return self.dds.allgather(*args)
-        return super().allgather(*args, **named)
-
-    def all_gather_single(self, *args: Any, **named: Any) -> Work:
-        """All get all tensors, in one."""
-        if _are(args, 3, AllgatherOptions, named) and can_skip_dispatcher(args[:2]):
-            return self.dds.all_gather_single(*args)
-        return super().all_gather_single(*args, **named)
-
-    def reduce_scatter(self, *args: Any, **named: Any) -> Work:
-        """Each rank gets its part of the combination."""
-        if _are(args, 3, ReduceScatterOptions, named) and can_skip_dispatcher(args[0], *args[1]):
-            return self.dds.reduce_scatter(*args)
-        return super().reduce_scatter(*args, **named)
-
-    def reduce_scatter_single(self, *args: Any, **named: Any) -> Work:
-        """Each rank gets its part of the combination of one tensor."""
-        if _are(args, 3, ReduceScatterOptions, named) and can_skip_dispatcher(args[:2]):
-            return self.dds.reduce_scatter_single(*args)
-        return super().reduce_scatter_single(*args, **named)
-
-    def alltoall(self, *args: Any, **named: Any) -> Work:
-        """Each rank gets from each what that has for it."""
-        if _are(args, 3, AllToAllOptions, named) and can_skip_dispatcher(*args[:2]):
-            return self.dds.alltoall(*args)
-        return super().alltoall(*args, **named)
-
-    def all_to_all_single(self, *args: Any, **named: Any) -> Work:
-        """The same with the parts of one tensor."""
-        if _are(args, 5, AllToAllOptions, named) and can_skip_dispatcher(args[:2]):
-            return self.dds.all_to_all_single(*args)
-        return super().all_to_all_single(*args, **named)
-
-
-def _are(args: Sequence[Any], count: int, options: type, named: dict[str, Any]) -> bool:
-    """Whether these are the arguments of a call from ``torch.distributed``: so many, the last one these options."""
-    return len(args) == count and type(args[-1]) is options and not named
+    # By the name of the code that calls it, C++ sees that it is not meant to call this method again.
+    call.__code__ = call.__code__.replace(co_name=name)
+    call.__name__, call.__doc__ = name, in_backend.__doc__
+    return call
 
 
 @untraced
-class DdsProcessGroup(DirectCalls):
+class DdsProcessGroup(ProcessGroup):
     """One rank's view of the ranks that work together."""
 
     def __init__(self, store: Store, rank: int, size: int, backend: DdsBackend) -> None:
@@ -143,6 +92,16 @@ class DdsProcessGroup(DirectCalls):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:  # a tensor there is refused by the backend, which says more than torch does
             self._register_backend(accelerator, _CUSTOM, backend)
+
+    broadcast = _direct("broadcast", BroadcastOptions, lambda tensors: [tensors])
+    allreduce = _direct("allreduce", AllreduceOptions, lambda tensors: [tensors])
+    reduce = _direct("reduce", ReduceOptions, lambda tensors: [tensors])
+    allgather = _direct("allgather", AllgatherOptions, lambda outputs, tensors: [tensors, *outputs])
+    all_gather_single = _direct("all_gather_single", AllgatherOptions, lambda out, tensor: [(out, tensor)])
+    reduce_scatter = _direct("reduce_scatter", ReduceScatterOptions, lambda outputs, tensors: [outputs, *tensors])
+    reduce_scatter_single = _direct("reduce_scatter_single", ReduceScatterOptions, lambda out, tensor: [(out, tensor)])
+    alltoall = _direct("alltoall", AllToAllOptions, lambda outputs, tensors: [outputs, tensors])
+    all_to_all_single = _direct("all_to_all_single", AllToAllOptions, lambda out, tensor, to, of: [(out, tensor)])
 
     @property
     def _device_types(self) -> list[torch.device]:

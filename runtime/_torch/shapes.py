@@ -8,8 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.tensors import MAX_DIMS, can_be_sent, check_sendable, dtype_name
-from gradbus.torch.call import CollectiveCall
+from gradbus.runtime.collectives.tensors import MAX_DIMS, can_be_sent, check_sendable, dtype_name, is_plain
 
 _MAX_TEXT = 48  # characters of shapes, in frames
 
@@ -23,6 +22,13 @@ def check(*tensors: Tensor) -> None:
                 f'each kind of device a backend of its own: init_process_group("cpu:dds,cuda:nccl")'
             )
         check_sendable(tensor)
+
+
+def check_dtypes(tensors: Sequence[Tensor], like: Tensor) -> None:
+    """Raises ValueError: they do not all have the dtype of ``like``."""
+    for tensor in tensors:
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"tensors of one collective have one dtype, got {tensor.dtype} and {like.dtype}")
 
 
 def are_ready(tensor: Tensor, others: Sequence[Tensor]) -> bool:
@@ -45,31 +51,42 @@ def _is_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+def staging_tensor(tensor: Tensor) -> Tensor:
+    """Plain memory for what is to come into a tensor: its own, or, if that is strided, new memory to be copied."""
+    if not is_plain(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors share memory."""
+    a, b = one.data_ptr(), other.data_ptr()
+    return a < b + other.nbytes and b < a + one.nbytes
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors are the very same bytes."""
+    return one.data_ptr() == other.data_ptr() and one.nbytes == other.nbytes
+
+
 @lru_cache(maxsize=1024)
 def described(dtype: torch.dtype, shape: torch.Size) -> str:
-    """``float32 3,4``: what a sender says of its tensor. Cut where it has very many dimensions."""
+    """``float32 3,4``: the description of a tensor that its sender sends. Cut where it has very many dimensions."""
     return f"{dtype_name(dtype)} {','.join(map(str, shape))}"[:_MAX_TEXT]
 
 
-def in_words(described: str) -> str:
-    """The same for people."""
+def readable(described: str) -> str:
+    """A description for people: ``float32 of shape (3,4)``."""
     dtype, _, sizes = described.partition(" ")
     return f"{dtype} of shape ({sizes})"
 
 
-def signed(task: CollectiveCall, tensors: Sequence[Tensor]) -> CollectiveCall:
-    """Let the operations of a reduction say the tensors' shapes as well, which then must be equal on all ranks.
+@lru_cache(maxsize=1024)
+def shape_signature(*shapes: torch.Size) -> str:
+    """Shapes as a part of a signature, which must be equal on all ranks: ``(3,4)``.
 
     Dimensions of 1 are left out: a scalar and a tensor of one element are the same to a reduction.
     """
-    shapes = _shapes(tuple([tensor.shape for tensor in tensors]))
-    for operation in task.operations:
-        operation.signature = f"{operation.signature} {shapes}"
-    return task
-
-
-@lru_cache(maxsize=1024)
-def _shapes(shapes: tuple[torch.Size, ...]) -> str:
     texts = [f"({','.join(str(extent) for extent in shape if extent != 1)})" for shape in shapes]
     text = texts[0] if len(set(texts)) == 1 else " ".join(texts)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."

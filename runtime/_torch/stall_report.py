@@ -12,7 +12,7 @@ from typing import Any
 from gradbus.runtime.collectives.status import MAX_LINES, called_and_missing
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.call import CollectiveCall
+from gradbus.torch.calls import CollectiveCall
 
 VARIABLE = "GRADBUS_STALL_WARNING_S"
 WARNING_S = 60.0
@@ -47,7 +47,7 @@ class Waiting:
     """
 
     name: str
-    task: CollectiveCall
+    call: CollectiveCall
     size_bytes: int
     left: int
     since_s: float
@@ -99,16 +99,16 @@ class StallReport:
         return now_s >= (waiting.due_s or waiting.since_s + self.warning_s)
 
     def _facts(self, waiting: Waiting, now_s: float) -> dict[str, Any]:
-        operations = waiting.task.operations
+        operations = waiting.call.operations
         ready, missing = called_and_missing(operations, self._rank)
         unknown = sorted(set(range(self._world)) - {*ready, *missing})
         return {
             "tensor": waiting.name, "ready": ready, "missing": missing, **({"unknown": unknown} if unknown else {}),
             "waiting_s": round(now_s - waiting.since_s, 1), "call_no": operations[0].key.call,
-            "what": waiting.task.what, "group": self._group, "rank": self._rank,
+            "what": waiting.call.what, "group": self._group, "rank": self._rank,
         }  # fmt: skip
 
 
-def begins(name: str, task: CollectiveCall, size_bytes: int) -> Waiting:
+def begins(name: str, call: CollectiveCall, size_bytes: int) -> Waiting:
     """A call that begins now."""
-    return Waiting(name, task, size_bytes, len(task.operations), time.monotonic())
+    return Waiting(name, call, size_bytes, len(call.operations), time.monotonic())

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import ACK, Operation
+from gradbus.runtime.collectives.operation import ACK, Operation, channel_of
 from gradbus.runtime.collectives.streams import IntoMemory
-from gradbus.runtime.collectives.tensors import Bytes, as_bytes, dtype_name, is_plain
+from gradbus.runtime.collectives.tensors import NOTHING, as_bytes, dtype_name
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import Frame
-from gradbus.torch.shapes import described, in_words
+from gradbus.torch.shapes import described, readable, same_memory
 
-_EMPTY: Bytes = as_bytes(torch.empty(0))
-_REFUSED = "refused "  # how the meta of a receipt begins that is none
+_REFUSED = "refused "  # how the meta of an ACK begins that refuses the payload
+_OWN_LATER_BYTES = 256 << 10
 
 
 class RefusingOperation(Operation):
-    """A collective in which some ranks only send, and wait for receipts. A rank whose call does not fit is told."""
+    """A collective in which some ranks only send, and wait for ACKs. A rank whose call does not fit gets a refusal."""
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
         if signature != self.signature and part != ACK:
@@ -27,63 +27,76 @@ class RefusingOperation(Operation):
         super().feed(frame, part, signature, meta)
 
     def refuse(self, sender: int, room: str = "") -> None:
-        """Tell a rank that what it sends is not taken: else it would wait until its deadline.
+        """Refuse the payload of a rank, which would otherwise wait until its deadline.
 
         Args:
             room: what would be taken, as :func:`described`; empty: it finds out from the signature of this call.
         """
-        self.send(sender, ACK, _EMPTY, meta=f"{_REFUSED}{room}" if room else "")
+        self.send(sender, ACK, NOTHING, meta=f"{_REFUSED}{room}" if room else "")
 
 
 class TensorExchange(RefusingOperation):
-    """What goes to whom and what comes from whom, all of it known at the call: no new memory, no copies.
+    """Each rank knows at the call what goes to whom and what comes from whom: no new memory, no copies.
 
-    ``runtime/collectives/data_movement.py`` let the sender decide what a payload is; torch gives the tensors that are
-    to be filled. A payload says of what dtype and shape it is. One that does not fit, in dtype or number of elements,
-    is refused: then both sides fail, and both say how the two tensors are.
+    ``runtime/collectives/data_movement.py`` lets the sender decide what a payload is; torch gives the tensors that are
+    to be filled. A payload comes with its dtype and shape. One that does not fit, in dtype or number of elements, is
+    refused: then both sides fail, and both errors describe both tensors.
     """
 
     def __init__(
-        self, signature: str, rank: int, world: int, *, to_all: Tensor | None = None,
-        to: Mapping[int, Tensor] | None = None, into: Mapping[int, Tensor] | None = None, receipts: bool = False,
-        peers: list[int] | None = None, own: Callable[[], object] | None = None,
+        self, signature: str, rank: int, world: int, *, to: Tensor | Mapping[int, Tensor] | None = None,
+        into: Mapping[int, Tensor] | None = None, receipts: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
-            to_all: sent to all others. to: sent to each of these ranks. into: filled by each of these ranks. All plain
-                memory; what is filled overlaps nothing else.
+            signature: where it names two ranks (:func:`channel_of`), the others do not take part.
+            to: one tensor for all others, or one by rank. into: tensors to be filled, by rank. All plain memory; what
+                is filled overlaps nothing else. What a rank has for itself is copied.
             receipts: what is sent has been taken when this ends. For collectives in which some ranks only send: else
                 they could run ahead of the others without end.
-            peers: ranks that it cannot do without; None: all.
-            own: called when the payloads are on their way. For what does not travel.
         """
-        super().__init__(signature, rank, world, peers=peers)
-        self._own = own
-        self._to_all = None if to_all is None or world == 1 else to_all
-        self._to = {} if to is None else to
+        self._to_all = to if isinstance(to, Tensor) else None
+        self._to: Mapping[int, Tensor] = {} if to is None or isinstance(to, Tensor) else to
         self._into = {} if into is None else into
+        super().__init__(signature, rank, world, peers=[*self._to, *self._into] if channel_of(signature) else None)
         self._receipts = receipts
+        self._copy_own: Callable[[], object] | None = None
+        source = self._to.get(rank) if self._to_all is None else self._to_all
+        if source is not None and rank in self._into:
+            self._place_own(self._into[rank], source)
+
+    def _place_own(self, land: Tensor, source: Tensor) -> None:
+        """Copy what does not travel: at once if it is large, as nothing can be taken in during a copy; else when the
+        payloads are on their way, so that the other ranks need not wait for it."""
+        if same_memory(land, source):
+            return
+        copy = partial(land.copy_, source if source.shape == land.shape else source.view(land.shape))
+        if source.nbytes > _OWN_LATER_BYTES:
+            copy()
+        else:
+            self._copy_own = copy
 
     def set_up(self) -> None:
         for sender, tensor in self._into.items():
             if sender != self.rank:
                 self.expect(sender, 0, _Filling(tensor, self.refuse, sender))
+        to_all = self._to_all
         if self._receipts:
-            self.await_acks(self.others if self._to_all is not None else [r for r in self._to if r != self.rank])
-        if self._to_all is not None:
-            self.send(None, 0, as_bytes(self._to_all), meta=_meta(self._to_all))
+            self.await_acks(self.others if to_all is not None else [rank for rank in self._to if rank != self.rank])
+        if to_all is not None and self.world > 1:
+            self.send(None, 0, as_bytes(to_all), meta=_meta(to_all))
         for other in self.others if self._to else ():
             if other in self._to:
                 self.send(other, 0, as_bytes(self._to[other]), meta=_meta(self._to[other]))
-        if self._own is not None:
-            self._own()
+        if self._copy_own is not None:
+            self._copy_own()
 
     def feed(self, frame: Frame, part: int, signature: str, meta: str) -> None:
         if signature == self.signature and part == ACK and meta.startswith(_REFUSED):
             sender = frame.key.sender
             sent = self._to.get(sender) if self._to_all is None else self._to_all
-            room = in_words(meta.removeprefix(_REFUSED))
-            text = f"rank {sender} has room for {room} where this rank sends {in_words(_meta(sent))}"
+            room = readable(meta.removeprefix(_REFUSED))
+            text = f"rank {sender} has room for {room} where this rank sends {readable(_meta(sent))}"
             self.fail(CollectiveError(f"collective {self.key.name!r}: {text}"))
         else:
             super().feed(frame, part, signature, meta)
@@ -93,11 +106,11 @@ class TensorExchange(RefusingOperation):
             self.acknowledge(sender)
 
     def release(self) -> None:
-        self._to_all, self._to, self._into, self._own = None, {}, {}, None
+        self._to_all, self._to, self._into, self._copy_own = None, {}, {}, None
 
 
 class _Filling(IntoMemory):
-    """Into a tensor, if it fits."""
+    """Fills a tensor with a payload that fits."""
 
     def __init__(self, tensor: Tensor, refuse: Callable[[int, str], None], sender: int) -> None:
         super().__init__(as_bytes(tensor))
@@ -111,7 +124,7 @@ class _Filling(IntoMemory):
             room = _meta(self._tensor)
             self._refuse(self._sender, room)
             raise CollectiveError(
-                f"sends {in_words(meta)}, {frame.total_bytes} bytes, where this rank has room for {in_words(room)}, "
+                f"sends {readable(meta)}, {frame.total_bytes} bytes, where this rank has room for {readable(room)}, "
                 f"{len(self._memory)} bytes"
             )
         return super().feed(frame, meta)
@@ -119,21 +132,3 @@ class _Filling(IntoMemory):
 
 def _meta(tensor: Tensor | None) -> str:
     return "" if tensor is None else described(tensor.dtype, tensor.shape)
-
-
-def staging_tensor(tensor: Tensor) -> Tensor:
-    """Plain memory for what is to come into a tensor: its own, or, if that is strided, new memory to be copied."""
-    if not is_plain(tensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors share memory."""
-    a, b = one.data_ptr(), other.data_ptr()
-    return a < b + other.nbytes and b < a + one.nbytes
-
-
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors are the very same bytes."""
-    return one.data_ptr() == other.data_ptr() and one.nbytes == other.nbytes

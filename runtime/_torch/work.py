@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any
 
@@ -37,7 +38,7 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveTimeout, ForkedProcess
 from gradbus.runtime.logs import get_logger
-from gradbus.torch.call import CollectiveCall
+from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
@@ -47,69 +48,80 @@ _JOIN_S = 5.0
 log = get_logger("torch")
 
 
+class State(Enum):
+    """Of a work."""
+
+    WAITING = auto()  # its operations have not been started
+    RUNNING = auto()
+    ENDED = auto()  # none of its operations is under way, and none ever will be
+
+
 @untraced
 class DdsWork(Work):
     """A call under way. It has ended when all its operations have.
 
-    Who waits is woken by the thread that ends the last operation. Only what has a future that is not done yet needs the
-    communication thread, which runs the future's callbacks.
+    The thread that ends the last operation wakes those that wait. Only a future that is not done yet needs the
+    communication thread, which runs its callbacks.
 
-    ``source`` is the rank a message came from, -1 where that makes no sense or is not known yet.
+    Attributes:
+        source: the rank a message came from, -1 where that makes no sense or is not known yet.
+        counted: among the running ones of the queue.
     """
 
     def __init__(
-        self, queue: WorkQueue, task: CollectiveCall, name: str, timeout_s: float, *, ordered: bool, source: int = -1
+        self, queue: WorkQueue, call: CollectiveCall, name: str, timeout_s: float, *, ordered: bool, source: int = -1
     ) -> None:
         """
         Args:
             name: of the operations, on all ranks.
             ordered: it takes its turn in the order of the group's collectives.
+
+        Raises:
+            DistBackendError: this process is a child, by fork, of the one that is in the group.
         """
         super().__init__()
         self._made_in = queue.made_in
-        self._check_process(task.what)
-        self.task = task
+        self.call = call
+        self._check_process()
         self.name = name
         self.ordered = ordered
         self.source = source
         self.until_s = time.monotonic() + timeout_s
+        self.counted = False
         self._timeout_s = timeout_s
         self._queue = queue
-        self._left = max(1, len(task.operations))
+        self._state = State.WAITING  # guarded by the lock of the queue, as are the next four
+        self._left = 0  # operations that have not ended
         self._error: BaseException | None = None
-        self._started = False
-        self._trigger: Future[Any] | None = None
         self._future: Future[Any] | None = None
-        self._delivered = False
-        self.counted = False  # among the running ones of the queue
+        self._trigger: Future[Any] | None = None  # completes the future; taken away when it has
         self._settling = threading.Lock()
-        self._gate = threading.Lock()  # open when all has ended
-        self._gate.acquire()
+        self._over = threading.Event()
 
-    def _check_process(self, what: str) -> None:
-        """Raises DistBackendError: this process is a child, by fork, of the one that is in the group."""
+    def _check_process(self) -> None:
         try:
             forks.check(self._made_in, "the process group")
         except ForkedProcess as error:
-            raise DistBackendError(f"{what}: {error}") from error
+            raise DistBackendError(f"{self.call.what}: {error}") from error
 
     # For the queue
 
     @property
     def ended(self) -> bool:
         """Whether no operation of it is under way any more."""
-        return self._left == 0
+        return self._state is State.ENDED
 
     def begin(self) -> None:
         """Start the operations. Called once, in the order of the calls; also when it was given up meanwhile, so that
         those that come next keep their numbers."""
-        queue = self._queue
+        queue, operations = self._queue, self.call.operations
         with queue.lock:
-            self._started = True
             given_up = self.ended
-            if self._future is not None and not given_up:
-                self._count()
-        for operation in self.task.operations:
+            if not given_up:
+                self._state, self._left = State.RUNNING, len(operations)
+                if self._future is not None:
+                    self._count()
+        for operation in operations:
             if not given_up:
                 operation.on_end.append(self._one_ended)
             queue.engine.start(operation, self.name, 0)
@@ -122,108 +134,102 @@ class DdsWork(Work):
         self._queue.running += self.counted
 
     def end(self, error: BaseException | None = None) -> bool:
-        """End one whose operations were not started. False: they were."""
+        """End one whose operations were not started. False: they were, and are under way."""
         with self._queue.lock:
-            if self._started:
-                return False
-            if self.ended:
-                return True
+            if self._state is not State.WAITING:
+                return self.ended
             self._error = error
-            self._left = 0
+            self._state = State.ENDED
             has_future = self._future is not None
         self._announce(has_future)
         return True
 
     def _one_ended(self, operation: Operation) -> None:
         """On whatever thread, and perhaps with the operation's lock held: nothing here may wait."""
-        queue = self._queue
-        with queue.lock:
+        with self._queue.lock:
             self._left -= 1
-            first = operation.error is not None and self._error is None
-            if first:
+            is_first_error = operation.error is not None and self._error is None
+            if is_first_error:
                 self._error = operation.error
+            if self._left == 0:
+                self._state = State.ENDED
             ended, has_future = self.ended, self._future is not None
         if ended:
             self._announce(has_future)
-        elif first:
-            queue.later(self._fail_others)
+        elif is_first_error:
+            self._queue.later(self._fail_others)
 
     def _announce(self, has_future: bool) -> None:
-        self._gate.release()
+        self._over.set()
         self._queue.engine.progress.nudge()
         self._queue.ended(self, has_future)
 
     def _fail_others(self) -> None:
         if self._error is not None:
-            for operation in self.task.operations:
+            for operation in self.call.operations:
                 operation.fail(self._error)
 
     def expire(self) -> None:
-        """Its time is over. When this returns, it has ended and its buffers are free."""
-        operations = self.task.operations
+        """End it as overdue. When this returns, its buffers are free."""
+        operations = self.call.operations
         missing = sorted({rank for operation in operations if not operation.done for rank in operation.missing})
-        error = CollectiveTimeout(self.task.what, missing, self._timeout_s)
+        error = CollectiveTimeout(self.call.what, missing, self._timeout_s)
         if not self.end(error):
             for operation in operations:
                 operation.fail(error)
 
     def wait_until_done(self) -> None:
         """Wait until it has ended, well or not."""
-        self._queue.engine.progress.pump(self._is_over, self.until_s)
-        if not self._gate.acquire(timeout=max(0.0, self.until_s - time.monotonic())):
+        self._queue.engine.progress.pump(self._over.is_set, self.until_s)
+        if not self._over.wait(max(0.0, self.until_s - time.monotonic())):
             self.expire()
-            self._gate.acquire()
-        self._gate.release()
-
-    def _is_over(self) -> bool:
-        return not self._gate.locked()
+            self._over.wait()
 
     def deliver(self) -> None:
         """Complete the future, and with that run its callbacks."""
         with self._queue.lock:
-            trigger, done = self._trigger, self._delivered
-            self._delivered = True
-        if trigger is not None and not done:
+            trigger, self._trigger = self._trigger, None
+        if trigger is not None:
             trigger.set_result(None)
 
     @property
     def undelivered(self) -> bool:
         """Whether it has a future that is not done."""
-        return self._future is not None and not self._delivered
+        return self._trigger is not None
 
-    def _outcome(self, trigger: Future[Any]) -> list[Tensor]:
+    def _outcome(self, trigger: Future[Any]) -> Sequence[Tensor]:
         """The value of the future; raises its error.
 
-        The future is one that torch makes of this function's outcome. One that is given an exception tells C++ of it,
-        but not those who get the future back from there: to them the exception would be a value.
+        The future is one that torch makes of this function's outcome. One that is given an exception passes it on to
+        C++, but not to those who get the future back from there: to them the exception would be a value.
         """
         error = self._settle()
         if error is not None:
             raise error
-        return self.task.value
+        return self.call.value
 
     def _settle(self) -> Exception | None:
-        """Put the results in their places, once. Returns what went wrong."""
-        if self.task.finish is not None:
+        """Put the results in their places, once. Returns what went wrong, as an error of torch's."""
+        if self.call.finish:
             with self._settling, torch.no_grad():
-                finish, self.task.finish = self.task.finish, None
-                if finish is not None and self._error is None:
-                    try:
-                        finish()
-                    except Exception as error:
-                        self._error = error
-        return None if self._error is None else self._told(self._error)
+                try:
+                    for function in self.call.finish if self._error is None else ():
+                        function()
+                except Exception as error:
+                    self._error = error
+                self.call.finish = []
+        return None if self._error is None else self._as_torch_error(self._error)
 
-    def _told(self, error: BaseException) -> Exception:
-        """The error as torch's users know them: a RuntimeError. Its cause is ours."""
+    def _as_torch_error(self, error: BaseException) -> Exception:
+        """A RuntimeError, which torch's users expect, with our error as its cause."""
         how = f"Timed out after {self._timeout_s:g} s" if isinstance(error, CollectiveTimeout) else "failed"
-        text = str(error).removeprefix(f"collective {self.name!r}: ")  # the name says nothing: all have the same
+        text = str(error).removeprefix(f"collective {self.name!r}: ")  # all collectives have the same name
         if " where this rank " in text:
             order = " in the same order" if self.ordered else ""
             text += f". All ranks must make the same calls{order}, with tensors of one shape and dtype"
-        told = DistBackendError(f"[Rank {self._queue.engine.rank}] {self.task.what} {how}: {text}")
-        told.__cause__ = error
-        return told
+        result = DistBackendError(f"[Rank {self._queue.engine.rank}] {self.call.what} {how}: {text}")
+        result.__cause__ = error
+        return result
 
     # For torch
 
@@ -233,17 +239,15 @@ class DdsWork(Work):
         Raises:
             DistBackendError: it failed, or it is not done in time.
         """
-        self._check_process(self.task.what)
+        self._check_process()
         limit_s = timeout.total_seconds()
-        if 0 < limit_s < self.until_s - time.monotonic():
-            if not self._gate.acquire(timeout=limit_s):
-                raise DistBackendError(
-                    f"[Rank {self._queue.engine.rank}] wait for {self.task.what} Timed out after {limit_s:g} s; it "
-                    f"goes on until {self._timeout_s:g} s have passed"
-                )
-            self._gate.release()
-        else:
+        if not 0 < limit_s < self.until_s - time.monotonic():
             self.wait_until_done()
+        elif not self._over.wait(limit_s):
+            raise DistBackendError(
+                f"[Rank {self._queue.engine.rank}] wait for {self.call.what} Timed out after {limit_s:g} s; it "
+                f"goes on until {self._timeout_s:g} s have passed"
+            )
         error = self._settle()
         if error is not None:
             raise error
@@ -264,7 +268,7 @@ class DdsWork(Work):
             ended = self.ended
             if not ended:
                 queue.need_thread()
-                if self._started:
+                if self._state is State.RUNNING:
                     self._count()
         if ended:
             self.deliver()
@@ -286,14 +290,13 @@ class DdsWork(Work):
 
     def result(self) -> list[Tensor]:
         """The tensors."""
-        return self.task.value
+        return self.call.value
 
     def source_rank(self) -> int:
         """The rank a message came from."""
         return self.source
 
-    def _source_rank(self) -> int:
-        return self.source
+    _source_rank = source_rank
 
 
 @untraced
@@ -368,7 +371,7 @@ class WorkQueue:
         return work
 
     def note(self, work: DdsWork) -> None:
-        """Look after the deadline of something that is started later."""
+        """Watch the deadline of something that is started later."""
         with self.lock:
             self._note(work)
 
@@ -376,7 +379,7 @@ class WorkQueue:
         self.issued += work.ordered
         self._open.add(work)
 
-    # What works tell
+    # For works
 
     def need_thread(self) -> None:
         """Something that has not ended has a future now. With the lock held."""
@@ -410,9 +413,9 @@ class WorkQueue:
                 self._open.discard(work)
                 self.running -= work.counted
             self._start_waiting()
-            if failed is not None:  # of a callback: it has nobody else to tell
+            if failed is not None:  # of a callback: nobody else gets it
                 with contextlib.suppress(Exception):  # a log that takes no line
-                    log.error("callback failed", group=self.engine.group, call=work.task.what, exc_info=failed)
+                    log.error("callback failed", group=self.engine.group, call=work.call.what, exc_info=failed)
 
     def _idle(self) -> bool:
         with self.lock:

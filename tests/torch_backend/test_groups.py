@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from torch.distributed import HashStore
 
 from gradbus.runtime.errors import BusError
 from gradbus.torch import groups
-from gradbus.torch.groups import _Life
+from gradbus.torch.formation import Rendezvous
+from gradbus.torch.groups import _Membership
+
+BUS_THREAD: Any = SimpleNamespace(bus=None, call=lambda function: function())
 
 
 class NoLog:
@@ -45,10 +49,10 @@ def join_and_leave_with(error: Exception | None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(groups, "join_group", join_group)
 
     async def live() -> None:
-        life = _Life(lambda now_s: life._leave.set())
-        life._reason = reason
-        await life._live(SimpleNamespace(bus=None), 0, 2, "g", 1.0)  # type: ignore[arg-type]
-        assert life._joined.done()
+        membership = _Membership(lambda now_s: membership._leave.set(), BUS_THREAD)
+        membership._reason = reason
+        await membership._hold(Rendezvous(HashStore(), 0, 2, "g", 1.0, job_rank=0), "g")
+        assert membership._joined.done()
 
     with capture_logs() as lines:
         asyncio.run(live())
@@ -65,12 +69,12 @@ def test_a_watch_that_fails_is_called_again_and_logged_once(broken_log: bool, mo
         calls.append(now_s)
         if len(calls) < 3:
             raise KeyError("a callback of somebody's")
-        life._leave.set()
+        membership._leave.set()
 
     async def hold() -> None:
-        await asyncio.wait_for(life._watch_until_left("g"), 60.0)
+        await asyncio.wait_for(membership._watch_until_left("g"), 60.0)
 
-    life = _Life(watch)
+    membership = _Membership(watch, BUS_THREAD)
     with capture_logs() as lines:
         asyncio.run(hold())
     assert len(calls) == 3
@@ -87,7 +91,7 @@ def test_the_reason_for_leaving_is_for_the_others_and_no_fault(monkeypatch: pyte
 
 
 def test_a_group_whose_loop_has_been_ended_can_be_left() -> None:
-    life = _Life(lambda now_s: None)
-    life._task = groups.Future()
-    life._task.cancel()
-    life.end(SimpleNamespace(call=lambda function: function()), "", abruptly=False)  # type: ignore[arg-type]
+    membership = _Membership(lambda now_s: None, BUS_THREAD)
+    membership._task = groups.Future()
+    membership._task.cancel()
+    membership.end("", abruptly=False, keep_bus=True)

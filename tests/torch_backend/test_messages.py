@@ -10,7 +10,6 @@ import torch
 from memory_link import MemoryNet
 
 from gradbus.torch.calls import CollectiveCalls
-from gradbus.torch.groups import TorchGroup
 from gradbus.torch.point_to_point import Messages, message_name
 from gradbus.torch.work import WorkQueue
 
@@ -35,7 +34,7 @@ def test_what_comes_while_those_that_wait_are_looked_through_is_not_missed(monke
     net = MemoryNet(3, inline=1.0)
     queue = WorkQueue()
     queue.engine = net.engines[0]
-    messages = Messages(TorchGroup(queue.engine, "group"), queue, CollectiveCalls(0, 3))
+    messages = Messages(queue.engine, queue, CollectiveCalls(0, 3))
     net.start(CollectiveCalls(1, 3).send(torch.arange(4.0), 0).operations[0], message_name(1, 0, 7))
 
     lock, match, has_looked = TellingLock(), messages._match, threading.Event()

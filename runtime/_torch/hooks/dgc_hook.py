@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,18 @@ class _Dense:
     before: Tensor | None = None
 
 
+class DgcOptions(TypedDict, total=False):
+    """Options of ``codecs.DgcConfig`` that a hook can have; those that are left out have the defaults there."""
+
+    momentum: float
+    nesterov: bool
+    masking: bool
+    min_numel: int
+    value_dtype: Literal["fp32", "fp16"]
+    sampling: Literal["strided", "random", "exact"]
+    sample_ratio: float
+
+
 class DgcHookState(HookState):
     """Each step sends the largest 0.1 % of the accumulated velocity and remembers the rest.
 
@@ -62,9 +74,7 @@ class DgcHookState(HookState):
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, Tensor]], *, density: float = 0.001, warmup: Sequence[float] = (),
-        momentum: float = 0.9, nesterov: bool = False, masking: bool = True, min_numel: int = 0,
-        value_dtype: Literal["fp32", "fp16"] = "fp32", sampling: Literal["strided", "random", "exact"] = "strided",
-        sample_ratio: float = 0.01, seed: int = 0, process_group: dist.ProcessGroup | None = None,
+        seed: int = 0, process_group: dist.ProcessGroup | None = None, **options: Unpack[DgcOptions],
     ) -> None:  # fmt: skip
         """
         Args:
@@ -72,17 +82,17 @@ class DgcHookState(HookState):
             density: share of each parameter's entries that is sent; at least one.
             warmup: densities of the first epochs, as ``codecs.PAPER_WARMUP`` or ``codecs.geometric_warmup(3)``; then
                 call :meth:`start_epoch` at the start of each epoch.
-            momentum, nesterov, masking, min_numel, value_dtype, sampling, sample_ratio: see ``codecs.DgcConfig``.
             seed: places the samples; 0 .. 2**64 - 1.
+            options: ``momentum`` and others, see :class:`DgcOptions`.
 
         Raises:
             ValueError: an option out of range, or parameters that this hook cannot take.
         """
-        super().__init__(named_parameters, process_group=process_group, min_numel=min_numel)
-        self._config = codecs.DgcConfig(
-            density=density, momentum=momentum, nesterov=nesterov, masking=masking, sampling=sampling,
-            sample_ratio=sample_ratio, min_numel=min_numel, value_dtype=value_dtype,
-        )  # fmt: skip
+        unknown = options.keys() - DgcOptions.__annotations__
+        if unknown:
+            raise TypeError(f"DgcHookState has no options {sorted(unknown)}; there are {[*DgcOptions.__annotations__]}")
+        super().__init__(named_parameters, process_group=process_group, min_numel=options.get("min_numel", 0))
+        self._config = codecs.DgcConfig(density=density, **options)
         self._warmup = tuple(warmup)
         codecs.warmup_density(0, density=density, schedule=self._warmup)  # checks the schedule
         self._epoch: int | None = None

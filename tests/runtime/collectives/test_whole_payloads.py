@@ -104,14 +104,14 @@ def sent(kind: type, rank: int) -> Operation:
 
 def exchanged(rank: int) -> Operation:
     into = {other: blank() for other in range(WORLD)}
-    operation = TensorExchange("all_gather", rank, WORLD, to_all=vector(rank), into=into)
+    operation = TensorExchange("all_gather", rank, WORLD, to=vector(rank), into=into)
     operation.convert = lambda value: [into[other] for other in range(WORLD) if other != rank]
     return operation
 
 
 def exchanged_from_root(rank: int) -> Operation:
     if rank == 1:
-        return TensorExchange("broadcast 1", rank, WORLD, to_all=vector(1), receipts=True)
+        return TensorExchange("broadcast 1", rank, WORLD, to=vector(1), receipts=True)
     into = blank()
     operation = TensorExchange("broadcast 1", rank, WORLD, into={1: into}, receipts=True)
     operation.convert = lambda value: into
