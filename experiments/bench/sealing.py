@@ -300,7 +300,7 @@ def ratios(blocks: list[TimedBlock], level: str, what: str) -> list[float]:
 def alone_rows() -> Taken:
     """Seconds of one thread to encrypt and to decrypt: the best of some tries, as the machine may be busy."""
     key = new_job_key()
-    ours, theirs = (SessionCipher("bench", PskKeys("bench", key)) for _ in range(2))
+    ours, theirs = (SessionCipher(PskKeys("bench", key)) for _ in range(2))
     encryptor, decryptor = ours.encryptor("bench"), theirs.decryptor("bench", ignores_own=True)
     rows = []
     for size in (1 << 10, 1 << 16, 1 << 20):

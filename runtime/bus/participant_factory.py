@@ -11,13 +11,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.dds.participant import Node
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
+
+if TYPE_CHECKING:
+    from gradbus.runtime.security.endpoints import JobMembership
 
 log = get_logger("bus")
 
@@ -56,24 +59,27 @@ def node_maker(
         security = Security(level=security)
     document = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
     level = level_in_force(security, document)
+    place: dict[str, Any] = {"domain_id": domain, "partition": job, "network": network, "fast": fast}
     if level == "none":
         exposed = leaves_machine(document) or has_peers_elsewhere(document)
-        return partial(_open_node, exposed=exposed, domain_id=domain, partition=job, network=network, fast=fast)
+        return partial(_open_node, exposed=exposed, **place)
+    from gradbus.runtime.security.endpoints import EncryptedNode  # loads cryptography
+
     if level == "identity":
-        from gradbus.runtime.security.identity.opening import identity_node
+        from gradbus.runtime.security.identity.opening import identity_membership
 
-        return identity_node(job, security, domain_id=domain, network=network, fast=fast)
-    return partial(_sealed_node, level, security.key_file, domain_id=domain, partition=job, network=network, fast=fast)
+        made = identity_membership(job, security)
+        return partial(EncryptedNode, membership=lambda: made, **place)
+    return partial(EncryptedNode, membership=partial(_shared_key_membership, job, level, security.key_file), **place)
 
 
-def _sealed_node(level: Level, key_file: Path | None, *, partition: str, **place: Any) -> Node:
-    """With the key of the job, or of the user, which may have to be made."""
-    from gradbus.runtime.security.encryption import PskKeys, SessionCipher  # loads cryptography
-    from gradbus.runtime.security.node import SealedNode
+def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:
+    """Membership with the key of the job, or of the user, which may have to be made."""
+    from gradbus.runtime.security.encryption import PskKeys, SessionCipher
+    from gradbus.runtime.security.membership import SharedKeyMembership
     from gradbus.runtime.security.user_key import load_key
 
-    loaded = load_key(level, key_file)
-    return SealedNode(partition=partition, seal=SessionCipher(partition, PskKeys(partition, *loaded)), **place)
+    return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 
 
 def _open_node(*, exposed: bool, network: NetworkConfig, **place: Any) -> Node:

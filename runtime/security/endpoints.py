@@ -1,74 +1,145 @@
-"""DDS writers and readers that seal and open. To everybody else they are like those of ``dds/participant.py``.
+"""A DDS participant whose writers encrypt and whose readers decrypt what the membership of the process has keys for.
 
 An envelope holds a whole sample: the fields of its DDS type as well as its octets. The fields that DDS carries beside
-the envelope are zero and not looked at. A TrainCmd has no octets, so sealed ones have a topic of their own.
+the envelope are zero and ignored. A TrainCmd has no octets, so encrypted ones have a topic of their own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds.participant import Reader, Writer
+from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.dds.network import NetworkConfig
+from gradbus.runtime.dds.participant import IoThread, Node, Reader, Writer
 from gradbus.runtime.dds.topics import Topic
-from gradbus.runtime.security.encryption import (
-    Keys,
-    Opened,
-    OutboundEnvelope,
-    SessionCipher,
-    StreamDecryptor,
-    StreamEncryptor,
-)
-from gradbus.runtime.security.peers import MAX_SOURCES
+from gradbus.runtime.security.foreign_readers import ForeignReaders
+from gradbus.runtime.security.peers import Release
+from gradbus.runtime.security.streams import OutboundEnvelope
 
 # Fields beside the octets, by DDS type.
 CLEAR: dict[str, tuple[int, ...]] = {"ClientUpdate": (0, 0, 0), "ModelBlob": (0,), "Frame": ()}
 
 
 def wire_topic(topic: Topic) -> Topic:
-    """The topic that carries envelopes of this one's samples."""
+    """Return the topic that carries the envelopes of a topic's samples."""
     if topic.idl_type in CLEAR:
         return topic
     return replace(topic, name=f"{topic.name}_sealed", idl_type="Frame")
 
 
-class KeyGate(Protocol):
-    """Tells whether a process has a key, and so may communicate."""
+class Decrypted(Protocol):
+    """A decrypted envelope."""
 
     @property
-    def is_in(self) -> bool:
-        """Whether this process has a key."""
+    def data(self) -> memoryview:
+        """The sample."""
 
 
-class MatchedWhileIn:
+class Decrypt(Protocol):
+    """Decrypts the envelopes of one topic. Only the receive thread calls it."""
+
+    def __call__(self, octets: Any, /, *, in_place: bool) -> Decrypted | None:
+        """Return the content; None: it is for another process. Raises FrameError: the envelope is rejected."""
+
+
+class JobMembership(Standing, ABC):
+    """What a process may do and read in its job, and the keys for it: the one thing in which security levels differ.
+
+    Attributes:
+        knows_all: whether this process knows the participants of all members.
+    """
+
+    knows_all = True
+
+    @property
+    @abstractmethod
+    def has_key(self) -> bool:
+        """Whether this process has a key to encrypt with; until then its endpoints count as not matched."""
+
+    @abstractmethod
+    def participants(self) -> set[bytes] | None:
+        """GUID prefixes of the members' DDS participants; None: this process is not a member yet, and cannot tell."""
+
+    @abstractmethod
+    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+        """Start the protocols of this membership on the receive thread."""
+
+    @abstractmethod
+    def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
+        """Return the envelope of a sample; None: it has no recipient, and actors repeat it once it has.
+
+        Raises:
+            JoinRefused: the controller refuses this process, or has removed it.
+            JobTaken: this process is a controller, and another one holds the job.
+        """
+
+    @abstractmethod
+    def decryptor(self, topic: Topic) -> Decrypt:
+        """Return what decrypts the envelopes of a topic."""
+
+    @abstractmethod
+    def accepts(self, topic: Topic, opened: Any, sample: Any, source: int, release: Release) -> bool:
+        """Whether to hand over a decrypted sample now.
+
+        Args:
+            opened: as the decryptor of the topic has returned it. source: handle of the DDS writer.
+            release: hands over a sample that was held back until its sender is authenticated.
+
+        Raises:
+            FrameError: the sender may not send it.
+        """
+
+    def retain(self, topic: str, samples: int) -> None:
+        """Note that DDS retains so many of the newest samples of a topic for late readers."""
+
+    def check_topic(self, topic: Topic) -> None:
+        """Raise ConfigError: members of this kind do not use the topic."""
+
+
+class _MatchedWithKey:
     """Reports an endpoint as unmatched while the process has no key."""
 
-    _key_gate: KeyGate
+    _membership: JobMembership
     _matched: int
 
     @property
     def matched(self) -> int:
-        return self._matched if self._key_gate.is_in else 0
+        return self._matched if self._membership.has_key else 0
 
     @matched.setter
     def matched(self, count: int) -> None:
         self._matched = count
 
 
-class SealedWriter(MatchedWhileIn, Writer):
-    """Encrypts every sample. Samples written before there is a key are dropped."""
+class EncryptedWriter(_MatchedWithKey, Writer):
+    """Encrypts every sample for its recipients.
 
-    def __init__(self, topic: Topic, wire: Writer, fast: bool, encryptor: StreamEncryptor, keys: Keys) -> None:
-        self._key_gate = keys
+    Attributes:
+        unsent: number of samples that had no recipient.
+    """
+
+    def __init__(self, topic: Topic, wire: Writer, fast: bool, membership: JobMembership) -> None:
+        self._membership = membership
         super().__init__(topic, wire.entity, fast)
         self._wire = wire
         self._clear = CLEAR[wire.topic.idl_type]
-        self._encryptor = encryptor
+        self.unsent = 0
 
     def write(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
-        """See :meth:`.dds.Writer.write`. A sample that is written again is sealed again, as a new envelope."""
-        return not self._key_gate.is_in or self._wire.write_sealed(self._clear, fields, parts, self._envelope)
+        """See :meth:`.dds.Writer.write`. A sample that is written again gets a new envelope."""
+        if parts:
+            sample: tuple[Any, ...] = (self.idl_type.prefix(*fields, sum(map(len, parts))), *parts)
+        else:
+            sample = (self.idl_type(*fields).serialize(),)
+        envelope = self._membership.encrypt(self.topic.name, sample)
+        if envelope is None:
+            self.unsent += 1
+            return True
+        return self._wire.write_sealed(self._clear, fields, parts, lambda fields, parts: envelope)
 
     @property
     def refused_since_s(self) -> float:
@@ -79,22 +150,15 @@ class SealedWriter(MatchedWhileIn, Writer):
         """See :meth:`.dds.Writer.delete`: the writer below has the same entity, and late faults of its own to stop."""
         self._wire.delete()
 
-    def _envelope(self, fields: tuple[Any, ...], parts: tuple[Any, ...]) -> OutboundEnvelope:
-        if not parts:
-            return self._encryptor.envelope((self.idl_type(*fields).serialize(),))
-        prefix = self.idl_type.prefix(*fields, sum(map(len, parts)))
-        return self._encryptor.envelope((prefix, *parts))
 
+class EncryptedReader(_MatchedWithKey, Reader):
+    """Decrypts every envelope, and hands over the samples that this process accepts from their senders."""
 
-class SealedReader(MatchedWhileIn, Reader):
-    """Decrypts every envelope, and hands over the samples of authenticated sessions."""
-
-    def __init__(self, topic: Topic, wire: Reader, seal: SessionCipher, decryptor: StreamDecryptor) -> None:
-        self._key_gate = seal.keys
+    def __init__(self, topic: Topic, wire: Reader, membership: JobMembership) -> None:
+        self._membership = membership
         super().__init__(topic, wire.entity, fast=False)
         self._wire = wire
-        self._seal = seal
-        self._decryptor = decryptor
+        self._decrypt = membership.decryptor(topic)
         self._released: deque[tuple[Any, int]] = deque()
 
     def delete(self) -> None:
@@ -102,33 +166,66 @@ class SealedReader(MatchedWhileIn, Reader):
         self._wire.delete()
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
-        """See :meth:`.dds.Reader.take`: envelopes as they came, or samples that were held until now."""
+        """See :meth:`.dds.Reader.take`: envelopes as they came, or samples that were held back until now."""
         if self._released:
             return [self._released.popleft() for _ in range(min(limit, len(self._released)))]
         return [((raw, source), source) for raw, source in self._wire.take(limit)]
 
     def decode(self, raw: Any) -> Any:
-        """See :meth:`.dds.Reader.decode`. Each is opened just before its use, in the processor's caches.
+        """See :meth:`.dds.Reader.decode`. Each envelope is decrypted just before its use, in the processor's caches.
 
         Raises:
-            FrameError: as :meth:`.StreamDecryptor.open`.
+            FrameError: the envelope or its sender is rejected.
         """
         if not isinstance(raw, tuple):
             return raw
         wire, source = raw
-        data = self._wire.octets(wire)
-        opened = self._decryptor.open(data, in_place=self._wire.owns(data))
-        if len(opened.peer.sources) < MAX_SOURCES:
-            opened.peer.sources.add(source)
+        octets = self._wire.octets(wire)
+        opened = self._decrypt(octets, in_place=self._wire.owns(octets))
+        if opened is None:
+            return None
         sample = self.idl_type.deserialize(opened.data)
-        return sample if self._accept(opened, sample, source) else None
-
-    def _accept(self, opened: Opened, sample: Any, source: int) -> bool:
-        """Whether the sample is to be handed over now."""
-        peer = opened.peer
-        if not peer.authenticated:
-            self._seal.peers.hold(peer, self.topic.name, opened.header, sample, source, self._release)
-        return peer.authenticated
+        return sample if self._membership.accepts(self.topic, opened, sample, source, self._release) else None
 
     def _release(self, sample: Any, source: int) -> None:
         self._released.append((sample, source))
+
+
+class EncryptedNode(Node):
+    """DDS participant of a process with a membership."""
+
+    def __init__(
+        self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
+        membership: Callable[[], JobMembership],
+    ) -> None:  # fmt: skip
+        """See :class:`~gradbus.runtime.dds.participant.Node`. ``membership``: makes that of this process."""
+        self.membership = membership()
+        super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
+        self.standing = self.membership
+        self.needs_crc = False  # the tag of the envelope replaces it, and a checksum takes longer than encryption
+
+    def start(self, thread: IoThread) -> None:
+        """Start the protocols of the membership, and watch for foreign readers."""
+        self.membership.start(self, thread)
+        ForeignReaders(self, thread, self.membership.participants, knows_all=self.membership.knows_all)
+
+    def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> EncryptedWriter:
+        """See :meth:`.dds.Node.topic_writer`."""
+        self.membership.check_topic(topic)
+        wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
+        if topic.retained:
+            self.membership.retain(topic.name, 1 if topic.keep_last else retained_samples)
+        return EncryptedWriter(topic, wire, self.fast, self.membership)
+
+    def topic_reader(self, topic: Topic) -> EncryptedReader:
+        """See :meth:`.dds.Node.topic_reader`."""
+        self.membership.check_topic(topic)
+        return EncryptedReader(topic, super().topic_reader(wire_topic(topic)), self.membership)
+
+    def plain_writer(self, topic: Topic) -> Writer:
+        """Return a writer of unencrypted samples, for the join protocol."""
+        return super().topic_writer(topic)
+
+    def plain_reader(self, topic: Topic) -> Reader:
+        """Return a reader of unencrypted samples, for the join protocol."""
+        return super().topic_reader(topic)

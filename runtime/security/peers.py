@@ -1,11 +1,10 @@
-"""Other processes, as their envelopes show them: what was opened of each, and whether it is alive or a recording.
+"""The sessions of other processes, and whether each is alive or a recording.
 
-A session is known as soon as one of its envelopes was opened, which needs the key. It is *authenticated* when it has
-answered this process's challenge, random bytes that are not older than this process: so a recording of an earlier run
-is never authenticated. And the answer says when the challenge was heard: what the session sealed before that may be a
-recording, so it is not taken, but for what DDS still has of it. What comes before the proof is held, within bounds,
-and handed over then. DDS delivers what it retains once and at once, so nothing of it may be dropped only because it
-was faster.
+A session is known as soon as one of its envelopes was decrypted, which needs the key. It is *authenticated* when it has
+answered this process's challenge, random bytes that are not older than this process: a recording of an earlier run
+never is. The answer tells when the challenge was received: what the session encrypted before that may be a recording,
+and is accepted only if DDS still retains it. Samples that come before the answer are held, within bounds, and handed
+over then: DDS delivers what it retains once and at once, so none of it may be dropped for being faster.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import EnvelopeHeader
-from gradbus.runtime.security.inbound_stream import InboundStream
+from gradbus.runtime.security.streams import InboundStream
 
 CHALLENGE_BYTES = 16
 CHALLENGE_TOPIC = "train/session"
-LEEWAY_S = 2  # what was sealed so shortly before a challenge was heard is taken: processes find each other in any order
+LEEWAY_S = 2  # accepted although encrypted so shortly before the answer: processes find each other in any order
 MAX_PEERS = 4096
 MAX_SOURCES = 1024  # of one session: it has one for each topic
-MAX_HELD = 256  # samples of sessions that are not proven yet, all together
+MAX_HELD = 256  # samples of all unauthenticated sessions together
 MAX_HELD_EACH = 64
 MAX_HELD_BYTES = 64 << 20
 
@@ -43,19 +42,27 @@ class _Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One session of another process."""
+    """One session of another process.
+
+    Attributes:
+        label: host and process, as announced by it. participant: GUID prefix of its DDS participant, likewise.
+        floor: second of the session before which its envelopes are old.
+        retained: by topic, the oldest counter that DDS may still have.
+        streams: by topic and key id. A removed process has the former key for a while: with a stream for each key, its
+            envelope with a high counter cannot have those rejected that the session encrypts with the next key.
+        sources: handles of the DDS writers that it sends through.
+        held: its samples that wait until it is authenticated.
+    """
 
     session: bytes
     authenticated: bool = False
-    label: str = ""  # host and process, as announced by it
-    participant: bytes = b""  # GUID prefix of its DDS participant, as announced by it
-    floor: int = 0  # moment of the session: what it sealed before is old
-    retained: dict[str, int] = field(default_factory=dict)  # topic -> oldest counter that DDS may still have
+    label: str = ""
+    participant: bytes = b""
+    floor: int = 0
+    retained: dict[str, int] = field(default_factory=dict)
     last_seen_s: float = 0.0
-    # By topic and id of the key, with a window each: who was removed has the former key for a while, and one envelope
-    # that he makes up with a high counter would keep out all that the session seals with the next one.
     streams: dict[tuple[str, bytes], InboundStream] = field(default_factory=dict)
-    sources: set[int] = field(default_factory=set)  # handles of the DDS writers that it speaks through
+    sources: set[int] = field(default_factory=set)
     held: deque[_Held] = field(default_factory=deque)
 
     def is_old(self, topic: str, header: EnvelopeHeader) -> bool:
@@ -67,24 +74,31 @@ class Peer:
 
 
 class Peers:
-    """The sessions that a bus has received envelopes of. Only the receive thread uses it."""
+    """The sessions that a bus has received envelopes of. Only the receive thread uses it.
+
+    Attributes:
+        challenge: random bytes that a session answers to be authenticated.
+        removed: sessions whose envelopes are rejected, the newest last.
+        dropped: called with a reason and the number of held samples that were dropped for it.
+        on_unauthenticated: called for each sample of a session that is not authenticated.
+    """
 
     def __init__(self, own_session: bytes) -> None:
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.own = Peer(own_session, authenticated=True)
-        self.removed: dict[bytes, None] = {}  # sessions of which nothing is taken any more
+        self.removed: dict[bytes, None] = {}
         self._peers = {own_session: self.own}
         self._held = 0
         self._held_bytes = 0
-        self.dropped: Callable[[str, int], None] = _count_nowhere  # gets why, and how many that were held in vain
-        self.on_unauthenticated: Callable[[], None] = _nothing
+        self.dropped: Callable[[str, int], None] = lambda why, samples: None
+        self.on_unauthenticated: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._peers)
 
     @property
     def participants(self) -> set[bytes]:
-        """Of the sessions that are proven. Any thread may ask."""
+        """GUID prefixes of the authenticated sessions' participants. Thread-safe."""
         return {peer.participant for peer in list(self._peers.values()) if peer.authenticated and peer.participant}
 
     def get(self, session: bytes) -> Peer | None:
@@ -94,13 +108,13 @@ class Peers:
     def add(self, session: bytes) -> Peer:
         """Add the session of a decrypted envelope."""
         if len(self._peers) >= MAX_PEERS:
-            self._forget_one()
+            self._evict_one()
         peer = self._peers[session] = Peer(session)
         return peer
 
-    def _forget_one(self) -> None:
-        """Make room. Who is forgotten has to prove itself again, and with a new challenge: to the one before there may
-        be a recorded answer."""
+    def _evict_one(self) -> None:
+        """Evict the unauthenticated session, or else the authenticated one, that was seen longest ago. An evicted one
+        must answer a new challenge: there may be a recorded answer to the one before."""
         others = [peer for peer in self._peers.values() if peer is not self.own]
         oldest = min(others, key=lambda peer: (peer.authenticated, peer.last_seen_s))
         del self._peers[oldest.session]
@@ -120,10 +134,10 @@ class Peers:
         return peer.sources
 
     def hold(self, peer: Peer, topic: str, header: EnvelopeHeader, sample: Any, source: int, release: Release) -> None:
-        """Keep a sample of a session until that is proven.
+        """Hold a sample of a session until that is authenticated.
 
-        Of recordings of earlier runs it is kept in vain. Where room is needed, the session goes first that was heard
-        first: who is alive is proven within milliseconds.
+        Where room is needed, the samples of the session that was seen first are dropped: a live one is authenticated
+        within milliseconds.
 
         Raises:
             FrameError: ``unauthenticated``: too much of this session is held already.
@@ -139,19 +153,20 @@ class Peers:
         self._held_bytes += header.size
         peer.held.append(_Held(release, sample, source, topic, header))
 
-    def _drop_held(self, peer: Peer) -> None:
-        self.dropped("unauthenticated", len(peer.held))
-        self._held -= len(peer.held)
-        self._held_bytes -= sum(held.header.size for held in peer.held)
+    def _take_held(self, peer: Peer) -> list[_Held]:
+        held = list(peer.held)
         peer.held.clear()
+        self._held -= len(held)
+        self._held_bytes -= sum(one.header.size for one in held)
+        return held
+
+    def _drop_held(self, peer: Peer) -> None:
+        self.dropped("unauthenticated", len(self._take_held(peer)))
 
     def authenticate(self, peer: Peer) -> None:
         """Mark a session that has answered the challenge as authenticated, and hand over its held samples."""
         peer.authenticated = True
-        while peer.held:
-            held = peer.held.popleft()
-            self._held -= 1
-            self._held_bytes -= held.header.size
+        for held in self._take_held(peer):
             if peer.is_old(held.topic, held.header):
                 self.dropped("old", 1)
             else:
@@ -160,11 +175,3 @@ class Peers:
     def note(self, peer: Peer) -> None:
         """Note that an envelope of a session was decrypted."""
         peer.last_seen_s = time.monotonic()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _count_nowhere(why: str, count: int) -> None:
-    pass

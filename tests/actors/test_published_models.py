@@ -8,7 +8,7 @@ from joining_hall import ONE, Hall
 
 from gradbus.actors.federated.global_model import ModelReplica
 from gradbus.runtime.security.identity.controller_signatures import sign_model
-from gradbus.runtime.security.identity.node import ControllerStanding, MemberStanding
+from gradbus.runtime.security.identity.membership import ClientMembership, ControllerMembership
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
@@ -29,10 +29,10 @@ def blobs(key: FrameKey, payload: bytes, chunk_bytes: int = CHUNK_BYTES) -> list
 def scene() -> tuple[Hall, ModelReplica, FrameKey]:
     """A copy that follows the run, and the key of the model of round 1 as the controller signs it."""
     hall = Hall(ONE)
-    copy = ModelReplica(DIM, standing=MemberStanding(hall.nodes[0]))
+    copy = ModelReplica(DIM, standing=ClientMembership(hall.nodes[0]))
     copy.start(RUN)
     key = of(1, 2)
-    return hall, copy, key._replace(name=ControllerStanding(hall.controller).sign_model(key, 0, MODEL))
+    return hall, copy, key._replace(name=ControllerMembership(hall.controller).sign_model(key, 0, MODEL))
 
 
 def give(copy: ModelReplica, some: list[ModelBlob]) -> bool:

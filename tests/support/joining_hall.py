@@ -104,7 +104,7 @@ class RankHall(Hall):
         super().__init__(*nodes, allowed=allowed)
 
     def new_controller(self, allowed: AllowList) -> Admission:
-        return Admission(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s, ranks=RankKeys())
+        return Admission(JOB, SERVER, allowed, label="desk:1", now_s=self.now_s, ranks=RankKeys(JOB))
 
     def keys(self, party: JoinClient | Admission) -> RankKeys:
         assert party.ranks is not None
@@ -113,7 +113,7 @@ class RankHall(Hall):
     def seal_of(self, party: JoinClient | Admission) -> SessionCipher:
         """What seals and opens for one of them; what is removed at it is removed there."""
         if party.session not in self._seals:
-            made = self._seals[party.session] = SessionCipher(JOB, self.keys(party), party.session)
+            made = self._seals[party.session] = SessionCipher(self.keys(party), party.session)
             party.on_removed = lambda sessions: [made.peers.remove(one) for one in sessions] and None
         return self._seals[party.session]
 

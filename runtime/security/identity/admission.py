@@ -15,7 +15,6 @@ from typing import Any
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import OutboundEnvelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import handshake, key_epoch
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
@@ -47,7 +46,7 @@ from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.key_epoch import KeyRotation
 from gradbus.runtime.security.identity.rank_keys import RankKeys
 from gradbus.runtime.security.identity.rate_limits import AuditEvents, TokenBucket
-from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams, SharedKey, opened_header
+from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
 from gradbus.runtime.wire.messages import new_incarnation
 
 SILENT_S = 5.0  # after this silence a member may be replaced by a process with an earlier start number
@@ -87,7 +86,7 @@ class Admission:
         self.events = AuditEvents()
         self.speaker = BroadcastSigner(job, key, self.session)
         self.allowed = allowed
-        self.retained: Callable[[str], int] = lambda topic: 0  # number of newest envelopes that DDS retains
+        self.retained: dict[str, int] = {}  # by topic, the number of newest envelopes that DDS retains
         self._label = label
         self._members: dict[str, AdmittedNode] = {}
         self._by_key: dict[bytes, tuple[AdmittedNode, InboundStreams]] = {}
@@ -161,7 +160,8 @@ class Admission:
         return None if opened is None else (opened[0], opened[1].entry)
 
     def _open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, AdmittedNode] | None:
-        header, view = opened_header(data)
+        view = memoryview(data).cast("B")
+        header = envelope.parse(view)
         if header.session == self.session:
             return None
         member, streams = self._streams(header, now_s)
@@ -191,7 +191,7 @@ class Admission:
             opened = self._open(JOIN_TOPIC, data, now_s)
             word = None if opened is None else key_epoch.parse(opened[0])
             if opened is not None and isinstance(word, key_epoch.KeyAck):
-                self.rotation.has(opened[1].id, word.epoch)
+                self.rotation.acknowledge(opened[1].id, word.epoch)
                 opened[1].participant = word.participant
             return self.tick(now_s)
         if self.refusal:
@@ -391,7 +391,7 @@ class Admission:
             ids = member.entry.ids
             to_ranks = key_epoch.RankKeyGrant(group.key.epoch, group.key.secret, ids, tuple(self._removed))
             return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(to_ranks),))
-        floors = [max(0, group.last(topic) - self.retained(topic)) for topic in key_epoch.TOPICS]
+        floors = [max(0, group.last.get(topic, 0) - self.retained.get(topic, 0)) for topic in key_epoch.TOPICS]
         said = (max(0, self.speaker.last_of.get(key_epoch.COMMANDS, 0) - 1), self.speaker.last)
         word = key_epoch.KeyGrant(
             group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said, self.participant

@@ -18,7 +18,7 @@ from typing import Any
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.identity.key import SIGNATURE_BYTES, NodeKey, verified
-from gradbus.runtime.security.inbound_stream import ReplayWindow
+from gradbus.runtime.security.streams import ReplayWindow
 from gradbus.runtime.wire.frames import Flags, FrameKey
 
 _NUMBER = struct.Struct("<Q")
@@ -63,7 +63,7 @@ class BroadcastVerifier:
         """Reject broadcasts on a topic up to this number: they are older than the admission of this process."""
         self._floors[topic] = floor
 
-    def heard(self, topic: str, data: memoryview) -> memoryview:
+    def verify(self, topic: str, data: memoryview) -> memoryview:
         """Return the sample of a verified broadcast. Raises FrameError: ``signature`` or ``replay``."""
         if len(data) < TRAILER_BYTES:
             raise FrameError("signature", f"{len(data)} bytes on {topic} that the controller has not signed")

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import OutboundEnvelope
 from gradbus.runtime.security.identity import handshake, key_epoch
 from gradbus.runtime.security.identity.allow_list import ROLES, Ids, Role
 from gradbus.runtime.security.identity.beacons import AnnouncedController, Beacons
@@ -34,7 +33,7 @@ from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.membership_keys import MembershipKeys
 from gradbus.runtime.security.identity.rank_keys import RankKeys
 from gradbus.runtime.security.identity.rate_limits import TokenBucket
-from gradbus.runtime.security.identity.shared_keys import InboundStreams, SharedKey
+from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, SharedKey
 from gradbus.runtime.wire.messages import new_incarnation
 
 # A Hello without result is repeated with exponential backoff. A late answer to the Hello before is void then, so the
@@ -97,7 +96,7 @@ class JoinClient:
         self.refusal = ""
         self.doubt = ""
         self.keys: MembershipKeys | None = None
-        self.ranks = RankKeys()
+        self.ranks = RankKeys(job)
         self.ranks.on_lack = self._note_lack
         self.ids: Ids = ()
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None

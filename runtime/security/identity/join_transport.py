@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import IoThread, Periodic, Reader
+from gradbus.runtime.dds.participant import IoThread, Periodic, Reader, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import ConfigError, FrameError
 from gradbus.runtime.logs import get_logger
@@ -43,16 +43,16 @@ BEACON = Topic(BEACON_TOPIC, "Frame", True, False, 64, 0, 0.01, False, _none, ig
 class _JoinReader(Reader):
     """Passes join messages to the transport; the receiver gets only the errors of invalid ones, which it counts."""
 
-    def __init__(self, wire: Reader, porter: JoinTransport) -> None:
+    def __init__(self, wire: Reader, transport: JoinTransport) -> None:
         super().__init__(wire.topic, wire.entity, fast=False)
         self._wire = wire
-        self._porter = porter
+        self._transport = transport
 
     def take(self, limit: int) -> list[tuple[Any, int]]:
         taken: list[tuple[Any, int]] = []
         for raw, source in self._wire.take(limit):
             try:
-                self._porter.receive(self.topic.name, memoryview(self._wire.decode(raw).data).cast("B"), source)
+                self._transport.receive(self.topic.name, memoryview(self._wire.decode(raw).data).cast("B"), source)
             except (FrameError, SampleError, ValueError, TypeError, OverflowError) as error:
                 taken.append((error, source))
         return taken
@@ -61,48 +61,52 @@ class _JoinReader(Reader):
         raise raw
 
 
-class JoinHost(Protocol):
-    """The DDS participant that a join transport uses."""
+class PlainEndpoints(Protocol):
+    """The DDS participant that carries the join protocol."""
 
-    party: Admission | JoinClient
+    prefix: bytes
 
-    def plain_writer(self, topic: Topic) -> Any:
+    def plain_writer(self, topic: Topic) -> Writer:
         """Return a writer of unencrypted samples."""
 
-    def plain_reader(self, topic: Topic) -> Any:
+    def plain_reader(self, topic: Topic) -> Reader:
         """Return a reader of unencrypted samples."""
-
-    def refused(self) -> None:
-        """Called when the controller refuses this process, or when this process is a duplicate controller."""
 
 
 class JoinTransport:
     """The join protocol of one bus: its topics, its timer and its log events."""
 
-    def __init__(self, node: JoinHost, thread: IoThread, list_watcher: AllowListWatcher | None = None) -> None:
-        """Open the topics, and say what there is to say. ``list_file``: the controller's, looked at now and then."""
-        self._node = node
-        self._party = node.party
+    def __init__(
+        self, party: Admission | JoinClient, node: PlainEndpoints, thread: IoThread, *,
+        list_watcher: AllowListWatcher | None = None, on_refused: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Open the topics and announce a controller.
+
+        Args:
+            list_watcher: of the controller's allow list, checked every :data:`LIST_S`.
+            on_refused: called when the controller refuses this process, or when this is a duplicate controller.
+        """
+        self._party = party
         self._thread = thread
         self._list_watcher = list_watcher
+        self._on_refused = on_refused
         self._looked_s = self._ticked_s = time.monotonic()
         self._is_polling = False
         self._writer = node.plain_writer(JOIN)
-        reader = _JoinReader(node.plain_reader(JOIN), self)
-        self._beacons: _JoinReader | None = None
-        if isinstance(self._party, Admission):
-            events = self._party.events
+        party.participant = node.prefix
+        if isinstance(party, Admission):
+            events = party.events
             events.joined = lambda name, role: _log(log.info, "joined", node=name, role=role)
             events.refused = lambda name, why: _log(log.warning, "join refused", node=name, reason=why)
-            self._party.on_refused = node.refused
             events.rotated = lambda epoch, why: _log(log.info, "new key epoch", epoch=epoch, reason=why)
+            party.on_refused = on_refused
             # DDS keeps the newest alone, so that a reader that takes nothing cannot block the writer.
             self._beacon = node.plain_writer(replace(BEACON, keep_last=True))
-            self._send_beacon(self._party, self._ticked_s)
+            self._send_beacon(party, self._ticked_s)
         else:
-            self._party.on_joined = self._on_joined
+            party.on_joined = self._on_joined
         self._beacons = _JoinReader(node.plain_reader(BEACON), self)
-        for one in (reader, self._beacons):
+        for one in (_JoinReader(node.plain_reader(JOIN), self), self._beacons):
             thread.add_reader(one)
         thread.add_writer(self._writer)
         thread.add_periodic(Periodic(self._tick, IDLE_TICK_S))
@@ -145,7 +149,7 @@ class JoinTransport:
             return
         self._ticked_s = now_s
         if isinstance(self._party, JoinClient):
-            if self._beacons is not None and self._writer.matched:
+            if self._writer.matched:
                 self._send(self._party.tick(now_s, self._beacons.sources().__contains__))
             return
         if now_s - self._looked_s > LIST_S:
@@ -175,7 +179,7 @@ class JoinTransport:
         assert isinstance(party, JoinClient)
         if party.refusal:
             _log(log.error, "join refused", node=party.key.name, reason=party.refusal)
-            self._node.refused()
+            self._on_refused()
         elif party.keys is not None:
             _log(log.info, "joined", node=party.key.name, role=party.role, epoch=party.epoch)
         self._thread.rematched()

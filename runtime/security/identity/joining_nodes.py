@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gradbus.runtime.security.identity.allow_list import Entry
 from gradbus.runtime.security.identity.handshake import Secrets
 from gradbus.runtime.security.identity.join_messages import JoinHello, SignedMessage
-from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams
+from gradbus.runtime.security.streams import InboundStreams, OutboundStreams
 
 PENDING_S = 5.0  # so long a Welcome waits for its Confirm
 MAX_PENDING = 1024

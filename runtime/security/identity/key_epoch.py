@@ -15,7 +15,8 @@ from typing import NamedTuple
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.identity.allow_list import MAX_RANGES, Ids
-from gradbus.runtime.security.identity.shared_keys import SECRET_BYTES, OutboundStreams, SharedKey
+from gradbus.runtime.security.job_key import KEY_BYTES
+from gradbus.runtime.security.streams import OutboundStreams, SharedKey
 
 EPOCH_S = 24 * 3600.0
 EPOCH_FRAMES = 1 << 32
@@ -130,7 +131,7 @@ def first_epoch() -> int:
 
 def new_epoch(job: str, epoch: int) -> SharedKey:
     """Return a new random group key."""
-    return SharedKey(job, envelope.GROUP, epoch, secrets.token_bytes(SECRET_BYTES))
+    return SharedKey(job, envelope.GROUP, epoch, secrets.token_bytes(KEY_BYTES))
 
 
 SWITCH_S = 2.0  # longest wait for the acknowledgements of a new key
@@ -182,7 +183,7 @@ class KeyRotation:
         self._why, self._pending = why, set(members)
         self._until_s, self._said_s = now_s + SWITCH_S, float("-inf")
 
-    def has(self, name: str, number: int) -> None:
+    def acknowledge(self, name: str, number: int) -> None:
         """Note that a member has acknowledged the key of an epoch."""
         if self._next is not None and number == self._next.key.epoch:
             self._pending.discard(name)
@@ -192,7 +193,7 @@ class KeyRotation:
         if self._next is None:
             if now_s - self._began_s > EPOCH_S:
                 self.begin(members, now_s, "a day is over")
-            elif self.current.sealed >= EPOCH_FRAMES:
+            elif max(self.current.last.values(), default=0) >= EPOCH_FRAMES:
                 self.begin(members, now_s, "its counters are used up")
         if self._next is None:
             return []

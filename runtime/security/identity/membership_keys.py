@@ -8,7 +8,7 @@ from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.security.identity.controller_signatures import BroadcastVerifier
 from gradbus.runtime.security.identity.key_epoch import KeyGrant
-from gradbus.runtime.security.identity.shared_keys import InboundStreams, OutboundStreams, SharedKey
+from gradbus.runtime.security.streams import InboundStreams, OutboundStreams, SharedKey
 
 FORMER_S = 60.0  # the longest that the key of the former epoch is kept, however long a round takes
 FORMER_COMMANDS = 2  # it goes with the second command of the new epoch: what belongs to the round before has come then
@@ -81,7 +81,7 @@ class MembershipKeys:
         streams = self._epochs[header.key_id]
         plain = streams.open(topic, header, view)
         if topic != key_epoch.MODELS:  # those are signed as a whole
-            plain = self._verifier.heard(topic, plain)
+            plain = self._verifier.verify(topic, plain)
         if topic == key_epoch.COMMANDS and streams is self._newest:
             self._commands += 1
             if self._commands >= FORMER_COMMANDS:
@@ -98,7 +98,7 @@ class MembershipKeys:
         if key.key_id in self._epochs or word.epoch < self.epoch:
             return
         # All members have this key: replays are found by the signed numbers, and for models by those of the frames.
-        streams = InboundStreams(key, self.controller, remembers=False)
+        streams = InboundStreams(key, self.controller, has_window=False)
         for topic, floor in zip(key_epoch.TOPICS, word.floors, strict=True):
             streams.start_above(topic, floor)
         self._drop_former()

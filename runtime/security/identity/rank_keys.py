@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import Key
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity.key_epoch import SWITCH_S
-from gradbus.runtime.security.identity.shared_keys import SharedKey
+from gradbus.runtime.security.streams import SharedKey
 
 FORMER_S = 5.0  # so long what was sealed with the key of the epoch before may still be on its way
 LOOKS = 4  # in that time this process has looked so often at least: what came while it stood still is opened after that
@@ -39,7 +38,8 @@ class RankKeys:
         on_lack: called on an envelope under an unknown key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: str) -> None:
+        self.job = job
         self._current: SharedKey | None = None
         self._issuer = b""
         self._next: _Next | None = None
@@ -50,7 +50,7 @@ class RankKeys:
         self.on_lack: Callable[[], None] = _nothing
 
     @property
-    def is_in(self) -> bool:
+    def has_key(self) -> bool:
         """See ``encryption.Keys``."""
         return self._current is not None and not self._is_shut
 
@@ -60,7 +60,7 @@ class RankKeys:
 
     @property
     def current(self) -> SharedKey:
-        """See ``encryption.SealingKeys``. Requires :attr:`is_in`."""
+        """See ``streams.EncryptionKeys``. Requires :attr:`has_key`."""
         key = self._current
         if key is None:
             raise RuntimeError("sealed before this process was let in: a writer has been used that is not matched yet")
@@ -85,18 +85,18 @@ class RankKeys:
         key.check(header)
         return key
 
-    def has(self, key_id: bytes) -> bool:
+    def accepts(self, key_id: bytes) -> bool:
         """See ``encryption.Keys``."""
         known = (self._current, None if self._next is None else self._next.key)
         return key_id in self._former or any(key is not None and key.key_id == key_id for key in known)
 
-    def admits(self, key: Key) -> bool:
+    def accepts_new_session(self, key: SharedKey) -> bool:
         """See ``encryption.Keys``. With the newest key alone, as soon as it is here: who was removed has the one
         before, and could come as somebody new."""
         following = self._next
         return key is (self._current if following is None else following.key)
 
-    def heard(self, key: Key, session: bytes) -> None:
+    def note_use(self, key: SharedKey, session: bytes) -> None:
         """See ``encryption.Keys``: if it is the giver with the next one, its time has come."""
         following = self._next
         if following is not None and following.by_word and key is following.key and session == following.issuer:

@@ -19,10 +19,10 @@ from gradbus.runtime.security.identity import (
 )
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
-from gradbus.runtime.security.identity.endpoints import ControllerCipher
 from gradbus.runtime.security.identity.join_client import FIRST_S, LONGEST_S, SILENT_S, JoinClient
 from gradbus.runtime.security.identity.join_messages import Beacon, JoinConfirm, JoinHello
 from gradbus.runtime.security.identity.key import NodeKey, new_node_key
+from gradbus.runtime.security.identity.membership import ControllerMembership
 
 TRUE, OTHER = 1, 99  # handles of DDS writers: the controller's, and a stranger's
 
@@ -260,11 +260,11 @@ def test_a_second_controller_that_has_just_let_somebody_in_still_hears_who_holds
 
 def test_a_controller_that_must_not_go_on_lets_nobody_in_and_says_nothing_any_more() -> None:
     hall = Hall(ONE)
-    cipher = ControllerCipher(hall.controller)
-    assert cipher.seal(COMMANDS, (b"go",)) is not None
+    member = ControllerMembership(hall.controller)
+    assert member.encrypt(COMMANDS, (b"go",)) is not None
     hall.controller.refusal = "the job is held by the controller desk:9"
     with pytest.raises(JobTaken, match=r"held by the controller desk:9\. Stop that one first"):
-        cipher.seal(COMMANDS, (b"go",))
+        member.encrypt(COMMANDS, (b"go",))
     node = newcomer()
     (hello,) = node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)
     assert hall.controller.receive(memoryview(hello), hall.now_s) == []

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.encryption import PskKeys, SessionCipher, StreamEncryptor
+from gradbus.runtime.security.encryption import PskKeys, SessionCipher
 from gradbus.runtime.security.envelope import HEADER_BYTES, OVERHEAD_BYTES, TAG_BYTES, EnvelopeHeader
-from gradbus.runtime.security.inbound_stream import WINDOW, ReplayWindow
 from gradbus.runtime.security.job_key import new_job_key
+from gradbus.runtime.security.streams import WINDOW, ReplayWindow, StreamEncryptor
 
 KEY = new_job_key()
 JOB, TOPIC = "mnist", "train/control"
 
 
 def make(job: str = JOB) -> SessionCipher:
-    return SessionCipher(job, PskKeys(job, KEY))
+    return SessionCipher(PskKeys(job, KEY))
 
 
 def reason(decryptor: object, data: bytes) -> str:
@@ -46,7 +46,7 @@ def test_what_is_sealed_where_it_goes_is_the_same_as_what_is_sealed_apart() -> N
     payload = memoryview(bytes(range(256)) * 4096)
     for parts in ((b"",), (b"a" * 5, b"b"), (b"p" * 8, b"h" * 80, payload)):
         ours = make()
-        apart, there = (StreamEncryptor(ours.keys, JOB, ours.session, TOPIC) for _ in range(2))
+        apart, there = (StreamEncryptor(ours.keys, ours.session, TOPIC) for _ in range(2))
         made = there.envelope(parts)
         room = bytearray(made.size - len(made.header))
         made.seal_into(memoryview(room))
@@ -119,7 +119,7 @@ def test_a_cut_or_longer_envelope_is_refused_at_every_length() -> None:
 
 @pytest.mark.parametrize(
     ("sealed_with", "opened_with"),
-    [(make(), make("other")), (make("mnis"), make("mnist")), (make(), SessionCipher(JOB, PskKeys("other", KEY)))],
+    [(make(), make("other")), (make("mnis"), make("mnist")), (make(), SessionCipher(PskKeys("other", KEY)))],
 )
 def test_an_envelope_of_another_job_is_not_opened(sealed_with: SessionCipher, opened_with: SessionCipher) -> None:
     sealed = bytes(sealed_with.encryptor(TOPIC).seal((b"sample",)))
@@ -134,7 +134,7 @@ def test_an_envelope_for_another_topic_or_another_rank_is_not_opened() -> None:
 
 def test_an_envelope_made_with_another_key_says_which_two_keys_differ() -> None:
     other = new_job_key()
-    sealed = bytes(SessionCipher(JOB, PskKeys(JOB, other)).encryptor(TOPIC).seal((b"sample",)))
+    sealed = bytes(SessionCipher(PskKeys(JOB, other)).encryptor(TOPIC).seal((b"sample",)))
     with pytest.raises(FrameError, match=f"{other.id.hex()}, here it is {KEY.id.hex()}. Compare") as caught:
         make().decryptor(TOPIC, ignores_own=False).open(sealed)
     assert caught.value.reason == "other key"
@@ -142,7 +142,7 @@ def test_an_envelope_made_with_another_key_says_which_two_keys_differ() -> None:
 
 def test_an_envelope_of_another_epoch_is_not_opened() -> None:
     ours = make()
-    ours.keys.epoch = 1
+    ours.keys.current.epoch = 1
     assert reason(make().decryptor(TOPIC, ignores_own=False), bytes(ours.encryptor(TOPIC).seal((b"x",)))) == "other key"
 
 
@@ -192,10 +192,10 @@ def test_a_window_takes_what_a_set_of_all_that_was_seen_would_take(runs: list[tu
 
 def test_a_stream_goes_on_with_another_key_after_two_to_the_32_envelopes() -> None:
     ours, decryptor = make(), make().decryptor(TOPIC, ignores_own=False)
-    encryptor = StreamEncryptor(ours.keys, JOB, ours.session, TOPIC, start=(1 << 32) - 2)
+    encryptor = StreamEncryptor(ours.keys, ours.session, TOPIC, start=(1 << 32) - 2)
     sealed = [bytes(encryptor.seal((b"sample",))) for _ in range(4)]
     assert [reason(decryptor, one) for one in (sealed[0], sealed[2], sealed[1], sealed[3])] == ["opened"] * 4
-    far = StreamEncryptor(ours.keys, JOB, ours.session, TOPIC, start=9 << 32)
+    far = StreamEncryptor(ours.keys, ours.session, TOPIC, start=9 << 32)
     assert reason(decryptor, bytes(far.seal((b"sample",)))) == "counter"
 
 

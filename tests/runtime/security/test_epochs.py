@@ -9,12 +9,11 @@ import pytest
 from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime.errors import FrameError
-from gradbus.runtime.security.encryption import StreamEncryptor
 from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.security.identity.allow_list import without
 from gradbus.runtime.security.identity.controller_signatures import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.join_client import JoinClient
-from gradbus.runtime.security.identity.shared_keys import OutboundStreams
+from gradbus.runtime.security.streams import OutboundStreams, StreamEncryptor
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
 
@@ -61,7 +60,7 @@ def test_what_the_controller_has_signed_once_cannot_be_said_again_by_a_member() 
 def test_a_member_keeps_nobody_out_with_an_envelope_of_a_high_counter(topic: str, counter: int) -> None:
     hall = Hall(ONE, TWO)
     one, two = hall.nodes
-    forged = StreamEncryptor(hall.controller.group.key, JOB, hall.controller.session, topic, start=counter).seal(
+    forged = StreamEncryptor(hall.controller.group.key, hall.controller.session, topic, start=counter).seal(
         (b"x" * 200,)
     )
     assert hall.heard(two, topic, forged) in {"signature", "x" * 200, "counter"}

@@ -46,7 +46,7 @@ def test_who_goes_back_to_the_giver_before_goes_on_with_the_key_that_all_others_
     before = hall.keys(one).current
     second = hall.new_controller(RANKS)
     gone_over(hall, one, second, 2)
-    assert hall.keys(one).has(second.group.key.key_id)
+    assert hall.keys(one).accepts(second.group.key.key_id)
     gone_over(hall, one, hall.controller, 1)
     for _ in range(10):
         hall.later(rank_keys.SETTLE_S / 4)
@@ -73,7 +73,7 @@ def test_who_hears_of_a_third_giver_at_once_goes_over_to_that_one_and_not_to_the
     gone_over(hall, one, second, 2)
     gone_over(hall, one, third, 3)
     assert hall.keys(one).current is before
-    assert hall.keys(one).has(second.group.key.key_id)  # some may seal with it
+    assert hall.keys(one).accepts(second.group.key.key_id)  # some may seal with it
     hall.controller = third
     hall.later(rank_keys.SETTLE_S + 0.1)
     everybody_hears_everybody(hall)
@@ -109,4 +109,4 @@ def test_a_giver_that_hears_recordings_of_earlier_ones_lets_others_in_all_the_sa
     node = JoinClient(JOB, ONE, SERVER.public, "worker")
     hall.nodes.append(node)
     hall.meet(node)
-    assert hall.keys(node).is_in
+    assert hall.keys(node).has_key

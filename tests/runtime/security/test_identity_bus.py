@@ -25,7 +25,7 @@ from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.identity.controller_signatures import check_payload
 from gradbus.runtime.security.identity.opening import read_identity
-from gradbus.runtime.security.identity.shared_keys import OutboundStreams
+from gradbus.runtime.security.streams import OutboundStreams
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave, Receipt, RunEnded
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
@@ -82,7 +82,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
                     await bus.matched(lambda bus=bus: bus.matched_readers(ClientUpdate) > 0, timeout_s=10)
-                keys, session = traitor._node.party.keys, victim._node.party.session
+                keys, session = traitor._node.membership.party.keys, victim._node.membership.party.session
                 group = next(iter(keys._epochs.values())).key
                 forger = OutboundStreams(group, keys.controller)  # as if it were the controller
                 body = control.encode(RunEnded(1, True, "says the traitor"))
@@ -133,7 +133,7 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 server.open_writer(ModelBlob)
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
-                    await eventually(lambda bus=bus: bus._node.party.keys is not None)
+                    await eventually(lambda bus=bus: bus._node.membership.party.keys is not None)
                 await server.matched(lambda: server.matched_readers(ModelBlob) > 0, timeout_s=10)
                 key = FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1, 1)
                 model = random.randbytes(100_000)
@@ -143,8 +143,8 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 assert got.frame.key == signed
                 check_model(victim, got)
 
-                group = next(iter(traitor._node.party.keys._epochs.values())).key
-                forger = OutboundStreams(group, traitor._node.party.keys.controller)
+                group = next(iter(traitor._node.membership.party.keys._epochs.values())).key
+                forger = OutboundStreams(group, traitor._node.membership.party.keys.controller)
                 writer = raw_writer(traitor, ModelBlob)
                 await eventually(lambda: matched(writer) >= 1)
                 poison = random.randbytes(100_000)
@@ -188,7 +188,7 @@ def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], mon
 
     async def main() -> None:
         async with opens("robot-0") as node, opens("server"):
-            party = node._node.party
+            party = node._node.membership.party
             times: list[int] = []
 
             def receive(data: memoryview, source: int, now_s: float, hears: Any = party.receive_beacon) -> Any:

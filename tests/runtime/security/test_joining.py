@@ -31,12 +31,12 @@ from gradbus.runtime.security import envelope
 from gradbus.runtime.security.identity import admission, beacons, handshake, join_client, joining_nodes, key_epoch
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
-from gradbus.runtime.security.identity.endpoints import ControllerCipher
 from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_client import ASK_S, JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC, VERSION, Beacon, JoinHello, JoinWelcome, parse
 from gradbus.runtime.security.identity.key import NodeKey
-from gradbus.runtime.security.identity.shared_keys import OutboundStreams, SharedKey
+from gradbus.runtime.security.identity.membership import ControllerMembership
+from gradbus.runtime.security.streams import OutboundStreams, SharedKey
 from gradbus.runtime.wire import control, frames
 
 
@@ -334,13 +334,13 @@ def test_what_a_controller_says_to_one_is_sealed_for_that_one_without_being_deco
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hall = Hall(ONE, TWO)
-    cipher = ControllerCipher(hall.controller)
+    member = ControllerMembership(hall.controller)
     monkeypatch.setattr(control, "decode", lambda data: pytest.fail("a join, a CRC and a check of what is known"))
 
     def heard(body: control.Body) -> list[bool]:
         key = frames.FrameKey(frames.Kind.CONTROL, 0, 0, frames.CONTROLLER, 1, 1)
         ((head, data),) = frames.split(key, control.encode(body))
-        sealed = cipher.seal(CONTROL, (FrameType.prefix(len(head) + len(data)), head, data))
+        sealed = member.encrypt(CONTROL, (FrameType.prefix(len(head) + len(data)), head, data))
         assert sealed is not None
         opened = [node.open(CONTROL, sealed.octets(), hall.now_s) for node in hall.nodes]
         return [plain is not None and bytes(data) in bytes(plain) for plain in opened]

@@ -112,7 +112,7 @@ async def strangers_stay_out(known: Identities, where: Place) -> None:
         await join(Security(level="none"))
     with pytest.raises(JoinRefused, match="stranger is not on the allow list of the controller"):
         await join(Security(**known.rank_security("stranger", 2)))
-    with pytest.raises(BarrierTimeout, match=r"has not let this one in.*expects ed25519"):
+    with pytest.raises(BarrierTimeout, match=r"has not admitted this one.*expects ed25519"):
         await join(Security(**known.rank_security("host-2", 2) | {"controller_key": public_of(known, "stranger")}))
     watcher = known.security("watcher")
     settings = BusSettings(
@@ -138,7 +138,7 @@ def test_processes_of_one_machine_share_its_key_and_a_rank_that_the_list_does_no
         async with opens("server", 0) as zero, opens("server", 1) as one, opens("host-2", 2) as two:
             buses = enumerate((zero, one, two))
             assert await together(*(sum_of(bus, rank, 3) for rank, bus in buses)) == [6.0] * 3
-            await eventually(lambda: two._node.keys.is_in)
+            await eventually(lambda: two._node.membership.keys.has_key)
             with pytest.raises(
                 ConfigError, match=r"rank 1 is not one of .* gives host-2: 2\. Give this process another"
             ):

@@ -52,7 +52,7 @@ def _read_joining(data: bytes) -> None:
     with contextlib.suppress(FrameError):
         must(key_epoch.pack(key_epoch.parse(memoryview(data))) == data, "a word about keys comes back as another one")
     try:
-        BroadcastVerifier(_JOB, server.public, bytes(16)).heard(key_epoch.CONTROL, memoryview(data))
+        BroadcastVerifier(_JOB, server.public, bytes(16)).verify(key_epoch.CONTROL, memoryview(data))
     except FrameError:
         return
     must(False, "a word that the controller has not signed was taken")

@@ -41,7 +41,7 @@ def _opened(decryptor: StreamDecryptor, data: bytes) -> Opened | None:
 def _read_envelope(data: bytes) -> None:
     """As it is: nobody has sealed it. Then as a member would seal it, and as one that writes what it likes in the
     header: this opens once at most, and not with a bit changed."""
-    sender, receiver = SessionCipher(_JOB, _keys()), SessionCipher(_JOB, _keys())
+    sender, receiver = SessionCipher(_keys()), SessionCipher(_keys())
     decryptor = receiver.decryptor(_TOPIC, ignores_own=False)
     must(_opened(decryptor, data) is None, "an envelope that nobody has sealed was opened")
     sealed = bytes(sender.encryptor(_TOPIC).seal((data,)))
@@ -71,8 +71,8 @@ def _member_writes(chosen: bytes, plain: bytes, size: int) -> bytes:
     session = bytes([chosen[0] % 4]) * envelope.SESSION_BYTES
     said = len(plain) if chosen[0] & 0x80 else size
     moment = int.from_bytes(chosen[13:17], "little")
-    head = envelope.pack(EnvelopeHeader(envelope.PSK, 0, said, counter, session, _keys().key_id, moment))
-    key = _keys().stream_key(session, _TOPIC, counter >> 32)
+    head = envelope.pack(EnvelopeHeader(envelope.PSK, 0, said, counter, session, _keys().current.key_id, moment))
+    key = _keys().current.stream_key(session, _TOPIC, counter >> 32)
     return head + key.encrypt(envelope.nonce(counter), plain, head + envelope.associated(_JOB, _TOPIC))
 
 
@@ -97,7 +97,7 @@ def _take(receiver: SessionCipher, opened: Opened | None) -> None:
 
 
 def _envelope_seeds() -> list[bytes]:
-    sealed = bytes(SessionCipher(_JOB, _keys()).encryptor(_TOPIC).seal((b"sample",)))
+    sealed = bytes(SessionCipher(_keys()).encryptor(_TOPIC).seal((b"sample",)))
     samples = [
         idl_types.TrainCmdType(1, 2, 3, 0.5, 4).serialize(), idl_types.ClientUpdateType(1, 2, 3, b"octets").serialize(),  # type: ignore[arg-type]
         idl_types.ModelBlobType(1, b"octets").serialize(), idl_types.FrameType(b"octets").serialize(),  # type: ignore[arg-type]

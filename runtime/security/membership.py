@@ -1,0 +1,59 @@
+"""Membership in a job whose members share a key: encryption with that key, and proof that each sender is alive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradbus.runtime.dds.participant import IoThread
+from gradbus.runtime.dds.topics import Topic
+from gradbus.runtime.security.encryption import Opened, SessionCipher
+from gradbus.runtime.security.endpoints import Decrypt, EncryptedNode, JobMembership
+from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, LivenessChallenge
+from gradbus.runtime.security.peers import MAX_SOURCES, Release
+from gradbus.runtime.security.streams import OutboundEnvelope
+
+
+class SharedKeyMembership(JobMembership):
+    """Membership of every process that has the shared key.
+
+    Attributes:
+        cipher: encrypts and decrypts for this process.
+    """
+
+    def __init__(self, cipher: SessionCipher) -> None:
+        self.cipher = cipher
+        self.liveness: LivenessChallenge | None = None
+
+    @property
+    def has_key(self) -> bool:
+        return self.cipher.keys.has_key
+
+    def participants(self) -> set[bytes] | None:
+        return self.cipher.peers.participants if self.has_key else None
+
+    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+        reader, writer = node.topic_reader(SESSION_TOPIC), node.topic_writer(SESSION_TOPIC)
+        self.liveness = LivenessChallenge(self.cipher, node.prefix, writer, thread)
+        thread.add_reader(reader)
+
+    def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
+        return self.cipher.encryptor(topic).envelope(sample) if self.has_key else None
+
+    def decryptor(self, topic: Topic) -> Decrypt:
+        return self.cipher.decryptor(topic.name, ignores_own=topic.ignore_local).open
+
+    def accepts(self, topic: Topic, opened: Opened, sample: Any, source: int, release: Release) -> bool:
+        """Accept the samples of authenticated sessions; hold those of others until they are authenticated."""
+        peer = opened.peer
+        if len(peer.sources) < MAX_SOURCES:
+            peer.sources.add(source)
+        if topic is SESSION_TOPIC:
+            if self.liveness is not None:
+                self.liveness.receive(peer, sample.data)
+            return False
+        if not peer.authenticated:
+            self.cipher.peers.hold(peer, topic.name, opened.header, sample, source, release)
+        return peer.authenticated
+
+    def retain(self, topic: str, samples: int) -> None:
+        self.cipher.encryptor(topic).retain(samples)
