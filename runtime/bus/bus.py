@@ -73,7 +73,7 @@ class Bus:
         self._slots = asyncio.Semaphore(_MAX_JOBS)
         self._writers: dict[type[Any], Writer] = {}
         self._channels: dict[type[Any], Channel] = {}
-        self._subscriptions = Subscriptions(self._receiver.consumed)
+        self._subscriptions = Subscriptions(self._receiver.consumed, self._receiver.handover)
         self._ports: list[FramePort] = []
         self._port_bytes: Counter[str] = Counter()  # of ports that are closed
         self._flags = int(frames.Flags.NONE if node.needs_crc else frames.Flags.HEAD_CRC)

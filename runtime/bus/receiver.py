@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from gradbus.runtime.bus.handover import Handover
 from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.dds import peer_processes
@@ -23,6 +25,7 @@ from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
 LIVENESS_S = 0.25  # between two looks at peers that DDS has lost
 _BATCH = 8  # samples taken in one go: up to 8 MiB, so that the loop gets them in slices
+_BATCH_IN_TIME = 2  # where the time is limited, as on the thread of the loop
 
 
 class _Endpoints:
@@ -85,7 +88,7 @@ class Receiver:
         lease_s: after so long a silence those that DDS has lost are gone, unless the kernel knows better.
         """
         self.thread = WaitLoop(waiter, self._handle, failed=lambda: self._post(on_fault), ended=self._ended)
-        self._loop = loop
+        self.handover = Handover(loop, self.thread)
         self._on_matched = on_matched
         self._endpoints = _Endpoints(waiter)
         self._waiter = waiter
@@ -99,6 +102,7 @@ class Receiver:
             lambda claim: peer_processes.watched.unwatch(claim, self._on_ended),
             peer_processes.is_stopped,
         )
+        self._changes: list[tuple[Channel, set[int]] | None] = []  # of matched endpoints, not reported yet
         self._liveness_call = Periodic(self._look_at_liveness, IDLE_S)
         self.thread.add_periodic(self._liveness_call)
         self.on_new_readers: Callable[[], None] = _nothing
@@ -169,7 +173,7 @@ class Receiver:
         """See :class:`~gradbus.runtime.dds.participant.IoThread`."""
         self._report_gone(self._liveness.block_writers(sources, why))
 
-    def _handle(self, numbers: list[int]) -> bool:
+    def _handle(self, numbers: list[int], until_s: float) -> bool:
         if not numbers:
             return False
         is_woken = Waiter.WOKEN in numbers
@@ -185,11 +189,15 @@ class Receiver:
             channels, changed = self._endpoints.with_news(numbers)
         # Changes are asked for before the data is taken, and reported after it: when a peer is reported as gone, all
         # that it has sent was handed over.
-        sources = self._refresh(changed) if changed else None
-        for channel in channels:
-            self._drain(channel)
-        if sources is not None:
-            self._report_changes(sources)
+        if changed:
+            self._changes.extend(self._refresh(changed))
+        drained = [self._drain(channel, until_s) for channel in channels]
+        if not all(drained):
+            if is_woken or self._changes:
+                self._waiter.wake()  # the next turn goes on here
+            return True
+        if self._changes:
+            self._report_changes()
         for _ in range(endings):  # all topics were drained
             one = self._endings.popleft()
             self._report_gone(self._liveness.ended(one) if isinstance(one, str) else self._liveness.closed(one))
@@ -209,23 +217,23 @@ class Receiver:
                 self.on_new_readers()
             then()
 
-    def _refresh(self, endpoints: Collection[Channel | Writer]) -> list[tuple[Channel, set[int]]] | None:
-        """Ask DDS which matched endpoints have changed. Returns the writers of each channel that has changed; None:
-        nothing has."""
-        found: list[tuple[Channel, set[int]]] = []
-        is_new = has_new_readers = False
+    def _refresh(self, endpoints: Collection[Channel | Writer]) -> Iterator[tuple[Channel, set[int]] | None]:
+        """Ask DDS which matched endpoints have changed. Yields each channel that has, and its writers now; None for a
+        writer."""
+        has_new_readers = False
         for one in endpoints:
             if isinstance(one, Writer):
-                has_new_readers |= one.refresh()
+                if one.refresh():
+                    has_new_readers = True
+                    yield None
             elif one.reader.refresh():
-                is_new = True
-                found.append((one, one.reader.sources()))
+                yield one, one.reader.sources()
         if has_new_readers:
             self.on_new_readers()
-        return found if is_new or has_new_readers else None
 
-    def _report_changes(self, found: list[tuple[Channel, set[int]]]) -> None:
-        for channel, sources in found:
+    def _report_changes(self) -> None:
+        changes, self._changes = self._changes, []
+        for channel, sources in filter(None, changes):
             # One that came while data was taken is not gone; of one that went meanwhile DDS will say so again.
             now = sources | channel.reader.sources()
             gone = channel.sources - now
@@ -249,16 +257,17 @@ class Receiver:
                 channel.taken += len(gone)
                 self._post(channel.deliver, list(gone))
 
-    def _drain(self, channel: Channel) -> None:
+    def _drain(self, channel: Channel, until_s: float) -> bool:
+        """Take what the reader has, as far as there is room for it. Returns False where the time was over before."""
+        batch = _BATCH if until_s == math.inf else _BATCH_IN_TIME
         if channel.take is not None:
-            self._drain_here(channel, channel.take)
-            return
+            return self._drain_here(channel, channel.take, batch, until_s)
         while not self.thread.stopping:
             room = channel.room
             if room <= 0 and not channel.reader.topic.may_drop:
                 self._pause(channel)
-                return
-            taken = channel.reader.take(min(_BATCH, room) if room > 0 else _BATCH)
+                return True
+            taken = channel.reader.take(min(batch, room) if room > 0 else batch)
             if room <= 0:
                 self.rejected["inbox full"] += len(taken)
                 if taken:
@@ -267,18 +276,19 @@ class Receiver:
                 if channel.paused:
                     channel.paused = False
                     self._waiter.attach(channel.reader.condition, channel.number)
-                return
+                return True
             checked = [self._check(channel, raw, source) for raw, source in taken]
             messages = [message for message in checked if message is not None and not isinstance(message, Frame)]
             channel.taken += len(messages)
             if messages:
                 self._post(channel.deliver, messages)
+            if time.monotonic() >= until_s:
+                return False
+        return True
 
-    def _drain_here(self, channel: Channel, take: Callable[[Frame], None]) -> None:
+    def _drain_here(self, channel: Channel, take: Callable[[Frame], None], batch: int, until_s: float) -> bool:
         while not self.thread.stopping:
-            taken = channel.reader.take(_BATCH)
-            if not taken:
-                return
+            taken = channel.reader.take(batch)
             for raw, source in taken:
                 frame = self._check(channel, raw, source)
                 if isinstance(frame, Frame):
@@ -286,8 +296,11 @@ class Receiver:
                         take(frame)
                     except Exception:
                         self.rejections.failed(channel.reader.topic.name)
-            if len(taken) < _BATCH:
-                return  # what has come meanwhile says so
+            if len(taken) < batch:
+                return True  # what has come meanwhile says so
+            if time.monotonic() >= until_s:
+                return False
+        return True
 
     def _pause(self, channel: Channel) -> None:
         """Leave the reader alone: it fills up, and then its writers wait. That is the back-pressure."""
@@ -327,7 +340,7 @@ class Receiver:
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self.handover.post(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody is left to take it
             self.thread.stopping = True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,9 +9,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from gradbus.runtime.bus.handover import Handover, PromptWait
 from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.errors import BusClosed
-from gradbus.runtime.wire.messages import Message
+from gradbus.runtime.wire.messages import ClientUpdate, Message, ModelBlob
+
+_LARGE_BYTES = 64 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +35,7 @@ class Subscription:
 
     def __init__(
         self, consumed: Callable[[Item], None], closed: Callable[[Subscription], None],
-        only: Callable[[Message], bool] | None = None,
+        only: Callable[[Message], bool] | None, handover: Handover,
     ) -> None:  # fmt: skip
         """``consumed``: called when a message was taken. ``closed``: called when this is closed. ``only``: whether a
         message is put here; None: each is."""
@@ -41,7 +43,7 @@ class Subscription:
         self._consumed = consumed
         self._on_close = closed
         self._queue: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._wait = PromptWait(handover, lambda: bool(self._queue) or self._closed)
         self._closed = False
         self.fault = ""  # why nothing more comes, if something has gone wrong
 
@@ -59,16 +61,12 @@ class Subscription:
             self._on_close(self)
             while self._queue:
                 self._consumed(self._queue.popleft())
-            self._wake()
+            self._wait.wake()
 
     def put(self, item: Item) -> None:
         """Queue a message. Called by the bus."""
         self._queue.append(item)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wait.wake()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -78,14 +76,13 @@ class Subscription:
         while not self._queue:
             if self._closed:
                 raise BusClosed(self.fault or "this subscription is closed")
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait.wait()
         item = self._queue.popleft()
         self._consumed(item)
-        return item.message
+        message = item.message
+        if isinstance(message, ClientUpdate | ModelBlob) and len(message.frame.data) > _LARGE_BYTES:
+            self._wait.sleep_next()
+        return message
 
     def __aiter__(self) -> AsyncIterator[Message]:
         """All messages until bus or subscription are closed. Raises BusClosed: by a fault."""
@@ -104,14 +101,15 @@ class Subscription:
 class Subscriptions:
     """All subscriptions of one bus."""
 
-    def __init__(self, consumed: Callable[[Channel, int], None]) -> None:
+    def __init__(self, consumed: Callable[[Channel, int], None], handover: Handover) -> None:
         """``consumed``: so many messages of a channel have been taken by all who wanted them."""
         self._consumed = consumed
+        self._handover = handover
         self._of: dict[type[Any], list[Subscription]] = {}  # by kind of message
 
     def open(self, kinds: Sequence[type[Any]], only: Callable[[Message], bool] | None) -> Subscription:
         """One more, of these kinds. ``only``: see :class:`Subscription`."""
-        subscription = Subscription(self._taken, self._drop, only)
+        subscription = Subscription(self._taken, self._drop, only, self._handover)
         for kind in kinds:
             self._of.setdefault(kind, []).append(subscription)
         return subscription

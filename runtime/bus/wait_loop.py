@@ -31,11 +31,12 @@ class WaitLoop(threading.Thread):
     """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
 
     def __init__(
-        self, waiter: Waiter, handle: Callable[[list[int]], bool], *, failed: Callable[[], None],
+        self, waiter: Waiter, handle: Callable[[list[int], float], bool], *, failed: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:  # fmt: skip
         """Args:
-        handle: gets the numbers of the entities that have news; returns whether there was anything to do.
+        handle: gets the numbers of the entities that have news, and until when to handle them, by ``time.monotonic``;
+            what is left is reported again. Returns whether there was anything to do.
         failed: called when the loop cannot go on, see ``fault``. ended: called once at the end, on the thread.
         """
         super().__init__(name="gradbus-receive", daemon=True)
@@ -90,7 +91,8 @@ class WaitLoop(threading.Thread):
 
         Args:
             done: asked after each turn. Whoever makes it true on another thread calls :meth:`wake_inline` after that.
-            may_sleep: False, on a thread that must not: return where it would.
+            may_sleep: False on the thread of an event loop, which must not be held: return where another would sleep,
+                and leave to others what would go on beyond ``until_s``.
         """
         if self.stopping or not self._inline_lock.acquire(blocking=False):
             return
@@ -114,6 +116,7 @@ class WaitLoop(threading.Thread):
     def _poll(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         now_s = time.monotonic()
         spin_until_s = now_s + (SPIN_S if SPINNING.pays(now_s) else 0.0)
+        turn_until_s = math.inf if may_sleep else until_s
         while not self.stopping and not done() and (left_s := until_s - now_s) > 0:
             looked_s = now_s
             if now_s >= spin_until_s:
@@ -122,7 +125,7 @@ class WaitLoop(threading.Thread):
                 self._turn(min(left_s, INLINE_SLEEP_S))
                 now_s = time.monotonic()
                 continue
-            found = self._turn(0.0)
+            found = self._turn(0.0, turn_until_s)
             now_s = time.monotonic()
             if not found:
                 if SPINNING.was_stalled(now_s - looked_s, now_s):
@@ -161,14 +164,14 @@ class WaitLoop(threading.Thread):
             self._calls, self._new_calls = [], deque()  # they hold what they are methods of
             self._ended()
 
-    def _turn(self, timeout_s: float) -> bool:
-        """Wait for news and handle them. Returns whether there were any."""
+    def _turn(self, timeout_s: float, until_s: float = math.inf) -> bool:
+        """Wait for news and handle them, until then at most. Returns whether there were any."""
         if timeout_s > 0.0:
             timeout_s = min(timeout_s, max(0.0, self._due_s - time.monotonic()))
         numbers = self._waiter.wait(timeout_s)
         if self._new_calls or time.monotonic() >= self._due_s:
             self._call_periodics()
-        return self._handle(numbers)
+        return self._handle(numbers, until_s)
 
     def _call_periodics(self) -> None:
         while self._new_calls:  # one that is added again while it returns False is called again

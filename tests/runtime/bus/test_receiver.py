@@ -54,7 +54,7 @@ def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monk
     looks, yields = Looks(news_at=3), list[int]()
     monkeypatch.setattr(wait_loop_module, "SPIN_S", 60.0)
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(looks.count))
-    loop = WaitLoop(cast("Any", looks), bool, failed=lambda: None, ended=lambda: None)
+    loop = WaitLoop(cast("Any", looks), lambda numbers, until_s: bool(numbers), failed=lambda: None, ended=lambda: None)
 
     loop.poll_inline(lambda: looks.count == 3, time.monotonic() + 60.0)
 
@@ -71,7 +71,9 @@ def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the
                 raise fault
 
         told = asyncio.Event()
-        loop = WaitLoop(cast("Any", Broken()), bool, failed=told.set, ended=lambda: None)
+        loop = WaitLoop(
+            cast("Any", Broken()), lambda numbers, until_s: bool(numbers), failed=told.set, ended=lambda: None
+        )
         loop.poll_inline(lambda: False, time.monotonic() + 60.0)
         assert loop.fault is fault
         await told.wait()
@@ -100,7 +102,7 @@ def test_what_is_called_periodically_is_called_soon_then_at_its_pace_and_no_more
         return len(calls) < 3
 
     looks = Waits(news_at=0)
-    loop = WaitLoop(cast("Any", looks), bool, failed=lambda: None, ended=lambda: None)
+    loop = WaitLoop(cast("Any", looks), lambda numbers, until_s: bool(numbers), failed=lambda: None, ended=lambda: None)
     periodic = Periodic(function, 0.2)
     loop.add_periodic(periodic)
     loop.add_periodic(Periodic(lambda: bool(once.append(True))))
