@@ -15,6 +15,7 @@ from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.cli.import_object import add_current_directory_to_path
 from gradbus.experiments.cli.options import KeyFile, Loop, addresses_of
 from gradbus.experiments.run.lifecycle import guard, run_loop
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.plain_text import plain_line
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def status(
 
 def doctor(
     network: Annotated[NetworkChoice, typer.Option(help="Network profile.")] = NetworkChoice.LOOPBACK,
-    interface: Annotated[str, typer.Option(help="Network interface.")] = "lo",
+    interface: Annotated[str, typer.Option(help="Network interface.")] = LOOPBACK,
     peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
     domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
     key_file: KeyFile = None,

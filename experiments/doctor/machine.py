@@ -11,6 +11,7 @@ from pathlib import Path
 from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import fault_of
 
 WANTED_BUFFER_BYTES = 16 << 20  # what the bus asks for: a model's worth of datagrams may wait while Python is busy
@@ -60,12 +61,12 @@ def _network(settings: BusSettings) -> Finding:
     value = f"profile {profile}, interface {name}" + (f", MTU {mtu}" if mtu else "")
     if settings.peers:
         value += f", peers {', '.join(settings.peers)}"
-    if profile == "loopback" and name != "lo" and mtu is not None and mtu < _JUMBO_MTU:
+    if profile == "loopback" and name != LOOPBACK and mtu is not None and mtu < _JUMBO_MTU:
         return Finding(
             "network", value, Severity.ADVICE,
             f"profile loopback sends datagrams of 65,500 bytes, too large for MTU {mtu}: use --network network",
         )  # fmt: skip
-    if profile == "network" and name == "lo":
+    if profile == "network" and name == LOOPBACK:
         return Finding(
             "network", value, Severity.ADVICE,
             "interface lo reaches this machine alone: name the one that leads to the others (--interface)",

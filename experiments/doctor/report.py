@@ -19,6 +19,7 @@ from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.missing_peers import address_of, port_range
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
 
@@ -60,7 +61,7 @@ def _on_the_bus(
 
     settings = asked = protected(settings, key_file)
     own = address_of(settings.interface)
-    if settings.interface != "lo" and own is not None:
+    if settings.interface != LOOPBACK and own is not None:
         # Without multicast a bus finds only the peers in its settings; here the second one runs on this machine.
         settings = settings.model_copy(update={"peers": (*settings.peers, own)})
     findings = [run_loop(lambda: security(settings, trusted=trusted), loop)]

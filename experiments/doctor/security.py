@@ -18,6 +18,7 @@ from gradbus.experiments.run.status import BusFile
 from gradbus.runtime.config.federated import BusSettings, load_settings
 from gradbus.runtime.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import BusError, ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.security.identity.key import public_text
 from gradbus.runtime.security.identity.opening import read_identity
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -110,7 +111,7 @@ def _unprotected(settings: BusSettings, trusted: bool) -> Finding:
             "no job uses that key: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",
         )  # fmt: skip
     others = other_users()
-    if settings.security == "none" and settings.interface == "lo" and others:
+    if settings.security == "none" and settings.interface == LOOPBACK and others:
         return Finding(
             "security", f"none, and this machine has other users ({', '.join(others)})", Severity.ADVICE,
             "they can read the data and join in: leave bus.security out, and GRADBUS_BUS__SECURITY in the environment",

@@ -16,7 +16,6 @@ import ctypes
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from gradbus.experiments.cli.exit_codes import ExitCode
 from gradbus.experiments.launch.first_failure import RankExit, first_failure
 from gradbus.experiments.launch.output import LineSplitter, OutputWriter, Tail, prefix
 from gradbus.runtime.errors import GradbusError
+from gradbus.runtime.fast_paths import IS_LINUX
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the end of its terminal", signal.SIGPIPE: "the end of its reader"}
@@ -312,7 +312,7 @@ def _say(writer: OutputWriter, text: str | bytes) -> None:
 
 def _die_with_parent() -> Callable[[], None] | None:
     """For between fork and exec: have the kernel kill this process when the launcher dies. Linux alone can."""
-    if not sys.platform.startswith("linux"):
+    if not IS_LINUX:
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ from torch.distributed import DistError, DistStoreError
 
 from gradbus.runtime.dds.missing_peers import EVERY_S, Reach, WaitLog, network_place
 from gradbus.runtime.errors import BarrierTimeout, ConfigError
+from gradbus.runtime.fast_paths import IS_LINUX
 from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.logs import get_logger
 
@@ -182,7 +182,7 @@ class RankLock:
         """Raises ConfigError: another process has the rank and keeps it."""
         store, rank = place.store, place.rank
         self._socket: socket.socket | None = None
-        if not sys.platform.startswith("linux"):
+        if not IS_LINUX:
             return
         token = store.compare_set("gradbus/token", "", secrets.token_hex(8)).decode()
         until_s = time.monotonic() + _HANDOVER_S

@@ -39,6 +39,7 @@ from gradbus.runtime.dds.network import NetworkConfig, Profile
 from gradbus.runtime.dds.participant import Node, Periodic, Waiter, Writer
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.misuse import opening
 from gradbus.runtime.security import Level, Security
 from gradbus.runtime.shm.shared_payload import PayloadMemory
@@ -412,7 +413,7 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     job = default_job() if job is None else job
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
-        network = profile_config(network, interface or "lo", peers, lease_s=lease_s, shared_memory=shared_memory)
+        network = profile_config(network, interface or LOOPBACK, peers, lease_s=lease_s, shared_memory=shared_memory)
     injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
         node = await open_node(node_maker(job, domain=domain, network=network, fast=fast, security=security))

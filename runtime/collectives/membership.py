@@ -20,6 +20,7 @@ from gradbus.runtime.collectives.shared_memory_transport import MailboxProgress,
 from gradbus.runtime.collectives.status import StatusReporter
 from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
+from gradbus.runtime.fast_paths import shares_memory
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
 from gradbus.runtime.wire.control import MAX_SEQS, GroupHello, GroupLeave
@@ -91,7 +92,7 @@ class Membership:
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
 
     def _open_shared(self, rank: int, world: int) -> SharedMemoryTransport | None:
-        if world == 1 or not self._port.shared_memory:
+        if world == 1 or not self._port.shared_memory or not shares_memory():
             return None
         try:
             return SharedMemoryTransport(rank, world, self._take)

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from gradbus.runtime.config.job_name import USER, with_user
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.json_text import parse_json, read_text
 from gradbus.runtime.misuse import WrongKeyword
 
@@ -72,7 +73,7 @@ class BusSettings(Settings):
     """Number of the DDS domain. It decides the UDP ports."""
     network: Literal["loopback", "network"] = "loopback"
     """Network profile: `loopback` for one machine, `network` for several, with packets that fit an Ethernet frame."""
-    interface: str = "lo"
+    interface: str = LOOPBACK
     """Name of the network interface that leads to the others. With `lo`, nothing leaves this machine."""
     peers: tuple[str, ...] = ()
     """Addresses of the other machines, for discovery without multicast."""

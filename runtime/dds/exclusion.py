@@ -15,7 +15,6 @@ Everybody who can send to the port can do the same to anybody, as discovery is n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import socket
@@ -28,6 +27,8 @@ from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.dds.discovery import goodbye, own_addresses
+from gradbus.runtime.dds.missing_peers import address_of
+from gradbus.runtime.fast_paths import LOOPBACK
 
 PREFIX_BYTES = 12  # of a GUID: what says which participant is meant
 PLACEHOLDER_LEASE_S = 60
@@ -35,7 +36,6 @@ _PARTICIPANT = b"\x00\x00\x01\xc1"
 _SPDP_READER, _SPDP_WRITER = b"\x00\x01\x00\xc7", b"\x00\x01\x00\xc2"
 _VENDOR = b"\x01\x10"  # Eclipse Cyclone DDS
 _NUMBER = 1 << 60  # of the announcement: a later one of the participant itself does not count as news
-_SIOCGIFADDR = 0x8915
 _SEARCH_S = 0.05  # how long to look for a process behind a port
 _MAX_ADDRESSES = 4  # of one participant: it says itself where it is
 _ADDRESS = re.compile(r"udp/([0-9.]+):([0-9]+)")
@@ -149,9 +149,11 @@ def _own_address(document: str) -> str:
     given = {} if interface is None else interface.attrib
     if given.get("address"):
         return given["address"]
-    request = struct.pack("256s", given.get("name", "lo").encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    name = given.get("name", LOOPBACK)
+    address = "127.0.0.1" if name == LOOPBACK else address_of(name)
+    if address is None:
+        raise OSError(f"interface {name} has no IPv4 address")
+    return address
 
 
 def _udp_sockets() -> Iterator[_Socket]:

@@ -61,7 +61,9 @@ class DdsLog:
             library = ct.CDLL(None)
             ct.c_void_p.in_dll(library, "stderr")
             fdopen = ct.CFUNCTYPE(ct.c_void_p, ct.c_int, ct.c_char_p)(("fdopen", library))
-            self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._read, write = os.pipe()
+            os.set_blocking(self._read, False)
+            os.set_blocking(write, False)
         except (OSError, ValueError, AttributeError):
             return 0
         return fdopen(write, b"w") or 0

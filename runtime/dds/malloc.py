@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes as ct
 import functools
 import os
+
+from gradbus.runtime import fast_paths
 
 # glibc's parameters of malloc. DDS allocates and frees memory for each chunk on its way, and receives into buffers of
 # 1 MiB. By default glibc gives such memory back to the kernel at once, which then has to hand out zeroed pages again:
@@ -30,7 +31,7 @@ def keep_memory() -> bool:
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
-    mallopt = getattr(ct.CDLL(None), "mallopt", None)
+    mallopt = fast_paths.mallopt()
     if mallopt is None:
         return False
     return all(mallopt(parameter, size) for parameter, size in _PARAMETERS)

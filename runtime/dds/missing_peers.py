@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradbus.runtime.dds.network import NetworkConfig, build_xml, interfaces, leaves_machine
+from gradbus.runtime.fast_paths import LOOPBACK
 
 EVERY_S = 10.0
 MAX_PROCESSES = 120  # of a machine and domain
@@ -105,7 +106,7 @@ class Reach:
         if elsewhere is False:
             return f"{start}, with the same job and domain {self.domain}{document}; {they} on this machine"
         if not self.leaves_machine:
-            others = [name for name in interfaces() if name != "lo" and address_of(name)]
+            others = [name for name in interfaces() if name != LOOPBACK and address_of(name)]
             here = f"here: {', '.join(others[:6])}" if others else "as ip -brief address shows it"
             place = "on another machine" if one else "on other machines"
             when = f"{they} {place}".capitalize() if elsewhere else f"{start}. If {they} {place}"

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.fast_paths import LOOPBACK
 
 Profile = Literal["loopback", "network"]
 
@@ -53,7 +54,7 @@ class NetworkConfig:
     """
 
     profile: Profile = "loopback"
-    interface: str = "lo"
+    interface: str = LOOPBACK
     peers: tuple[str, ...] = ()
     multicast: bool = False
     lease_s: float | None = None
@@ -68,7 +69,7 @@ class NetworkConfig:
     @property
     def leaves_machine(self) -> bool:
         """Whether data of this bus can reach another machine."""
-        return self.interface != "lo"
+        return self.interface != LOOPBACK
 
 
 def announcement_s(lease_s: float) -> float:
@@ -116,7 +117,7 @@ def build_xml(config: NetworkConfig, *, user_document: str | None = None) -> str
 def leaves_machine(document: str) -> bool:
     """Whether data can reach another machine under this configuration, which may hold a document of the user."""
     listed = list(ET.fromstring(document).iter("NetworkInterface"))
-    return not listed or any(element.get("name") != "lo" for element in listed)
+    return not listed or any(element.get("name") != LOOPBACK for element in listed)
 
 
 def has_peers_elsewhere(document: str) -> bool:
@@ -164,7 +165,7 @@ def _base(config: NetworkConfig, loopback: bool) -> ET.Element:
             "DiscoveredLocatorPruneDelay": "inf",
         },
     )
-    peers = config.peers or (() if config.multicast else ("127.0.0.1",) if config.interface == "lo" else ())
+    peers = config.peers or (() if config.multicast else ("127.0.0.1",) if config.interface == LOOPBACK else ())
     if peers:
         element = ET.SubElement(discovery, "Peers")
         for address in peers:

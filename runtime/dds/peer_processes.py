@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gradbus.runtime import fast_paths
 from gradbus.runtime.logs import get_logger
 
 SETTLE_S = 0.02  # after the end of a process until it is told of: what it sent last is on its way through DDS
@@ -40,6 +41,8 @@ def _space() -> str:
     """The kernel's boot, and its namespaces of process numbers, clocks and networks, as 16 digits that tell nobody the
     name of the machine. Empty where there is no such thing. Between two networks a link may fail while processes live,
     so there it is as between machines."""
+    if fast_paths.PORTABLE:
+        return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [
@@ -117,7 +120,7 @@ class PeerProcesses:
             whom this one may not see, or no process at all.
         """
         known = _parsed(claim)
-        if known is None or not hasattr(os, "pidfd_open"):
+        if known is None or not fast_paths.has_pidfd():
             return False
         if claim == own_claim():
             return True

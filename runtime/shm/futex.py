@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes as ct
 import errno
-import platform
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-AVAILABLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.maxsize > 1 << 32
+from gradbus.runtime import fast_paths
+
+AVAILABLE = fast_paths.futex_number() is not None
 MAX_WORDS = 128  # that one thread can wait for
 
-_SYS_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 0x7FFF_FFFF
+_SYS_FUTEX = fast_paths.futex_number() or 0
+_WAIT, _WAKE, _ALL = 0, 1, 0x7FFF_FFFF
 _SYS_FUTEX_WAITV, _32_BITS, _CLOCK_MONOTONIC = 449, 2, 1
 
 

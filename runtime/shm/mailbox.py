@@ -25,9 +25,11 @@ A sleeper waits for the counters of bytes in the senders' segments to change (``
 that is written just before the sleep ends it at once. On an older kernel it waits for its own attention word, which a
 sender cannot write, and may miss a call: there a sleep is about as long as the time that was waited before.
 
-Written and read without locks between processes: one side alone writes each word. That is right where stores become
-visible in the order they were made (x86-64, and the locks taken in between keep a load from overtaking a store). Other
-processors do without the mailbox: :data:`AVAILABLE`.
+Written and read without locks between processes: one side alone writes each word. The order of its writes holds for the
+other side, too, where :func:`gradbus.runtime.fast_paths.memory_fence` stands between them: between a message and its
+counter, between a look at a counter and the message, between the last look at a message and giving back its place, and
+between a write and a look at what the other side writes meanwhile (message and attention word, attention word and
+counters). Where there is no fence there is no mailbox: :data:`AVAILABLE`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from gradbus.runtime import forks
+from gradbus.runtime import fast_paths, forks
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.shm import futex
 from gradbus.runtime.shm.layout import RING_BYTES, Layout
@@ -47,7 +49,8 @@ from gradbus.runtime.shm.segment import Bytes
 from gradbus.runtime.spinning import SPINNING
 from gradbus.runtime.wire.frames import Frame, parse
 
-AVAILABLE = futex.AVAILABLE
+_fence = fast_paths.memory_fence() or fast_paths.no_fence
+AVAILABLE = futex.AVAILABLE and fast_paths.memory_fence() is not None
 MAX_MESSAGE_BYTES = RING_BYTES // 4
 SPIN_S = 100e-6  # a sleep and a wake-up take about as long
 NAP_S = 1e-3  # without futex_waitv: the first sleep; each one after that is twice as long
@@ -194,7 +197,7 @@ class Mailbox:
                 if need + skip > left:
                     return False
                 places.append((reader, peer, tail, at, skip))
-            for reader, peer, tail, at, skip in places:
+            for _, peer, _, at, skip in places:
                 ring = peer.outgoing
                 if skip:
                     ring[at : at + 4] = _SKIP.to_bytes(4, "little")
@@ -204,13 +207,16 @@ class Mailbox:
                     ring[start : start + len(part)] = part
                     start += len(part)
                 ring[at : at + 4] = size.to_bytes(4, "little")
+            _fence()
+            for reader, _, tail, _, skip in places:
                 self._tails[reader] = (tail + skip + need) & _MASK
         self.sent += 1
         return True
 
     def call(self, readers: Sequence[int]) -> None:
         """Wake those of the readers that sleep."""
-        for reader in readers:  # a lock was released since the message was written: its store is out
+        _fence()  # the messages are seen by whoever falls asleep after this look
+        for reader in readers:
             peer = self._peers[reader]
             if peer.attention[0] == _ASLEEP:
                 futex.wake(peer.call_at)
@@ -243,8 +249,9 @@ class Mailbox:
 
     def _read_all(self) -> bool:
         found = self._look_again = False
-        for sender, peer in self._peers.items():
-            tail = peer.tails[self._rank]
+        tails = [(sender, peer, peer.tails[self._rank]) for sender, peer in self._peers.items()]
+        _fence()
+        for sender, peer, tail in tails:
             if tail != self._heads[sender] and not peer.broken:
                 found = True
                 self._read(sender, peer, tail)
@@ -268,6 +275,7 @@ class Mailbox:
                 b"" if skips else bytes(peer.incoming[at + _WORD : at + _WORD + size])
             )  # copied: its place is free
             head, left = (head + need) & _MASK, left - need
+            _fence()
             self._heads[sender] = head
             if skips:
                 continue
@@ -357,7 +365,8 @@ class Mailbox:
     def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
         sleeper.remember()  # first: whatever comes after it keeps this thread awake
         self._attention[0] = AFTER["sleep"]
-        if not self.poll() and not done():  # it takes a lock: what was written before the store above is seen
+        _fence()  # a sender that has not seen the store above has written what the next look finds
+        if not self.poll() and not done():
             sleeper.sleep(timeout_s)
         self._attention[0] = AFTER["wake up"]
 
@@ -382,6 +391,7 @@ class Mailbox:
                 return False
             sleeper.remember()
             self._attention[0] = AFTER["begin duty"]
+            _fence()  # as before the sleep of a poller
             return True
 
     def end_duty(self, *, closes: bool = False) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradbus.runtime import fast_paths
 from gradbus.runtime.errors import GradbusError
 
 try:
@@ -150,7 +151,7 @@ def _seal_for_others(file: int) -> None:
 
 def make_file() -> int:
     """A new memfd, empty and not sealed yet. Raises SharedMemoryFault: this system has none, or has no more."""
-    if fcntl is None or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+    if not fast_paths.has_memfd():
         raise SharedMemoryFault("this system has no memfd")
     try:
         return os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -199,7 +200,7 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
         SharedMemoryFault: there is no such thing, or it cannot be opened or mapped from here.
     """
     found = _PLACE.fullmatch(place)
-    if found is None or fcntl is None:
+    if found is None or not fast_paths.has_memfd():
         raise SharedMemoryFault("the other process has none")
     host, process, number, token = found.groups()
     if host != machine():

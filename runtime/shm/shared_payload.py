@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+from gradbus.runtime import fast_paths
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import (
     FREE_FROM,
@@ -90,8 +91,6 @@ def read(place: str, size: int) -> memoryview:
     Raises:
         SharedMemoryFault: it is not there, or cannot be opened from here.
     """
-    if fcntl is None:
-        raise SharedMemoryFault("this system has no memfd")
     with opened(place, FREE_FROM + size, seals=_seals()) as (file, token):
         # A hole would be filled when it is looked at: with memory of the reader's, and with a signal if there is none.
         # To count blocks does not tell: there may be some behind the end.
@@ -111,7 +110,7 @@ class PayloadMemory:
     """
 
     def __init__(self, *, switched_on: bool) -> None:
-        self.here = machine() if switched_on and hasattr(fcntl, "F_ADD_SEALS") else ""
+        self.here = machine() if switched_on and fast_paths.has_memfd() else ""
         self.read_bytes: Counter[str] = Counter()
         self._gives = bool(self.here)
         self._lock = threading.Lock()

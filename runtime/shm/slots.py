@@ -6,8 +6,9 @@ number of the slot and the generation; each reader, when it has let go of the da
 table. When all readers of a slot have, it is free again. Nobody waits for anybody under a lock, and nobody can write
 into memory of others. What a dead reader has not given back stays in use: it may only seem dead, and still look.
 
-On order: what is written before a DDS call (system calls on both sides) is seen after it. A reader's note is written
-after its last look at the data, with a lock taken and released in between.
+On order: what is written before a DDS call (system calls on both sides) or a message of the mailbox is seen after it. A
+reader's note is written after its last look at the data, with a fence in between; the sender that has read the note
+writes only then, which no processor does earlier.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradbus.runtime import forks
+from gradbus.runtime import fast_paths, forks
 from gradbus.runtime.shm.layout import SLOTS, Layout
 from gradbus.runtime.shm.segment import Bytes
 from gradbus.runtime.wire.frames import CHUNK_BYTES, DESCRIPTOR_BYTES, Frame
@@ -26,6 +27,7 @@ from gradbus.runtime.wire.frames import CHUNK_BYTES, DESCRIPTOR_BYTES, Frame
 _DESCRIPTOR = struct.Struct("<II")
 assert _DESCRIPTOR.size == DESCRIPTOR_BYTES
 _MASK = 0xFFFF_FFFF
+_fence = fast_paths.memory_fence() or fast_paths.no_fence
 _NEWER = 1 << 31  # generations wrap: one is newer than another if it is less than so many ahead of it
 
 
@@ -189,4 +191,5 @@ class SlotPool:
             return  # the parent of this process holds it still
         with self._lock:
             self._leased.pop((sender, slot), None)
+            _fence()
             self._notes[sender * SLOTS + slot] = generation

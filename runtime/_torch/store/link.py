@@ -22,6 +22,7 @@ from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 from gradbus.runtime.bus import background
 from gradbus.runtime.dds.participant import Writer
+from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.torch.store.client import StoreClient
 from gradbus.torch.store.messages import Op, StoreAnswer, StoreRequest
 from gradbus.torch.store.server import StoreServer
@@ -111,7 +112,7 @@ class StoreLink:
             if isinstance(end, StoreClient):
                 settings = background.settings_from_environment()
                 # Of a process of this machine the kernel has told, if it was dead.
-                patience_s = _PATIENCE_S if settings.interface == "lo" else _PATIENCE_LEASES * thread.bus.lease_s
+                patience_s = _PATIENCE_S if settings.interface == LOOPBACK else _PATIENCE_LEASES * thread.bus.lease_s
                 joining = thread.start(end.join(timeout_s, patience_s))
                 joining.result()
             self._end = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as ct
+import errno
 import fcntl
 import mmap
 import os
@@ -226,8 +227,15 @@ def test_where_there_is_none_that_is_logged_once(monkeypatch: pytest.MonkeyPatch
             lines.append({"event": event, **facts})
 
     monkeypatch.setattr(shared_payload, "log", Log())
-    monkeypatch.delattr(os, "memfd_create")
+
+    def memfd_create(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
     memory = PayloadMemory(switched_on=True)
     assert [memory.put(PAYLOAD) for _ in range(3)] == [None] * 3
     (line,) = lines
-    assert (line["event"], line["reason"]) == ("no shared memory", "this system has no memfd")
+    assert (line["event"], line["reason"]) == (
+        "no shared memory",
+        f"no memfd: [Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}",
+    )
