@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SUFFIXES:
-.PHONY: help setup demo run-controller run-client run-ddp report doctor test check lint format typecheck wheel smoke \
+.PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-attacks \
 	conformance figures faults soak lock clean distclean
 
@@ -106,9 +106,16 @@ doctor: $(STAMP)  ## check this machine: versions, network, DDS, data
 
 # `pytest`, not `python -m pytest`: the latter puts the root, and with it a second copy of every package, on sys.path.
 # Most tests wait for processes rather than compute: so two workers, each with whole files. Those marked `alone` have the machine.
-test check faults: WORKERS ?= 2
+test test-portable check faults: WORKERS ?= 2
 test: $(STAMP)  ## run every test, with WORKERS=2
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Not those that need a process's end noticed sooner than its lease ends.
+test-portable: $(STAMP)  ## both paradigms and torch.distributed without what only Linux or x86-64 has
+	GRADBUS_PORTABLE=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -k "not killed and not dies" $(ARGS) \
+		tests/actors/test_flows.py tests/actors/test_flows_in_process.py tests/actors/data_parallel \
+		tests/torch_backend/test_ddp.py tests/torch_backend/test_collectives.py tests/torch_backend/test_wrappers.py \
+		tests/runtime/collectives/test_group_processes.py tests/experiments/test_portable.py
 
 faults: $(STAMP)  ## the tests in which something fails on purpose
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m faults $(ARGS)

@@ -108,14 +108,14 @@ def shares_memory() -> bool:
 def fast_paths() -> tuple[FastPath, ...]:
     """All fast paths of this process, for reports."""
     return (
-        FastPath("memfd", has_memfd(), "large data between processes of one machine", "it goes over DDS"),
-        FastPath("memory fence", shares_memory(), "shared memory of a group", "its data goes over DDS"),
+        FastPath("memfd", has_memfd(), "large data between processes of one machine", "goes over DDS"),
+        FastPath("memory fence", shares_memory(), "shared memory of a group", "goes over DDS"),
         FastPath(
             "futex", shares_memory() and futex_number() is not None, "small collectives on one machine",
-            "they go over DDS",
+            "go over DDS",
         ),
         FastPath(
-            "pidfd", has_pidfd(), "noticing the end of a process on one machine", "its lease ends first (bus.lease_s)"
+            "pidfd", has_pidfd(), "the end of a process of this machine", "is noticed after its lease (bus.lease_s)"
         ),
-        FastPath("mallopt", mallopt() is not None, "fewer page faults in training and receiving", "more page faults"),
+        FastPath("mallopt", mallopt() is not None, "freed memory", "goes back to the kernel: page faults"),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from gradbus.experiments.rundir.versions import versions
+from gradbus.runtime import fast_paths
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -46,7 +47,7 @@ def machine(settings: BusSettings) -> list[Finding]:
     """Findings about versions, interface, buffers and ports."""
     found = [Finding("versions", ", ".join(f"{name} {text}" for name, text in versions().items()))]
     ports = Finding("UDP ports", f"{port_range(settings.domain)} (domain {settings.domain})")
-    found += [_network(settings), _buffer(), ports]
+    found += [_network(settings), _buffer(), ports, _fast_paths()]
     document = os.environ.get("CYCLONEDDS_URI", "").strip()
     if document:
         shown = document if len(document) <= 60 else f"{document[:57]}..."
@@ -87,6 +88,16 @@ def _buffer() -> Finding:
         f"bursts may be lost and sent again (net.core.rmem_max is {limit or 'unknown'}): "
         f"sudo sysctl -w net.core.rmem_max={WANTED_BUFFER_BYTES}",
     )  # fmt: skip
+
+
+def _fast_paths() -> Finding:
+    known = fast_paths.fast_paths()
+    used = ", ".join(path.name for path in known if path.is_used) or "none"
+    missing = "; ".join(f"without {path.name}, {path.purpose} {path.instead}" for path in known if not path.is_used)
+    if not missing:
+        return Finding("fast paths", used)
+    why = f"{fast_paths.SWITCH} is set; " if fast_paths.PORTABLE else ""
+    return Finding("fast paths", used, Severity.ADVICE, f"{why}{missing}")
 
 
 def mtu_of(interface: str) -> int | None:

@@ -1,0 +1,121 @@
+"""Both paradigms and ``torch.distributed`` on a system without fast paths, as ``GRADBUS_PORTABLE=1`` makes any."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradbus.runtime import fast_paths
+
+pytestmark = pytest.mark.slow
+
+LEASE_S = 5.0  # nothing but its lease tells that a process has ended
+
+# Sums whose bits depend on the order of the ranks, small and large, and two steps of DistributedDataParallel.
+SCRIPT = """
+import hashlib, os, pathlib, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if os.environ["RANK"] == sys.argv[2]:
+    os.environ["GRADBUS_PORTABLE"] = "1"
+dist.init_process_group("dds")
+rank, hashed = dist.get_rank(), hashlib.sha256()
+for count in (16, 1 << 20):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(rank))
+    dist.all_reduce(values)
+    hashed.update(values.numpy().tobytes())
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(2):
+    model(torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+    optimizer.step()
+hashed.update(model.module.weight.detach().numpy().tobytes())
+if sys.argv[3] == "dies":
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+from gradbus.runtime import fast_paths
+shown = [path.name for path in fast_paths.fast_paths() if path.is_used]
+pathlib.Path(sys.argv[1], f"{rank}.txt").write_text(hashed.hexdigest() + " " + " ".join(shown))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _portable(monkeypatch: pytest.MonkeyPatch, domain: int) -> None:
+    monkeypatch.setenv(fast_paths.SWITCH, "1")
+    monkeypatch.setenv("GRADBUS_BUS__LEASE_S", str(LEASE_S))
+    monkeypatch.setenv("GRADBUS_BUS__DOMAIN", str(domain))
+
+
+def run_script(folder: Path, *, portable_rank: str = "", ends: str = "well", portable: bool = True) -> Any:
+    """Two ranks of the script, started by ``torchrun``. Returns its exit code and output, and each rank's line."""
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(folder / "script.py"), str(folder), portable_rank, ends],
+        env={**os.environ, "OMP_NUM_THREADS": "1", fast_paths.SWITCH: "1" if portable else ""},
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    lines = [path.read_text().split() for path in sorted(folder.glob("?.txt"))]
+    return done.returncode, done.stdout + done.stderr, lines
+
+
+def test_a_federated_run_ends_well_although_a_client_is_killed(start, monkeypatch) -> None:
+    monkeypatch.setenv("GRADBUS_FAIL_AT", "client-1/before_training:2")
+    process = start("demo", "--data", "glyphs", "--samples", 200, "--no-live", "--rounds", 3, "--run-dir", "run")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    ends = {line.partition(":")[0]: line for line in out.splitlines() if line.startswith("round ")}
+    assert "clients 2/2" in ends["round 1/3"]
+    assert "clients 1/1" in ends["round 3/3"]
+
+
+def test_data_parallel_ranks_train_to_the_end_with_equal_models(start, configs: Path, tmp_path: Path) -> None:
+    settings = ("task.data=glyphs", "worker.max_steps=12", "worker.hash_every=4")
+    process = start(
+        "run", "-n", 2, "--", configs / "ddp.conf.json", "--run-dir", "run",
+        *(part for setting in settings for part in ("--set", setting)),
+    )  # fmt: skip
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, out + err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("done", 12)
+
+
+def test_torch_distributed_computes_equal_bits_where_no_rank_or_one_rank_has_fast_paths(tmp_path: Path) -> None:
+    found = {}
+    for name in ("without", "mixed"):
+        is_mixed = name == "mixed"
+        code, text, lines = run_script(tmp_path / name, portable_rank="1" if is_mixed else "", portable=not is_mixed)
+        assert code == 0, text
+        found[name] = lines
+    hashes = {line[0] for lines in found.values() for line in lines}
+    assert len(hashes) == 1, found
+    assert all(len(line) == 1 for line in found["without"])  # no fast path
+    assert [len(line) > 1 for line in found["mixed"]] == [True, False]
+
+
+def test_a_rank_that_is_killed_is_named_when_its_lease_has_ended(tmp_path: Path) -> None:
+    code, text, lines = run_script(tmp_path / "dies", ends="dies")
+    assert code != 0
+    assert not lines
+    assert f"exitcode  : -{signal.SIGKILL.value}" in text
+
+
+def test_the_doctor_names_the_fast_paths_and_what_happens_without(invoke, domain: int) -> None:
+    shown = invoke("doctor", "--domain", domain)
+    assert shown.code == 0, shown.out
+    (line,) = [line for line in shown.out.splitlines() if line.split()[:2] == ["fast", "paths"]]
+    used = [path.name for path in fast_paths.fast_paths() if path.is_used]
+    assert all(name in line for name in used)
