@@ -1,68 +1,20 @@
-"""Options of the command line that take one of a few words.
+"""Values of the options that take one of a few.
 
-Each table is defined where the words are used. These modules load torch or pydantic, which ``--help`` and completion
-must not wait for: so the words stand here once more, and tests/experiments/test_command_line.py compares the two.
+Each table is defined where the values are used, in modules that load torch or pydantic, which ``--help`` and completion
+must not wait for: so they stand here once more, and tests/experiments/test_command_line.py compares the two.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
+from typing import Literal
 
-
-class CodecChoice(StrEnum):
-    """Codecs, as in ``gradbus.codecs.ALL``."""
-
-    FP32 = "fp32"
-    Q8 = "q8"
-    S4 = "s4"
-    SQ8 = "sq8"
-
-
-class NetworkChoice(StrEnum):
-    """Network profiles, as ``bus.network`` has them."""
-
-    LOOPBACK = "loopback"
-    NETWORK = "network"
-
-
-class FileFormat(StrEnum):
-    """Formats of an exported model, as in ``experiments/rundir/export.py``."""
-
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-
-
-class FileKind(StrEnum):
-    """Commands that read a configuration, as in ``experiments/settings_reference.py``."""
-
-    CONTROLLER = "controller"
-    CLIENT = "client"
-    WORKER = "worker"
-
-
-class LoopName(StrEnum):
-    """Event loops."""
-
-    UVLOOP = "uvloop"
-    ASYNCIO = "asyncio"
-
-
-class LogStyle(StrEnum):
-    """Styles of log lines, as in ``gradbus.runtime.logs.configure``."""
-
-    AUTO = "auto"
-    CONSOLE = "console"
-    JSON = "json"
-
-
-class LogLevel(StrEnum):
-    """The least important level that gets a log line."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
+CodecName = Literal["fp32", "q8", "s4", "sq8"]
+Network = Literal["loopback", "network"]
+FileFormat = Literal["safetensors", "torch"]
+FileKind = Literal["controller", "client", "worker"]
+LoopName = Literal["uvloop", "asyncio"]
+LogStyle = Literal["auto", "console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 # Options that take other texts besides, such as package.module:attribute.
 DATA_HELP = "mnist, glyphs, auto, or package.module:attribute."

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradbus.experiments.cli.choices import FileFormat, LoopName, NetworkChoice
+from gradbus.experiments.cli.choices import FileFormat, Network
 from gradbus.experiments.cli.exit_codes import ExitCode
-from gradbus.experiments.cli.import_object import add_current_directory_to_path
-from gradbus.experiments.cli.options import KeyFile, Loop, addresses_of
-from gradbus.experiments.run.lifecycle import guard, run_loop
+from gradbus.experiments.cli.options import (
+    Domain,
+    KeyFile,
+    Loop,
+    add_current_directory_to_path,
+    addresses_of,
+    command,
+)
+from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.plain_text import plain_line
 
@@ -41,13 +47,9 @@ def report(
 
     For federated and for data-parallel runs, also for one that goes on or was killed.
     """
+    from gradbus.experiments.report.build import make_report
 
-    def action() -> None:
-        from gradbus.experiments.report.build import make_report
-
-        print(make_report(run_dir, compare or (), out))
-
-    raise typer.Exit(guard("report", action))
+    print(make_report(run_dir, compare or (), out))
 
 
 def export(
@@ -69,43 +71,32 @@ def export(
     For federated and for data-parallel runs, also for one that goes on or was killed. The model is the one that
     config.json of the run names: start the command where that can be imported.
     """
+    from gradbus.experiments.rundir.export import export as write
 
-    def action() -> None:
-        from gradbus.experiments.rundir.export import export as write
-
-        add_current_directory_to_path()
-        print(write(run_dir, to, None if form is None else form.value, number).text)
-
-    raise typer.Exit(guard("export", action))
+    add_current_directory_to_path()
+    print(write(run_dir, to, form, number).text)
 
 
 def check(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, show_default=False)],
-) -> None:
-    """Check what a run has noted against what must be true of every run: nothing lost, nothing counted twice.
+) -> int:
+    """Check the event journals of a run against what must be true of every run: nothing lost, nothing counted twice.
 
     Prints what was compared, and ends with exit code 12 where something does not hold. See docs/reliability.md.
     """
-    lines: list[str] = []
-    well: list[bool] = []
+    from gradbus.experiments.history.invariants import check as check_all
+    from gradbus.experiments.history.reader import read_history
 
-    def action() -> None:
-        from gradbus.experiments.history.invariants import check as check_all
-        from gradbus.experiments.history.reader import read_history
-
-        run = read_history(run_dir)
-        results = check_all(run)
-        lines.extend(invariant_table(results))
-        if run.cut_short:
-            lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
-        if run.without_start:
-            lines.append(f"{run.without_start} events are left out: no start of their process was noted")
-        well.append(not any(result.violations for result in results))
-
-    code = guard("check", action)
+    run = read_history(run_dir)
+    results = check_all(run)
+    lines = invariant_table(results)
+    if run.cut_short:
+        lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
+    if run.without_start:
+        lines.append(f"{run.without_start} events are left out: no start of their process was noted")
     for line in lines:
         print(plain_line(line))
-    raise typer.Exit(code or (ExitCode.OK if all(well) else ExitCode.HISTORY))
+    return ExitCode.HISTORY if any(result.violations for result in results) else ExitCode.OK
 
 
 def invariant_table(results: list[InvariantResult]) -> list[str]:
@@ -130,48 +121,43 @@ def status(
         typer.Option("--config", metavar="FILE", help="Take job and network from a configuration.", show_default=False),
     ] = None,
     domain: Annotated[int | None, typer.Option(min=0, max=232, help="DDS domain. [default: 0]")] = None,
-    network: Annotated[NetworkChoice | None, typer.Option(help="Network profile. [default: loopback]")] = None,
+    network: Annotated[Network | None, typer.Option(help="Network profile. [default: loopback]")] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface. [default: lo]")] = None,
     peers: Annotated[str | None, typer.Option(help="Addresses of the other machines, separated by commas.")] = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(min=0.5, help="Seconds to wait for a first answer.")] = 5.0,
     seconds: Annotated[float, typer.Option(min=0.5, help="How long to listen from then on.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    loop: Loop = LoopName.UVLOOP,
+    loop: Loop = "uvloop",
 ) -> None:
-    """Say what a running job is doing: its members, whom it waits for and why, rates, drops.
+    """Show what a running job is doing: its members, which of them it waits for and why, rates, drops.
 
     It only listens, and no process waits for it. For federated and for data-parallel jobs.
     """
+    from gradbus.experiments.buses import check
+    from gradbus.experiments.run.status import settings_of
+    from gradbus.experiments.rundir.directory import json_text
+    from gradbus.runtime import logs
 
-    def action() -> None:
-        from gradbus.experiments.buses import check
-        from gradbus.experiments.run.status import settings_of
-        from gradbus.experiments.rundir.directory import json_text
-        from gradbus.runtime import logs
+    logs.configure(level="error")
+    options: dict[str, Any] = {
+        "job": job, "domain": domain, "network": network, "interface": interface,
+        "peers": None if peers is None else list(addresses_of(peers)),
+        "key_file": None if key_file is None else str(key_file),
+    }  # fmt: skip
+    settings = settings_of(config, {key: value for key, value in options.items() if value is not None})
+    check(settings)
+    from gradbus.experiments.run.status import lines_of, observe
 
-        logs.configure(level="error")
-        options: dict[str, Any] = {
-            "job": job, "domain": domain, "network": None if network is None else network.value,
-            "interface": interface,
-            "peers": None if peers is None else list(addresses_of(peers)),
-            "key_file": None if key_file is None else str(key_file),
-        }  # fmt: skip
-        settings = settings_of(config, {key: value for key, value in options.items() if value is not None})
-        check(settings)
-        from gradbus.experiments.run.status import lines_of, observe
-
-        picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
-        print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))
-
-    raise typer.Exit(guard("status", action))
+    picture = run_loop(lambda: observe(settings, timeout_s=timeout, listen_s=seconds), loop)
+    print(json_text(picture, indent=2) if as_json else "\n".join(lines_of(picture)))
 
 
 def doctor(
-    network: Annotated[NetworkChoice, typer.Option(help="Network profile.")] = NetworkChoice.LOOPBACK,
+    network: Annotated[Network, typer.Option(help="Network profile.")] = "loopback",
     interface: Annotated[str, typer.Option(help="Network interface.")] = LOOPBACK,
     peers: Annotated[str, typer.Option(help="Addresses of the other machines, separated by commas.")] = "",
-    domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
+    domain: Domain = 0,
     key_file: KeyFile = None,
     wait_s: Annotated[
         float | None,
@@ -181,36 +167,31 @@ def doctor(
         ),
     ] = None,
     job: Annotated[str | None, typer.Option(help="Meet the other doctors under this name.", show_default=False)] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Everybody on the network is trusted.")] = False,
-    loop: Loop = LoopName.UVLOOP,
-) -> None:
+    insecure: Annotated[bool, typer.Option("--insecure", help="All users of the network are trusted.")] = False,
+    loop: Loop = "uvloop",
+) -> int:
     """Check this machine, and with --peers the way to others: versions, network, protection, and DDS, measured.
 
     Start it on two machines within a minute, with the same settings and each other's address in --peers: they find each
-    other, measure both ways, and each says what it does not see, and what to check. No answer is a failure.
+    other, measure both ways, and each reports what it does not see, and what to check. No answer is a failure.
     """
-    well: list[bool] = []
+    from gradbus.experiments.doctor.report import DEFAULT_WAIT_S, examine
+    from gradbus.runtime import logs
+    from gradbus.runtime.config.federated import BusSettings
 
-    def action() -> None:
-        from gradbus.experiments.doctor.report import DEFAULT_WAIT_S, examine
-        from gradbus.runtime import logs
-        from gradbus.runtime.config.federated import BusSettings
-
-        logs.configure(level="error")
-        addresses = addresses_of(peers)
-        settings = BusSettings(
-            domain=domain, network=network.value, interface=interface, peers=addresses, insecure=True  # it says nothing
-        )  # fmt: skip
-        settings = settings if job is None else settings.model_copy(update={"job": job})
-        others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
-        seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
-        well.append(examine(settings, loop, key_file, wait_s=seconds, trusted=insecure))
-
-    code: Any = guard("doctor", action)
-    raise typer.Exit(code or (ExitCode.OK if all(well) else ExitCode.BUS))
+    logs.configure(level="error")
+    addresses = addresses_of(peers)
+    settings = BusSettings(
+        domain=domain, network=network, interface=interface, peers=addresses, insecure=True  # it sends no data
+    )  # fmt: skip
+    settings = settings if job is None else settings.model_copy(update={"job": job})
+    others = any(address not in ("127.0.0.1", "localhost") for address in addresses)
+    seconds = wait_s if wait_s is not None else DEFAULT_WAIT_S if others else None
+    well = examine(settings, loop, key_file, wait_s=seconds, trusted=insecure)
+    return ExitCode.OK if well else ExitCode.BUS
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (report, export, check, status, doctor):
-        app.command()(command)
+    for function in (report, export, check, status, doctor):
+        app.command()(command(function.__name__)(function))

@@ -1,5 +1,4 @@
-"""The command line: ``gradbus demo | controller | client | worker | run | report | export | check | status | keys |
-config | doctor``.
+"""The command line: the commands that train, ``gradbus demo | controller | client | worker | run``, and all others.
 
 What is imported here decides how long ``gradbus --help`` takes; torch and DDS are imported inside the commands.
 """
@@ -11,12 +10,12 @@ from typing import Annotated
 import typer
 
 import gradbus
-from gradbus.experiments.cli import inspection, keys, parallel, settings
-from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecChoice, LogLevel, LogStyle, LoopName
-from gradbus.experiments.cli.import_object import add_current_directory_to_path
+from gradbus.experiments.cli import inspection, keys, settings
+from gradbus.experiments.cli.choices import DATA_HELP, PARTITION_HELP, CodecName, LogLevel
 from gradbus.experiments.cli.options import (
     Config,
     DataRoot,
+    Domain,
     FullTraceback,
     Insecure,
     Level,
@@ -27,8 +26,9 @@ from gradbus.experiments.cli.options import (
     RunDir,
     Style,
     TensorBoard,
-    folder_setting,
-    insecure_setting,
+    add_current_directory_to_path,
+    command,
+    settings_of,
 )
 from gradbus.experiments.run.lifecycle import guard, run_loop
 
@@ -58,45 +58,43 @@ def _common(
 
 
 @app.command()
+@command("demo")
 def demo(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = 5,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.")] = 2,
     samples: Annotated[int, typer.Option(min=0, help="Samples per client and round; 0: all of the client.")] = 2000,
     data: Annotated[str, typer.Option(help=DATA_HELP)] = "auto",
-    codec: Annotated[CodecChoice, typer.Option(help="Codec of the clients' updates.")] = CodecChoice.FP32,
-    downlink_codec: Annotated[CodecChoice, typer.Option(help="Codec of the global model.")] = CodecChoice.FP32,
+    codec: Annotated[CodecName, typer.Option(help="Codec of the clients' updates.")] = "fp32",
+    downlink_codec: Annotated[CodecName, typer.Option(help="Codec of the global model.")] = "fp32",
     partition: Annotated[str, typer.Option(help=PARTITION_HELP)] = "iid",
     seed: Annotated[int, typer.Option(min=0, max=0x7FFF_FFFF, help="Seed of everything random.")] = 0,
-    domain: Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")] = 0,
+    domain: Domain = 0,
     run_dir: RunDir = None,
     tensorboard: TensorBoard = None,
     live: Live = True,
     overrides: Overrides = None,
     data_root: DataRoot = None,
-    log_level: Level = LogLevel.INFO,
-    loop: Loop = LoopName.UVLOOP,
+    log_level: Level = "info",
+    loop: Loop = "uvloop",
     full_traceback: FullTraceback = False,
 ) -> None:
     """Train on this machine: a controller and its clients, each a process of its own, over DDS."""
-    hint: list[str] = []
+    from gradbus.experiments.run.commands import demo_run
+    from gradbus.experiments.run.console import Screen
+    from gradbus.experiments.run.demo import DemoOptions
 
-    def action() -> None:
-        from gradbus.experiments.run.commands import demo_run
-        from gradbus.experiments.run.demo import DemoOptions
-
-        add_current_directory_to_path()
-        options = DemoOptions(
-            rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec.value,
-            downlink_codec=downlink_codec.value, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
-            overrides=(*(overrides or ()), *folder_setting("tensorboard", tensorboard)), loop=loop.value,
-            level=log_level.value, full_traceback=full_traceback,
-        )  # fmt: skip
-        demo_run(options, live=live, loop=loop, hint=hint)
-
-    raise typer.Exit(guard("demo", action, when_stopped=lambda: "".join(hint), full_traceback=full_traceback))
+    add_current_directory_to_path()
+    options = DemoOptions(
+        rounds=rounds, clients=clients, samples=samples, data=data, data_root=data_root, codec=codec,
+        downlink_codec=downlink_codec, partition=partition, seed=seed, domain=domain, run_dir=run_dir,
+        overrides=tuple(settings_of(overrides, tensorboard=tensorboard)), loop=loop, level=log_level,
+        full_traceback=full_traceback,
+    )  # fmt: skip
+    demo_run(options, Screen(live=live, level=log_level))
 
 
 @app.command()
+@command("controller")
 def controller(
     config: Config,
     run_dir: RunDir = None,
@@ -106,29 +104,24 @@ def controller(
     insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
-    log_level: Level = LogLevel.INFO,
-    log_style: Style = LogStyle.AUTO,
-    loop: Loop = LoopName.UVLOOP,
+    log_level: Level = "info",
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
     full_traceback: FullTraceback = False,
 ) -> None:
-    """Run the rounds of a job: wait for its clients, average what they learn, publish the model."""
-    hint: list[str] = []
+    """Run the rounds of a job: wait for its clients, average their updates, publish the model."""
+    from gradbus.experiments.run.commands import controller_run
+    from gradbus.experiments.run.console import Screen
 
-    def action() -> None:
-        from gradbus.experiments.run.commands import controller_run
-
-        add_current_directory_to_path()
-        extra = [] if resume is None else [f"federated.resume={str(resume).lower()}"]
-        extra += [*folder_setting("tensorboard", tensorboard), *insecure_setting(insecure)]
-        controller_run(
-            config, run_dir=run_dir, overrides=[*(overrides or ()), *extra], data_root=data_root, live=live,
-            level=log_level, style=log_style, loop=loop, hint=hint,
-        )  # fmt: skip
-
-    raise typer.Exit(guard("controller", action, when_stopped=lambda: "".join(hint), full_traceback=full_traceback))
+    add_current_directory_to_path()
+    own = settings_of(
+        overrides, resume=("federated.resume", resume), run_dir=run_dir, tensorboard=tensorboard, insecure=insecure
+    )
+    controller_run(config, own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
 
 
 @app.command()
+@command("client")
 def client(
     config: Config,
     client_id: Annotated[
@@ -140,31 +133,106 @@ def client(
     insecure: Insecure = False,
     overrides: Overrides = None,
     data_root: DataRoot = None,
-    log_level: Level = LogLevel.INFO,
-    log_style: Style = LogStyle.AUTO,
-    loop: Loop = LoopName.UVLOOP,
+    log_level: Level = "info",
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
     full_traceback: FullTraceback = False,
 ) -> None:
-    """Train on this machine's own data whenever the controller of the job says so."""
+    """Train on this machine's own data whenever the controller of the job asks for it."""
+    from gradbus.experiments.buses import check
+    from gradbus.experiments.files import ClientFile, load
+    from gradbus.runtime import logs
 
-    def action() -> None:
-        from gradbus.experiments.buses import check
-        from gradbus.experiments.files import ClientFile, load
-        from gradbus.runtime import logs
+    logs.configure(level=log_level, style=log_style)
+    add_current_directory_to_path()
+    own = settings_of(overrides, insecure=insecure) + (["client.full_traceback=true"] if full_traceback else [])
+    file = load(ClientFile, config, overrides=own, data_root=data_root)
+    check(file.bus)
+    from gradbus.experiments.run.federated import run_client
 
-        logs.configure(level=log_level.value, style=log_style.value)
+    run_loop(lambda: run_client(file, client_id), loop)
+
+
+@app.command()
+@command("worker")
+def worker(
+    config: Config,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank of this process, from 0. [default: the file, $GRADBUS_RANK, $RANK]")
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(help="Ranks in all. [default: the file, $GRADBUS_WORLD, $WORLD_SIZE, $WORLD]"),
+    ] = None,
+    run_dir: RunDir = None,
+    tensorboard: TensorBoard = None,
+    resume: Resume = None,
+    live: Live = True,
+    insecure: Insecure = False,
+    overrides: Overrides = None,
+    data_root: DataRoot = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(
+            help="Least important level that is logged. [default: info; warning for rank 0, which reports each epoch]"
+        ),
+    ] = None,
+    log_style: Style = "auto",
+    loop: Loop = "uvloop",
+    full_traceback: FullTraceback = False,
+) -> None:
+    """Train as one rank of a data-parallel job: the same model on every rank, each with its part of the data.
+
+    One process per rank, on one machine or on several. Rank 0 reports the progress.
+    """
+    from gradbus.experiments.run.commands import worker_run
+    from gradbus.experiments.run.console import Screen
+
+    add_current_directory_to_path()
+    own = settings_of(
+        overrides, resume=("worker.resume", resume), run_dir=run_dir, tensorboard=tensorboard, insecure=insecure
+    )
+    worker_run(config, (rank, world), own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
+
+
+# What follows CONFIG is for the ranks, also without "--".
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="CONFIG", help="CONFIG and further options, as for gradbus worker.", show_default=False),
+    ],
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", metavar="N", help="Ranks. [default: world in CONFIG]")
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, metavar="SECONDS", help="Between the request to end and the kill.")
+    ] = 5.0,
+) -> None:
+    """Start all ranks of a data-parallel job on this machine, and end them together.
+
+    For example: gradbus run -n 4 -- my.json --set worker.epochs=3
+
+    Each line of a rank comes with [rank R] before it. Ctrl-C is passed on, the second one kills. Where a rank fails,
+    the others are ended, and its last lines are shown again.
+
+    A job without a name in CONFIG (bus.job) gets one of its own, so that two launches do not disturb each other. The
+    ranks share the cores of the machine, unless task.threads sets the number of threads of each.
+    """
+    worker_command = context.parent.command.get_command(context, "worker")  # type: ignore[union-attr]
+    parsed = worker_command.make_context("worker", list(arguments), parent=context.parent)  # complains here, once
+
+    def launch() -> int:
+        from gradbus.experiments.launch.command import launch_run
+
         add_current_directory_to_path()
-        extra = [*insecure_setting(insecure), *(["client.full_traceback=true"] if full_traceback else [])]
-        settings = load(ClientFile, config, overrides=[*(overrides or ()), *extra], data_root=data_root)
-        check(settings.bus)
-        from gradbus.experiments.run.federated import run_client
+        return launch_run(arguments, parsed.params, ranks=ranks, grace_s=grace_s)
 
-        run_loop(lambda: run_client(settings, client_id), loop)
-
-    raise typer.Exit(guard("client", action, full_traceback=full_traceback))
+    raise typer.Exit(guard("run", launch))
 
 
-for _commands in (parallel, inspection, settings, keys):
+for _commands in (inspection, settings, keys):
     _commands.add_to(app)
 
 

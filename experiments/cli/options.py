@@ -1,15 +1,21 @@
-"""Arguments and options that several commands share."""
+"""Options and arguments that several commands share, and the decorator of every command."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ParamSpec
 
 import typer
 
 from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.run.lifecycle import guard
+
+P = ParamSpec("P")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A .json or .toml file.", show_default=False)]
 Overrides = Annotated[
@@ -37,26 +43,65 @@ KeyFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The key of the job. [default: as the environment says, else the key of this user]",
+        help="The key of the job. [default: that of the environment, else the key of this user]",
         show_default=False,
     ),
 ]
+Domain = Annotated[int, typer.Option(min=0, max=232, help="DDS domain.")]
 FullTraceback = Annotated[
     bool, typer.Option("--traceback", help="Show every line of a traceback, those of libraries, too.")
 ]
 Live = Annotated[bool, typer.Option("--live/--no-live", help="A table that follows the run, on a terminal.")]
 
 
-def insecure_setting(insecure: bool) -> list[str]:
-    """The override of a setting that the option stands for, if it is given."""
-    return ["bus.insecure=true"] if insecure else []
+def command(name: str) -> Callable[[Callable[P, int | None]], Callable[P, None]]:
+    """Make a command of a function: how it ends becomes an exit code, and an error one line that begins with ``name``.
+
+    The function returns an exit code; None is 0. An option ``full_traceback`` is obeyed.
+    """
+
+    def decorate(function: Callable[P, int | None]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            full = bool(kwargs.get("full_traceback"))
+            raise typer.Exit(guard(name, lambda: function(*args, **kwargs), full_traceback=full))
+
+        return run
+
+    return decorate
 
 
-def folder_setting(key: str, folder: Path | None) -> list[str]:
-    """An option that names a folder as an override of the setting of that name; a path like ``2024`` stays a text."""
-    return [] if folder is None else [f"{key}={json.dumps(os.fspath(folder))}"]
+def settings_of(
+    overrides: list[str] | None,
+    *,
+    insecure: bool = False,
+    resume: tuple[str, bool | None] = ("", None),
+    run_dir: Path | None = None,
+    tensorboard: Path | None = None,
+) -> list[str]:
+    """Options as overrides of settings, behind those of ``--set``: the last one is the strongest.
+
+    ``resume``: the name of the setting, and the option. A path like ``2024`` stays a text.
+    """
+    folders = {"run_dir": run_dir, "tensorboard": tensorboard}
+    key, wanted = resume
+    return [
+        *(overrides or ()),
+        *([] if wanted is None else [f"{key}={json.dumps(wanted)}"]),
+        *(f"{name}={json.dumps(os.fspath(folder))}" for name, folder in folders.items() if folder is not None),
+        *(["bus.insecure=true"] if insecure else []),
+    ]
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
     """The addresses in an option that lists them, separated by commas."""
     return tuple(address.strip() for address in text.split(",") if address.strip())
+
+
+def add_current_directory_to_path() -> None:
+    """Put the current directory on the import path, for a user's own code, behind everything that is installed.
+
+    Never in front, where ``python -m`` puts it: a folder ``codecs`` or ``models`` in it would hide other modules.
+    """
+    here = os.getcwd()
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gradbus.experiments.cli.choices import FileKind
-from gradbus.experiments.run.lifecycle import guard
+from gradbus.experiments.cli.options import command
 
 config = typer.Typer(
     name="config",
@@ -19,32 +19,26 @@ config = typer.Typer(
 
 
 @config.command()
+@command("config")
 def reference(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/settings.md.")] = False,
 ) -> None:
     """Print every setting of controller, client and worker: name, default, type, and what it does."""
+    from gradbus.experiments.settings_reference import as_markdown, as_text
 
-    def action() -> None:
-        from gradbus.experiments.settings_reference import as_markdown, as_text
-
-        _print(as_markdown() if markdown else as_text())
-
-    raise typer.Exit(guard("config", action))
+    _print(as_markdown() if markdown else as_text())
 
 
 @config.command()
+@command("config")
 def schema(
     kind: Annotated[FileKind, typer.Argument(help="The command that reads the file.", show_default=False)],
 ) -> None:
     """Print a JSON schema of a configuration file, with which an editor completes and checks it."""
+    from gradbus.experiments.rundir.directory import json_text
+    from gradbus.experiments.settings_reference import json_schema
 
-    def action() -> None:
-        from gradbus.experiments.rundir.directory import json_text
-        from gradbus.experiments.settings_reference import json_schema
-
-        _print(json_text(json_schema(kind.value), indent=2) + "\n")
-
-    raise typer.Exit(guard("config", action))
+    _print(json_text(json_schema(kind), indent=2) + "\n")
 
 
 def _print(text: str) -> None:

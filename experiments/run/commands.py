@@ -9,18 +9,19 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradbus.experiments.amounts import percent, size
 from gradbus.experiments.buses import check
-from gradbus.experiments.cli.choices import LogLevel, LogStyle, LoopName
+from gradbus.experiments.cli.choices import LoopName
 from gradbus.experiments.figures.run_accuracy import draw_accuracy, draw_epochs
 from gradbus.experiments.files import ControllerFile, WorkerFile, load
 from gradbus.experiments.report.scalars import open_scalars
 from gradbus.experiments.run.console import Screen
 from gradbus.experiments.run.demo import DemoOptions, plan, run_demo
-from gradbus.experiments.run.lifecycle import run_loop
+from gradbus.experiments.run.lifecycle import if_stopped, run_loop
 from gradbus.experiments.run.live import Display, EpochTable, Lines, epoch_line, round_display
 from gradbus.experiments.run.rank_environment import find_place
 from gradbus.experiments.rundir.directory import ControllerDirectory, finished, new_path, open_log
@@ -39,35 +40,31 @@ log = get_logger("cli")
 # -- a federated run ---------------------------------------------------------------------------------------------------
 
 
-def demo_run(options: DemoOptions, *, live: bool, loop: LoopName, hint: list[str]) -> None:
-    """``gradbus demo``. ``hint`` gets what is left if it is stopped."""
-    screen = Screen(live=live, level=LogLevel(options.level))
+def demo_run(options: DemoOptions, screen: Screen) -> None:
+    """``gradbus demo``."""
     screen.configure_logs()
     planned = plan(options)
     check(planned.controller.bus)
     with open_scalars(planned.controller.tensorboard) as scalars, ControllerDirectory(planned.run_dir) as run:
-        hint.append(f"What was done until then is in {run.path}")
+        if_stopped.append(f"What was done until then is in {run.path}")
         bus = planned.controller.bus
         if planned.note:
             screen.say(f"data: {planned.note}")
         screen.say(f"{options.clients} client processes, job {bus.job}, DDS domain {bus.domain} on {bus.interface}")
-        reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars), loop)
+        reports = run_loop(lambda: run_demo(planned, run, screen, options, scalars), options.loop)
         _conclude_rounds(screen, run, reports, title=bus.job)
 
 
 def controller_run(
-    config: Path, *, run_dir: Path | None, overrides: Sequence[str], data_root: Path | None, live: bool,
-    level: LogLevel, style: LogStyle, loop: LoopName, hint: list[str],
-) -> None:  # fmt: skip
-    """``gradbus controller``. ``hint`` gets how the run can be continued, once that is known."""
+    config: Path, overrides: Sequence[str], data_root: Path | None, screen: Screen, loop: LoopName
+) -> None:
+    """``gradbus controller``."""
     file = load(ControllerFile, config, overrides=overrides, data_root=data_root)
     check(file.bus)
     from gradbus.experiments.run.federated import end_again, run_controller
 
-    # Who asks for a style of log lines wants to see them.
-    screen = Screen(live=live and style is LogStyle.AUTO, level=level, style=style)
     screen.configure_logs()
-    path = run_dir or file.run_dir or new_path(file.bus.job)
+    path = file.run_dir or new_path(file.bus.job)
     federated = file.federated
     done = finished(path, federated.state_dir or path / "state", federated.rounds) if federated.resume else None
     if done is not None:
@@ -78,7 +75,7 @@ def controller_run(
         )
         return run_loop(lambda: end_again(file, done.run_id), loop)
     with open_scalars(file.tensorboard) as scalars, ControllerDirectory(path) as run:
-        hint.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
+        if_stopped.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
         if screen.table:
             log_file = screen.log_file(run.log)
             display = round_display(screen, log_file, f"job {file.bus.job}", federated.num_clients or 0)
@@ -104,29 +101,28 @@ def _conclude_rounds(screen: Screen, run: ControllerDirectory, reports: Sequence
 
 
 def worker_run(
-    config: Path, *, rank: int | None, world: int | None, run_dir: Path | None, overrides: Sequence[str],
-    data_root: Path | None, live: bool, level: LogLevel | None, style: LogStyle, loop: LoopName, hint: list[str],
+    config: Path, place: tuple[int | None, int | None], overrides: Sequence[str], data_root: Path | None,
+    screen: Screen, loop: LoopName,
 ) -> None:  # fmt: skip
-    """``gradbus worker``. ``hint`` gets how the run can be continued, once that is known."""
+    """``gradbus worker``. ``place``: rank and world as the options give them."""
     file = load(WorkerFile, config, overrides=overrides, data_root=data_root, defaults=_from_torchrun())
-    place = find_place(rank=rank, world=world, file_rank=file.rank, file_world=file.world)
-    leads = place.rank == 0
-    check(file.bus, rank=place.rank)
-    path = run_dir or file.run_dir or (new_path(file.bus.job) if leads else None)
+    found = find_place(rank=place[0], world=place[1], file_rank=file.rank, file_world=file.world)
+    leads = found.rank == 0
+    check(file.bus, rank=found.rank)
+    path = file.run_dir or (new_path(file.bus.job) if leads else None)
     file = file.model_copy(update={"run_dir": path})
     # Rank 0 prints a line for each epoch, and the others their own part: the log need not do so again. Where the others
     # log JSON, that has an event for each epoch, and lines of text would be in the way of its reader.
-    is_json = style is LogStyle.JSON or (style is LogStyle.AUTO and not sys.stderr.isatty())
+    is_json = screen.style == "json" or (screen.style == "auto" and not sys.stderr.isatty())
     prints = leads or not is_json
-    table = Screen(live=live and leads and style is LogStyle.AUTO).table
-    usual = LogLevel.WARNING if prints and not table else LogLevel.INFO
-    screen = Screen(live=table, level=level or usual, style=style)
+    screen = replace(screen, live=screen.live and leads)
+    screen = replace(screen, level=screen.level or ("warning" if prints and not screen.table else "info"))
     screen.configure_logs()
     from gradbus.experiments.run.data_parallel import Output, run_worker
 
     def run(output: Output) -> WorkerOutcome | None:
         try:
-            return run_loop(lambda: run_worker(file, place, output), loop)
+            return run_loop(lambda: run_worker(file, found, output), loop)
         except ExceptionGroup as group:
             raise single_error(group) from None
 
@@ -136,10 +132,10 @@ def worker_run(
         lines = Lines(screen.console, lambda report: epoch_line(report, epochs, of_all=leads))
     if path is None or not leads:
         # Started by hand it prints what it waits for, too; under a launcher rank 0 prints that for all.
-        by_hand = prints and style is LogStyle.AUTO
+        by_hand = prints and screen.style == "auto"
         run(Output(say=screen.say, display=lambda _: lines) if by_hand else Output(display=lambda _: lines))
         return
-    hint.append(f"To continue: the same command for all ranks, with --run-dir {path}")
+    if_stopped.append(f"To continue: the same command for all ranks, with --run-dir {path}")
     with open_scalars(file.tensorboard) as scalars:
         if screen.table:
             with open_log(path, "rank-0.log") as stream:

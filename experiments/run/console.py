@@ -29,25 +29,25 @@ class Screen:
     """
 
     live: bool
-    level: LogLevel = LogLevel.INFO
-    style: LogStyle = LogStyle.AUTO
+    level: LogLevel | None = "info"  # None: for the command to choose
+    style: LogStyle = "auto"
     console: Console = field(default_factory=Console)
 
     @property
     def table(self) -> bool:
-        """Whether there will be a table."""
-        return self.live and self.console.is_terminal and not self.console.is_dumb_terminal
+        """Whether there will be a table: not where log lines of some style are asked for."""
+        return self.live and self.style == "auto" and self.console.is_terminal and not self.console.is_dumb_terminal
 
     def configure_logs(self) -> None:
         """Log to stderr."""
-        logs.configure(level=self.level.value, style=self.style.value)
+        logs.configure(level=self.level or "info", style=self.style)
 
     @contextlib.contextmanager
     def logging_to(self, log: LogFile) -> Iterator[None]:
         """Send the log to the file meanwhile."""
         # The log's set-up takes sys.stderr as it finds it.
         with contextlib.redirect_stderr(log):
-            logs.configure(level=self.level.value, style="json")
+            logs.configure(level=self.level or "info", style="json")
         try:
             yield
         finally:

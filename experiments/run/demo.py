@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from gradbus.experiments.cli.choices import LogLevel, LoopName
 from gradbus.experiments.cli.exit_codes import ClientsGone, ExitCode, NoData
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.report.scalars import Scalars
@@ -52,8 +53,8 @@ class DemoOptions:
     domain: int = 0
     run_dir: Path | None = None
     overrides: tuple[str, ...] = ()
-    loop: str = "uvloop"
-    level: str = "info"
+    loop: LoopName = "uvloop"
+    level: LogLevel = "info"
     full_traceback: bool = False
 
 

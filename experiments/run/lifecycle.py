@@ -28,7 +28,10 @@ stopping = threading.Event()
 """Set when this process shall stop: a computation in a thread may poll it."""
 
 before_abort: list[Callable[[], None]] = []
-"""What must happen even when the second Ctrl-C ends the process at once: short, and never waiting."""
+"""Called even when the second Ctrl-C ends the process at once: short, and never waiting."""
+
+if_stopped: list[str] = []
+"""Sentences for the user for the case that a signal stops the command: how to go on."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the end of its terminal"}
@@ -42,7 +45,7 @@ class Interrupted(Exception):
         self.signum = signum
 
 
-def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = LoopName.UVLOOP) -> T:
+def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = "uvloop") -> T:
     """Run ``main()`` on an event loop of its own.
 
     Raises:
@@ -57,7 +60,7 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = LoopNa
 
 
 def _loop_factory(loop: LoopName) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if loop is LoopName.UVLOOP:
+    if loop == "uvloop":
         try:
             import uvloop  # not on every platform
         except ImportError:
@@ -119,9 +122,7 @@ def say(text: str) -> None:
     print(plain_line(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
-def guard(
-    name: str, action: Callable[[], None], *, when_stopped: Callable[[], str] = str, full_traceback: bool = False
-) -> int:
+def guard(name: str, action: Callable[[], int | None], *, full_traceback: bool = False) -> int:
     """Run a command and turn the way it ended into an exit code, and one line on stderr unless it ended well.
 
     An exception of the user's own code, or an unexpected one, has its traceback before that line: of the user's
@@ -129,15 +130,15 @@ def guard(
 
     Args:
         name: of the command, for that line.
-        when_stopped: what to add to it after Ctrl-C: how to go on.
+        action: returns the exit code of its own end; None: 0.
         full_traceback: leave no line of it out.
     """
     before = signal.signal(signal.SIGINT, _leave_at_once)  # until the loop runs there is nothing to end gracefully
+    if_stopped.clear()
     try:
-        action()
+        return action() or ExitCode.OK
     except Interrupted as stop:
-        hint = when_stopped()
-        say(f"gradbus {name}: {stop}" + (f". {hint}" if hint else ""))
+        say(f"gradbus {name}: " + ". ".join([str(stop), *if_stopped]))
         sys.stdout.flush()
         os._exit(128 + stop.signum)  # a thread that still computes cannot be stopped: do not wait for it
     except GradbusError as error:
@@ -157,4 +158,3 @@ def guard(
         return ExitCode.OWN_CODE
     finally:
         signal.signal(signal.SIGINT, before)
-    return ExitCode.OK

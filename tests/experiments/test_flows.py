@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from gradbus.actors import Client, Controller
 from gradbus.experiments.cli.exit_codes import exit_code_of
-from gradbus.experiments.doctor import local_bus
+from gradbus.experiments.doctor import local_bus, remote_bus
 from gradbus.experiments.doctor import security as doctor_security
 from gradbus.experiments.files import ClientFile, ControllerFile, load
 from gradbus.experiments.run.configured_task import ConfiguredTask
@@ -252,8 +252,8 @@ def test_a_controller_that_is_terminated_says_how_to_go_on(fork, domain, tmp_pat
 def test_the_doctor_finds_this_machine_well_and_measures_it(invoke, domain, monkeypatch, tmp_path) -> None:
     # A second process that stands still for seconds is no fault of this machine.
     monkeypatch.setattr(doctor_security, "TRIP_S", PATIENT_S)
-    monkeypatch.setattr(local_bus, "MET_WITHIN_S", PATIENT_S)
-    monkeypatch.setattr(local_bus, "_STEP_S", PATIENT_S)
+    monkeypatch.setattr(local_bus, "DEADLINE_S", PATIENT_S)
+    monkeypatch.setattr(remote_bus, "_STEP_S", PATIENT_S)
     monkeypatch.setenv("GRADBUS_BUS__LEASE_S", f"{PATIENT_S:g}")
     assert invoke("keys", "new", "job.key").code == 0
     doctor = invoke("doctor", "--domain", domain, "--key-file", "job.key")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gradbus.experiments.bench import results
-from gradbus.experiments.cli import import_object
 from gradbus.experiments.cli.exit_codes import ExitCode, exit_code_of
+from gradbus.experiments.cli.options import add_current_directory_to_path
 from gradbus.experiments.doctor.local_bus import LocalMeasurement
 from gradbus.experiments.doctor.machine import Severity
 from gradbus.experiments.doctor.report import judge
@@ -50,7 +50,7 @@ def test_every_error_of_a_run_has_its_own_exit_code() -> None:
 def test_the_current_directory_is_imported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
-    import_object.add_current_directory_to_path()
+    add_current_directory_to_path()
     assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
     assert "" not in sys.path
 
