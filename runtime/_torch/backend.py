@@ -250,7 +250,7 @@ class DdsBackend(Backend):
 
     def _submit(self, calls: Sequence[CollectiveCall], opts: Any) -> DdsWork:
         if opts.asyncOp:
-            self.group.engine.progress.resume()
+            self.group.engine.progress.wake_io_thread()
         call = together(calls)
         work = DdsWork(self.queue, call, _ORDERED, self._limit_s(opts.timeout), ordered=True)
         return self._note(self.queue.submit(work))

@@ -66,11 +66,11 @@ class NamedCalls:
             self._ahead_bytes += size_bytes
         for operation in task.operations:
             if asks_first:
-                operation.rendezvous_bytes = 0
+                operation.rendezvous.limit_bytes = 0
             operation.on_end.append(partial(self._one_ended, waiting))
         self.stall.add(waiting)
         work = self._queue.start(DdsWork(self._queue, task, wire_name(space, name), self._timeout_s, ordered=False))
-        self._queue.engine.progress.resume()
+        self._queue.engine.progress.wake_io_thread()
         return work
 
     def _one_ended(self, waiting: Waiting, operation: Operation) -> None:

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import ACK, Operation, channel_of
-from gradbus.runtime.collectives.streams import IntoMemory
+from gradbus.runtime.collectives.operation import IntoMemory, Operation, channel_of
+from gradbus.runtime.collectives.rendezvous import ACK
 from gradbus.runtime.collectives.tensors import NOTHING, as_bytes, dtype_name
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import Frame

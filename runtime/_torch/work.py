@@ -161,7 +161,7 @@ class DdsWork(Work):
 
     def _announce(self, has_future: bool) -> None:
         self._over.set()
-        self._queue.engine.progress.nudge()
+        self._queue.engine.progress.wake_inline()
         self._queue.ended(self, has_future)
 
     def _fail_others(self) -> None:
@@ -180,7 +180,7 @@ class DdsWork(Work):
 
     def wait_until_done(self) -> None:
         """Wait until it has ended, well or not."""
-        self._queue.engine.progress.pump(self._over.is_set, self.until_s)
+        self._queue.engine.progress.poll_inline(self._over.is_set, self.until_s)
         if not self._over.wait(max(0.0, self.until_s - time.monotonic())):
             self.expire()
             self._over.wait()

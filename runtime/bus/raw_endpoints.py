@@ -16,7 +16,7 @@ from typing import Any
 
 from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Pause, Sender
-from gradbus.runtime.bus.wait_loop import SPIN_S
+from gradbus.runtime.bus.wait_loop import WaitLoop
 from gradbus.runtime.dds.participant import Node, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed
@@ -57,7 +57,7 @@ class FramePort:
 
     def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
         """Read a topic. ``take`` gets every well-formed frame, on the receive thread or on one that does its work while
-        it waits (see :meth:`pump`); it must not wait. If it raises, that is counted, and the frame is lost."""
+        it waits (see :attr:`wait_loop`); it must not wait. If it raises, that is counted, and the frame is lost."""
         channel = Channel(self._node.topic_reader(topic), _nobody, take=take)
         self._channels.append(channel)
         self._receiver.add(channel)
@@ -122,21 +122,10 @@ class FramePort:
         """What frames that are submitted wait for may have come."""
         self._sender.wake()
 
-    def pump(self, done: Callable[[], bool], until_s: float) -> None:
-        """See :meth:`.wait_loop.WaitLoop.poll_inline`."""
-        self._receiver.thread.poll_inline(done, until_s)
-
-    def spin(self, done: Callable[[], bool]) -> None:
-        """See :meth:`.wait_loop.WaitLoop.poll_inline`: for a short time, on the thread of an event loop."""
-        self._receiver.thread.poll_inline(done, time.monotonic() + SPIN_S, may_sleep=False)
-
-    def nudge(self) -> None:
-        """See :meth:`.wait_loop.WaitLoop.wake_inline`."""
-        self._receiver.thread.wake_inline()
-
-    def resume(self) -> None:
-        """See :meth:`.wait_loop.WaitLoop.wake_io_thread`."""
-        self._receiver.thread.wake_io_thread()
+    @property
+    def wait_loop(self) -> WaitLoop:
+        """The loop that takes what comes in. A thread that waits for frames may do its work."""
+        return self._receiver.thread
 
     def after_drain(self, then: Callable[[], None]) -> None:
         """Call ``then`` on the receive thread when all that has come so far has been taken."""

@@ -1,33 +1,41 @@
 """Collectives that only move data: all_gather, broadcast, gather, scatter, all_to_all, send and recv, barrier.
 
 A payload is a tensor or bytes. Where only one side gets something (broadcast, gather, scatter, send), the other one
-ends when that side has said that it has everything: a rank cannot run ahead of the others without noticing, and a
-payload that nobody took is an error where it was sent.
+ends when that side has acknowledged all of it: a rank cannot run ahead of the others without noticing, and a payload
+that no rank took is an error where it was sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.streams import IntoMemory, NewPayload, Signal
+from gradbus.runtime.collectives.operation import IntoMemory, Operation, Stream
 from gradbus.runtime.collectives.tensors import (
+    NOTHING,
     Bytes,
     as_bytes,
     check_sendable,
     describe,
+    empty_like_described,
     is_plain,
     payload_bytes,
     plain,
 )
+from gradbus.runtime.errors import CollectiveError
+from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 
 class OutgoingPayload:
-    """A payload on its way out: its memory, what it is (``tensor`` or ``bytes``), and how a tensor looks."""
+    """A payload on its way out.
+
+    Attributes:
+        memory: its bytes. kind: ``tensor`` or ``bytes``. meta: dtype and shape of a tensor.
+    """
 
     def __init__(self, payload: Any) -> None:
         """Raises ValueError: neither a tensor nor bytes."""
@@ -42,10 +50,10 @@ class OutgoingPayload:
 
     def release(self) -> None:
         """Let go of the caller's memory."""
-        self.memory, self._payload = payload_bytes(b""), None
+        self.memory, self._payload = NOTHING, None
 
     def localize(self, value: Any) -> Any:
-        """What came from another rank, on the device of this payload."""
+        """A payload of another rank, on the device of this one."""
         if self.kind == "tensor" and isinstance(value, Tensor) and value.device != self._payload.device:
             return value.to(self._payload.device)
         return value
@@ -55,63 +63,190 @@ class OutgoingPayload:
         return self._payload.detach().clone() if self.kind == "tensor" else self.memory.tobytes()
 
 
-class DataMovement(Operation):
-    """Base: payloads of the caller's, and memory for those of others. Both are let go of at the end: one that has
-    failed may have half of what it wanted, and its handle may live on."""
+class NewPayload(Stream):
+    """Bytes or a tensor in new memory: the sender decides which, and how large, up to ``max_bytes``.
 
-    _own: Sequence[OutgoingPayload] = ()
+    Attributes:
+        value: the payload, when it is complete.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self._memory: Bytes = NOTHING
+        self._tensor: Tensor | None = None
+        self._bytes = b""
+
+    @property
+    def value(self) -> Any:
+        return self._bytes if self._tensor is None else self._tensor
+
+    def begin(self, total_bytes: int, meta: str) -> None:
+        if total_bytes > self._max_bytes:
+            raise CollectiveError(f"sent {total_bytes} bytes; {self._max_bytes} are accepted (max_payload_bytes)")
+        if meta:
+            self._tensor = empty_like_described(meta, self._max_bytes)
+            self._memory = as_bytes(self._tensor)
+            if len(self._memory) != total_bytes:
+                raise CollectiveError(f"sent {total_bytes} bytes for a tensor {meta!r} of {len(self._memory)}")
+        elif total_bytes > CHUNK_BYTES:
+            self._memory = np.empty(total_bytes, np.uint8)
+
+    def chunk(self, seq: int, offset: int, data: Bytes) -> None:
+        if self._tensor is not None or len(self._memory):
+            self._memory[offset : offset + len(data)] = data
+        else:
+            self._bytes = data.tobytes()
+        if self.complete and self._tensor is None and len(self._memory):
+            # One copy more: payloads are plain bytes, whatever their size. Programs that move much send tensors.
+            self._bytes, self._memory = self._memory.tobytes(), NOTHING
+
+
+class DataMovement(Operation):
+    """Base: payloads of the caller, and new memory for those of others. Both are let go of at the end: a collective
+    that has failed may have half of its payloads, and its handle may live on."""
 
     def __init__(
-        self, signature: str, rank: int, world: int, max_bytes: int = 0, *, peers: Sequence[int] | None = None
-    ) -> None:
-        """``max_bytes``: of one payload of another rank."""
+        self, signature: str, rank: int, world: int, outgoing: Mapping[int | None, OutgoingPayload], *,
+        sources: Sequence[int] | None = (), max_bytes: int = 0, acknowledged: bool = False,
+        peers: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            outgoing: payloads by receiver; None: for all others.
+            sources: ranks that send one to this rank; None: all others. max_bytes: of each of them.
+            acknowledged: receivers confirm their payload, and senders wait for that.
+        """
         super().__init__(signature, rank, world, peers=peers)
+        self._outgoing = outgoing
+        self._sources = self.others if sources is None else sources
         self._max_bytes = max_bytes
+        self._acknowledged = acknowledged
         self._arrivals: dict[int, NewPayload] = {}  # by sender
 
-    def expect_payload(self, sender: int) -> None:
-        """Wait for a payload of whatever kind and size."""
-        self._arrivals[sender] = NewPayload(self._max_bytes)
-        self.expect(sender, 0, self._arrivals[sender])
+    def set_up(self) -> None:
+        for source in self._sources:
+            self._arrivals[source] = NewPayload(self._max_bytes)
+            self.expect(source, 0, self._arrivals[source])
+        receivers = [rank for rank in self.others if rank in self._outgoing]
+        if self._acknowledged:
+            self.await_acks(receivers)
+        if None in self._outgoing and self.others:
+            self.send(None, 0, self._outgoing[None].memory, meta=self._outgoing[None].meta)
+        for rank in receivers:
+            self.send(rank, 0, self._outgoing[rank].memory, meta=self._outgoing[rank].meta)
+
+    def stream_done(self, sender: int, part: int) -> None:
+        if part == 0 and self._acknowledged:
+            self.acknowledge(sender)
+
+    def in_rank_order(self, own: OutgoingPayload) -> list[Any]:
+        """The payloads of all ranks; ``own``: of this one."""
+        return [
+            own.copy() if rank == self.rank else own.localize(self._arrivals[rank].value) for rank in range(self.world)
+        ]
 
     def release(self) -> None:
-        for payload in self._own:
+        for payload in self._outgoing.values():
             payload.release()
         self._arrivals.clear()
 
 
 class AllGather(DataMovement):
-    """Everybody gets everybody's payload, in rank order."""
+    """All payloads on all ranks, in rank order."""
 
     def __init__(self, payload: Any, rank: int, world: int, max_bytes: int) -> None:
-        self._outgoing = OutgoingPayload(payload)
-        self._own = [self._outgoing]
-        super().__init__(f"all_gather {self._outgoing.kind}", rank, world, max_bytes)
-
-    def set_up(self) -> None:
-        for other in self.others:
-            self.expect_payload(other)
-        if self.world > 1:
-            self.send(None, 0, self._outgoing.memory, meta=self._outgoing.meta)
+        self._own = OutgoingPayload(payload)
+        super().__init__(
+            f"all_gather {self._own.kind}", rank, world, {None: self._own}, sources=None, max_bytes=max_bytes
+        )
 
     def result(self) -> list[Any]:
-        own = self._outgoing
-        return [
-            own.copy() if rank == self.rank else own.localize(self._arrivals[rank].value) for rank in range(self.world)
-        ]
+        return self.in_rank_order(self._own)
+
+
+class Gather(DataMovement):
+    """All payloads at one rank, in rank order; the others get None."""
+
+    def __init__(self, payload: Any, root: int, rank: int, world: int, max_bytes: int) -> None:
+        self._own = OutgoingPayload(payload)
+        self._root = root
+        super().__init__(
+            f"gather {root} {self._own.kind}", rank, world, {root: self._own}, sources=None if rank == root else (),
+            max_bytes=max_bytes, acknowledged=True,
+        )  # fmt: skip
+
+    def result(self) -> list[Any] | None:
+        return self.in_rank_order(self._own) if self.rank == self._root else None
+
+
+class Scatter(DataMovement):
+    """One rank gives each rank its own payload."""
+
+    def __init__(self, payloads: Sequence[Any] | None, root: int, rank: int, world: int, max_bytes: int) -> None:
+        if (payloads is not None) != (rank == root):
+            raise ValueError(f"scatter: rank {root} is the root and gives the payloads, all others give None")
+        if payloads is not None and len(payloads) != world:
+            raise ValueError(f"scatter: expected {world} payloads, one for each rank, got {len(payloads)}")
+        super().__init__(
+            f"scatter {root}", rank, world, {} if payloads is None else _by_receiver(payloads),
+            sources=() if rank == root else [root], max_bytes=max_bytes, acknowledged=True,
+        )  # fmt: skip
+        self._root = root
+
+    def result(self) -> Any:
+        return self._outgoing[self.rank].copy() if self.rank == self._root else self._arrivals[self._root].value
+
+
+class AllToAll(DataMovement):
+    """Each rank gives each rank its own payload. The value: the payloads for this rank, by sender."""
+
+    def __init__(self, payloads: Sequence[Any], rank: int, world: int, max_bytes: int) -> None:
+        if len(payloads) != world:
+            raise ValueError(f"all_to_all: expected {world} payloads, one for each rank, got {len(payloads)}")
+        outgoing = _by_receiver(payloads)
+        super().__init__(
+            f"all_to_all {outgoing[0].kind}", rank, world, outgoing, sources=None, max_bytes=max_bytes
+        )  # fmt: skip
+
+    def result(self) -> list[Any]:
+        return self.in_rank_order(self._outgoing[self.rank])
+
+
+class Send(DataMovement):
+    """A payload for one rank."""
+
+    def __init__(self, payload: Any, to: int, rank: int, world: int) -> None:
+        super().__init__(
+            f"send {rank} {to}", rank, world, {to: OutgoingPayload(payload)}, acknowledged=True, peers=[to]
+        )
+
+
+class Receive(DataMovement):
+    """A payload of one rank. Its sender decides whether it is a tensor or bytes."""
+
+    def __init__(self, source: int, rank: int, world: int, max_bytes: int) -> None:
+        super().__init__(
+            f"send {source} {rank}", rank, world, {}, sources=[source], max_bytes=max_bytes, acknowledged=True,
+            peers=[source],
+        )  # fmt: skip
+        self._source = source
+
+    def result(self) -> Any:
+        return self._arrivals[self._source].value
 
 
 class Barrier(Operation):
-    """Everybody knows that everybody is here. The value: the ranks that were seen."""
+    """All ranks wait for all. The value: the ranks that have called."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__("barrier", rank, world)
 
     def set_up(self) -> None:
         for other in self.others:
-            self.expect(other, 0, Signal())
-        if self.world > 1:
-            self.send(None, 0, payload_bytes(b""))
+            self.expect(other, 0, Stream(0))
+        if self.others:
+            self.send(None, 0, NOTHING)
 
     def result(self) -> tuple[int, ...]:
         return tuple(range(self.world))
@@ -139,7 +274,7 @@ class Broadcast(Operation):
 
     def set_up(self) -> None:
         if self.rank == self._root:
-            if self.world > 1:
+            if self.others:
                 self.await_acks(self.others)
                 self.send(None, 0, OutgoingPayload(self._payload).memory)
         elif isinstance(self._payload, Tensor):
@@ -165,123 +300,12 @@ class Broadcast(Operation):
         return self._payload
 
 
-class Gather(DataMovement):
-    """One rank gets everybody's payload, in rank order; the others get None."""
-
-    def __init__(self, payload: Any, root: int, rank: int, world: int, max_bytes: int) -> None:
-        self._outgoing = OutgoingPayload(payload)
-        self._own = [self._outgoing]
-        super().__init__(f"gather {root} {self._outgoing.kind}", rank, world, max_bytes)
-        self._root = root
-
-    def set_up(self) -> None:
-        if self.rank != self._root:
-            self.await_acks([self._root])
-            self.send(self._root, 0, self._outgoing.memory, meta=self._outgoing.meta)
-            return
-        for other in self.others:
-            self.expect_payload(other)
-
-    def stream_done(self, sender: int, part: int) -> None:
-        if part == 0:
-            self.acknowledge(sender)
-
-    def result(self) -> list[Any] | None:
-        if self.rank != self._root:
-            return None
-        own = self._outgoing
-        return [
-            own.copy() if rank == self.rank else own.localize(self._arrivals[rank].value) for rank in range(self.world)
-        ]
-
-
-class Scatter(DataMovement):
-    """One rank gives each rank its own payload."""
-
-    def __init__(self, payloads: Sequence[Any] | None, root: int, rank: int, world: int, max_bytes: int) -> None:
-        if (payloads is not None) != (rank == root):
-            raise ValueError(f"scatter: rank {root} is the root and gives the payloads, all others give None")
-        if payloads is not None and len(payloads) != world:
-            raise ValueError(f"scatter: expected {world} payloads, one for each rank, got {len(payloads)}")
-        self._outgoing = None if payloads is None else same_kind([OutgoingPayload(payload) for payload in payloads])
-        self._own = self._outgoing or ()
-        super().__init__(f"scatter {root}", rank, world, max_bytes)
-        self._root = root
-
-    def set_up(self) -> None:
-        if self._outgoing is None:
-            self.expect_payload(self._root)
-            return
-        self.await_acks(self.others)
-        for other in self.others:
-            self.send(other, 0, self._outgoing[other].memory, meta=self._outgoing[other].meta)
-
-    def stream_done(self, sender: int, part: int) -> None:
-        if part == 0:
-            self.acknowledge(sender)
-
-    def result(self) -> Any:
-        return self._arrivals[self._root].value if self._outgoing is None else self._outgoing[self.rank].copy()
-
-
-class AllToAll(DataMovement):
-    """Everybody gives each rank its own payload. The value: what came, by sender."""
-
-    def __init__(self, payloads: Sequence[Any], rank: int, world: int, max_bytes: int) -> None:
-        if len(payloads) != world:
-            raise ValueError(f"all_to_all: expected {world} payloads, one for each rank, got {len(payloads)}")
-        self._own = self._outgoing = same_kind([OutgoingPayload(payload) for payload in payloads])
-        super().__init__(f"all_to_all {self._outgoing[0].kind}", rank, world, max_bytes)
-
-    def set_up(self) -> None:
-        for other in self.others:
-            self.expect_payload(other)
-        for other in self.others:
-            self.send(other, 0, self._outgoing[other].memory, meta=self._outgoing[other].meta)
-
-    def result(self) -> list[Any]:
-        return [
-            self._outgoing[rank].copy() if rank == self.rank else self._outgoing[0].localize(self._arrivals[rank].value)
-            for rank in range(self.world)
-        ]
-
-
-class Send(DataMovement):
-    """A payload for one rank."""
-
-    def __init__(self, payload: Any, to: int, rank: int, world: int) -> None:
-        self._outgoing = OutgoingPayload(payload)
-        self._own = [self._outgoing]
-        super().__init__(f"send {rank} {to}", rank, world, peers=[to])
-        self._to = to
-
-    def set_up(self) -> None:
-        self.await_acks([self._to])
-        self.send(self._to, 0, self._outgoing.memory, meta=self._outgoing.meta)
-
-
-class Receive(DataMovement):
-    """A payload of one rank, whether tensor or bytes: that its sender decides."""
-
-    def __init__(self, source: int, rank: int, world: int, max_bytes: int) -> None:
-        super().__init__(f"send {source} {rank}", rank, world, max_bytes, peers=[source])
-        self._source = source
-
-    def set_up(self) -> None:
-        self.expect_payload(self._source)
-
-    def stream_done(self, sender: int, part: int) -> None:
-        self.acknowledge(sender)
-
-    def result(self) -> Any:
-        return self._arrivals[self._source].value
-
-
-def same_kind(payloads: list[OutgoingPayload]) -> list[OutgoingPayload]:
-    """The payloads. Raises ValueError: tensors and bytes are mixed."""
-    if len({payload.kind for payload in payloads}) > 1:
+def _by_receiver(payloads: Sequence[Any]) -> dict[int | None, OutgoingPayload]:
+    """The payloads, by rank. Raises ValueError: tensors and bytes are mixed."""
+    outgoing: dict[int | None, OutgoingPayload] = {rank: OutgoingPayload(one) for rank, one in enumerate(payloads)}
+    if len({payload.kind for payload in outgoing.values()}) > 1:
         raise ValueError("payloads must be all tensors or all bytes, not mixed")
-    return payloads
+    return outgoing
 
 
 __all__ = ["AllGather", "AllToAll", "Barrier", "Broadcast", "Gather", "Receive", "Scatter", "Send"]

@@ -84,7 +84,7 @@ class Group(ObjectCollectives):
         self._engine = membership.engine
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._deadlines = DeadlineTimer(self._loop, lambda: self._engine.progress.resume())
+        self._deadlines = DeadlineTimer(self._loop, lambda: self._engine.progress.wake_io_thread())
         self._inline_wait = InlineWait(self._engine, self._loop)
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
@@ -304,7 +304,7 @@ class Group(ObjectCollectives):
         if not operation.done:
             on_loop = threading.get_ident() == self._loop_thread
             if not on_loop or not operation.is_sent:
-                engine.progress.resume()
+                engine.progress.wake_io_thread()
             self._deadlines.watch(operation, limit_s, timed_out, on_loop=on_loop)
         return CollectiveHandle(operation, self._loop, self._inline_wait)
 

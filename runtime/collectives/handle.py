@@ -140,19 +140,19 @@ class InlineWait:
         """Look for what ends this. Afterwards it has ended, or the threads of the bus are at it."""
         engine = self._engine
         if engine.pending > 1 or not operation.is_sent or operation.sent_bytes > LOOK_BYTES:
-            engine.progress.resume()
+            engine.progress.wake_io_thread()
             return
         if self._skipped < self._skip:
             self._skipped += 1
-            engine.progress.resume()
+            engine.progress.wake_io_thread()
             return
-        engine.progress.spin(lambda: operation.settled)
+        engine.progress.poll_briefly(lambda: operation.settled)
         self._skipped = 0
         if operation.settled:
             self._skip = 0
         else:
             self._skip = min(2 * self._skip + 1, _MOST_SKIPPED)
-            engine.progress.resume()
+            engine.progress.wake_io_thread()
 
     @property
     def loop_is_due(self) -> bool:

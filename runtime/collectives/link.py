@@ -1,27 +1,30 @@
-"""The way out over DDS: one topic that all ranks of a group read, and one inbox for each rank.
+"""The way out for the frames of a group: the mailbox and slots of ranks on one machine, else DDS.
 
-What is small leaves at once, on the thread that has it; everything else goes to the writer thread of the bus. A dead
-rank of another machine can hold up the common topic for as long as its lease; the group has failed by then anyway.
+In DDS there is one topic that all ranks of a group read, and one inbox for each rank. What is small leaves at once, on
+the thread that has it; everything else goes to the writer thread of the bus. A dead rank of another machine can hold up
+the common topic for as long as its lease; the group has failed by then anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from gradbus.runtime.bus.raw_endpoints import FramePort, Parts
 from gradbus.runtime.bus.receiver import Channel
+from gradbus.runtime.bus.wait_loop import SPIN_S
 from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
-from gradbus.runtime.collectives.engine import wire_name
+from gradbus.runtime.collectives.engine import ProgressEngine, wire_name
 from gradbus.runtime.collectives.operation import Finished, OperationKey, Sending
-from gradbus.runtime.collectives.shared_memory_transport import SharedMemoryTransport
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.shm.mailbox import Mailbox
 from gradbus.runtime.shm.slots import SlotPool
+from gradbus.runtime.shm.transport import SharedMemoryTransport
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 from gradbus.runtime.wire.messages import Identity
@@ -31,12 +34,14 @@ INLINE_SHARED_BYTES = 1 << 20
 SHARED_BYTES = 16 * 1024  # what is smaller travels in the sample itself
 # Frames of each topic that DDS keeps for a reader that it loses for a while; see :func:`collective_topic`.
 RETAINED = 16
+BRIEF_S = 200e-6  # how long the thread of an event loop polls the mailbox for the end of a small collective
 _IN_VAIN = 8  # payloads that are tried, until one can be sent; each takes 10 us, and the next time it is others' turn
 PROBE_ALL, PROBE_INBOX = 0, 1  # parts of the frames that prove that a topic works
 
 
-class DdsLink:
-    """Readers and writers of one rank of one group. Implements :class:`.operation.Transport`.
+class GroupLink(ProgressEngine):
+    """Readers and writers of one rank of one group. Implements :class:`.operation.Transport`: frames go out here. And
+    a thread that waits handles here what comes in.
 
     Attributes:
         inline_bytes, inline_shared_bytes: what is sent at once, on the thread that has it, over DDS and through shared
@@ -46,7 +51,7 @@ class DdsLink:
     def __init__(
         self, port: FramePort, group: str, identity: Identity, world: int, shared: SharedMemoryTransport | None = None
     ) -> None:
-        """Open the writers. What comes in is heard from :meth:`listen` on."""
+        """Open the writers. Frames come in from :meth:`listen` on."""
         self._port = port
         self._group = group
         self._shared = shared
@@ -142,10 +147,49 @@ class DdsLink:
         sender.job = self._port.submit(writer, sender.samples(self._is_polled, put), sender.outcome)
         return sender
 
-    def share_no_more(self) -> None:
-        """Let go of the shared memory."""
+    def stop_sharing(self) -> None:
+        """Let go of the shared memory. A thread that is using it keeps it for so long."""
         self._shared = None
         self._pushing.clear()
+
+    # While a thread waits
+
+    def poll_inline(self, done: Callable[[], bool], until_s: float) -> None:
+        """See :class:`.engine.ProgressEngine`. Also sends what waits for slots."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            self._port.wait_loop.poll_inline(done, until_s)
+            return
+        try:
+            mailbox.poll_until(done, until_s, self)
+        finally:
+            if not self.idle:  # the writer thread has left it to this one
+                self._port.wake_sender()
+
+    def poll_briefly(self, done: Callable[[], bool]) -> None:
+        """See :class:`.engine.ProgressEngine`."""
+        mailbox, now_s = self._mailbox, time.monotonic()
+        if mailbox is None:
+            self._port.wait_loop.poll_inline(done, now_s + SPIN_S, may_sleep=False)
+        else:
+            mailbox.poll_until(done, now_s + BRIEF_S, None, may_sleep=False)
+
+    def wake_inline(self) -> None:
+        """See :class:`.engine.ProgressEngine`."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            self._port.wait_loop.wake_inline()
+        else:
+            mailbox.wake_poller()
+
+    def wake_io_thread(self) -> None:
+        """See :class:`.engine.ProgressEngine`."""
+        mailbox = self._mailbox
+        if mailbox is not None:
+            mailbox.wake_thread()
+        self._port.wait_loop.wake_io_thread()
+
+    # Through shared memory
 
     @property
     def _slots(self) -> SlotPool | None:

@@ -10,19 +10,21 @@ import re
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.collectives.engine import Engine, no_shared_memory
 from gradbus.runtime.collectives.formation import REPEAT_S, Formation, HelloScheduler, Member
-from gradbus.runtime.collectives.link import DdsLink
-from gradbus.runtime.collectives.shared_memory_transport import MailboxProgress, SharedMemoryTransport
+from gradbus.runtime.collectives.link import GroupLink
 from gradbus.runtime.collectives.status import StatusReporter
 from gradbus.runtime.dds.missing_peers import WaitLog
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, BusError, ConfigError, GradbusError, WriteTimeout
 from gradbus.runtime.fast_paths import shares_memory
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import SharedMemoryFault, is_here
+from gradbus.runtime.shm.transport import SharedMemoryTransport
 from gradbus.runtime.wire.control import MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.wire.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, new_incarnation
@@ -70,9 +72,10 @@ class Membership:
             self._port = bus.frame_port()
             undo.callback(self._port.abandon)
             self._shared = self._open_shared(rank, world)
-            self._link = DdsLink(self._port, group, self.identity, world, self._shared)
+            self._link = GroupLink(self._port, group, self.identity, world, self._shared)
             self.engine = Engine(group, rank, world, self._link, early_bytes=early_bytes, early_age_s=early_age_s)
-            self.engine.progress = self._port
+            self.engine.progress = self._link
+            self.engine.on_probe = self._note_probe
             if self._shared is not None:
                 self.engine.resolve_shared = self._shared.slots.get
                 self.formation.memory = self._shared.place
@@ -87,7 +90,7 @@ class Membership:
             self._reporting: asyncio.Task[None] | None = None
             self._no_more_refused = bus.standing.when_refused(self._on_refused)
             undo.callback(self._no_more_refused)
-            self._link.listen(self._take)  # last: frames may come at once, and need what is above
+            self._link.listen(self.engine.receive)  # last: frames may come at once, and need what is above
             undo.pop_all()
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-group-{group}-{rank}")
 
@@ -95,15 +98,14 @@ class Membership:
         if world == 1 or not self._port.shared_memory or not shares_memory():
             return None
         try:
-            return SharedMemoryTransport(rank, world, self._take)
+            return SharedMemoryTransport(rank, world)
         except SharedMemoryFault as error:
             self._not_shared(str(error))
             return None
 
     def _unshare(self) -> None:
-        """Give the shared memory back: nobody uses it any more, but who is in the midst of it keeps it for so long."""
-        self._link.share_no_more()
-        self.engine.progress = self._port
+        """Give the shared memory back. A thread that is using it keeps it for so long."""
+        self._link.stop_sharing()
         self.engine.resolve_shared = no_shared_memory
         self._shared = None
 
@@ -167,9 +169,7 @@ class Membership:
             await asyncio.wait([matches])
         self._check()
         if self._shared is not None:
-            self._shared.admit(self.formation.readers)
-            if self._shared.mailbox is not None:
-                self.engine.progress = MailboxProgress(self._shared.mailbox, self._port, self._link)
+            self._shared.admit(self.formation.readers, self.engine.receive)
         await self._send_hello()  # the others may only be waiting for this
         name = f"gradbus-pulse-{self.formation.group}-{self.formation.me.rank}"
         self._reporting = asyncio.create_task(self.reporter.run(), name=name)
@@ -231,20 +231,9 @@ class Membership:
 
     # What comes in
 
-    def _take(self, frame: Frame) -> None:
-        """On the receive thread, or on one that waits: a frame for this rank."""
-        if frame.key.name:
-            self.engine.receive(frame)
-        else:
-            self._note_probe(frame)
-
-    def _poll_mailbox(self, *, all_of_them: bool = False) -> None:
-        shared = self._shared
-        if shared is not None:
-            shared.poll_mailbox(all_of_them=all_of_them)
-
     def _note_probe(self, frame: Frame) -> None:
-        """What the loop has not looked at yet has a bound: probes come again, and anybody can send them."""
+        """On the receive thread, or on one that waits: keep an empty frame for the loop, within a bound. Probes are
+        repeated, and any process can send them."""
         if len(self._probes) < MAX_PROBES:
             self._probes.append((frame.key.sender, frame.key.part, frame.key.job))
         if not self._probes_told:
@@ -304,7 +293,8 @@ class Membership:
         if not self._is_formed:
             self.formation.gone(rank, incarnation)
         elif rank not in self._left:
-            self._lose(rank, f"its process on {member.host} is {f'shut out: {why}' if why else 'gone'}")
+            reason = f"its process on {member.host} is {f'shut out: {why}' if why else 'gone'}"
+            self._after_frames(partial(self._lose, rank, reason))
             with contextlib.suppress(Exception):  # as above
                 log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host, why=why or "gone")
 
@@ -320,18 +310,28 @@ class Membership:
         self._left.add(rank)
 
         def end() -> None:
-            self._poll_mailbox(all_of_them=True)
             for lost in said.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
                     self._lose(lost, f"gone, as rank {rank} says")
             how = f"left: {DONE}" if said.ok and said.reason == DONE else said.reason
             (self.engine.leave if said.ok else self._lose)(rank, how)
 
-        # It said so after all its frames had come to this machine. When those are taken, what is missing stays missing.
-        self._port.after_drain(end)
+        self._after_frames(end)  # it was sent after all frames of that rank: what is missing then stays missing
+
+    def _after_frames(self, then: Callable[[], None]) -> None:
+        """Call a function when all frames that are on this machine by now have been taken: on a thread that takes
+        them."""
+
+        def drained() -> None:
+            mailbox = None if self._shared is None else self._shared.mailbox
+            if mailbox is None:
+                then()
+            else:
+                mailbox.after_messages(then)
+
+        self._port.after_drain(drained)
 
     def _lose(self, rank: int, why: str) -> None:
-        self._poll_mailbox(all_of_them=True)
         shared = self._shared
         if shared is not None:
             shared.lose(rank)

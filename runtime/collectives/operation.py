@@ -2,8 +2,8 @@
 
 Any thread may start it, feed it and end it: its state is behind one lock, which is held while a chunk is put in its
 place (some hundred microseconds for 1 MiB) and what follows from that is sent (10 ms, if DDS is slow to take it). It
-ends when everything it waits for has come *and* everything it sends has been written, so whoever awaits it may use the
-buffers again.
+ends when everything it waits for has come *and* everything it sends has been written, so its caller may use the buffers
+again.
 """
 
 from __future__ import annotations
@@ -16,21 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from gradbus.runtime.collectives.streams import Signal, Stream
-from gradbus.runtime.collectives.tensors import Bytes
+from gradbus.runtime.collectives.rendezvous import ACK, CTS, RTS, Rendezvous
+from gradbus.runtime.collectives.tensors import NOTHING, Bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Frame, chunk_count
-
-# Parts of empty messages about the payloads of a collective.
-ACK = 0xFFFF  # your payload is here, whole
-CTS = 0xFFFE  # I have called this collective, too: send
-RTS = 0xFFFD  # I have something large for you
-
-# What is larger waits until its receiver has made the call, who else would have to keep it without a place for it. That
-# costs one round trip, a small part of the time that so many bytes take.
-RENDEZVOUS_BYTES = 8 << 20
-# What a kept frame counts for beside its payload: its header, its fields and its place in the table take half as much.
-FRAME_BYTES = 2048
 
 
 class OperationKey(NamedTuple):
@@ -48,7 +37,7 @@ class OperationKey(NamedTuple):
 
 
 def channel_of(signature: str) -> str:
-    """The channel of an operation with this signature: that of ``send FROM TO`` says which."""
+    """The channel of an operation with this signature: ``send FROM TO`` is a channel, all else is called by all."""
     return signature if signature.startswith("send ") else ""
 
 
@@ -82,69 +71,107 @@ class Transport(Protocol):
         """
 
 
-class Credit:
-    """Bytes that one rank may send ahead of the calls of the others: flow control of the eager protocol. Thread-safe.
+class Stream:
+    """One payload on its way in from one rank, frame by frame, in any order and however often each comes. Subclasses
+    say where its bytes go."""
 
-    A receiver keeps what arrives before its call, within a bound. Each sender has a share of half of that bound, and
-    counts what it has there: from a message on until the receiver is known to have made the call. When the share is
-    used up, messages of any size are announced first and sent when they are requested (rendezvous), so nothing is ever
-    dropped for want of room. The other half is for these requests, which have no payload, and for ranks that count
-    otherwise.
-    """
-
-    def __init__(self, world: int, early_bytes: int) -> None:
-        """``early_bytes``: what each rank keeps for calls that it has not made yet, from all others together."""
-        self.share_bytes = early_bytes // (2 * max(1, world - 1))
-        self._used = [0] * world
-        self._lock = threading.Lock()
-
-    def take(self, ranks: Sequence[int], size: int) -> bool:
-        """Whether so many bytes may go to these ranks, all of them; then they count as used there."""
-        used, room = self._used, self.share_bytes - size
-        with self._lock:
-            for rank in ranks:  # no any(): this is in the way of every small collective
-                if used[rank] > room:
-                    return False
-            for rank in ranks:
-                used[rank] += size
-            return True
-
-    def restore(self, rank: int, size: int) -> None:
-        """Count bytes as unused again: the rank has made their call, or gets no more for it."""
-        with self._lock:
-            self._used[rank] -= size
+    def __init__(self, total_bytes: int | None = None) -> None:
+        """``total_bytes``: of the payload, where it is known beforehand."""
+        self._total_bytes = total_bytes
+        self._have: bytearray | None = None
+        self._left = 1
 
     @property
-    def used_bytes(self) -> tuple[int, ...]:
-        """Bytes in use, by rank."""
-        return tuple(self._used)
+    def complete(self) -> bool:
+        """Whether every byte is here. That holds because each chunk is taken once, and only if it has exactly the bytes
+        that chunk has: the frame alone does not tell, as the first chunk of a payload says itself how long chunks
+        are."""
+        return self._left == 0
+
+    def feed(self, frame: Frame, meta: str) -> bool:
+        """Take a frame. False: it was here already.
+
+        Raises:
+            CollectiveError: it contradicts what is known of the payload, or is not a whole chunk.
+        """
+        if frame.offset != frame.seq * CHUNK_BYTES or frame.seq_cnt != chunk_count(frame.total_bytes, CHUNK_BYTES):
+            raise CollectiveError(f"sent chunks of {frame.chunk_bytes} bytes where {CHUNK_BYTES} were expected")
+        whole = min(CHUNK_BYTES, frame.total_bytes - frame.offset)
+        if len(frame.data) != whole:
+            raise CollectiveError(
+                f"sent {len(frame.data)} bytes as chunk {frame.seq} of {frame.seq_cnt} of a payload of "
+                f"{frame.total_bytes} where {whole} were expected"
+            )
+        if self._have is None:
+            if self._total_bytes is not None and frame.total_bytes != self._total_bytes:
+                raise CollectiveError(f"sent {frame.total_bytes} bytes where {self._total_bytes} were expected")
+            self.begin(frame.total_bytes, meta)
+            self._total_bytes = frame.total_bytes
+            self._have = bytearray(frame.seq_cnt)
+            self._left = frame.seq_cnt
+        if len(self._have) != frame.seq_cnt or frame.total_bytes != self._total_bytes:
+            raise CollectiveError(
+                f"sent frames of two payloads of {self._total_bytes} and {frame.total_bytes} bytes under one name"
+            )
+        if self._have[frame.seq]:
+            return False
+        self._have[frame.seq] = 1
+        self._left -= 1
+        self.chunk(frame.seq, frame.offset, np.frombuffer(frame.data, np.uint8) if len(frame.data) else NOTHING)
+        return True
+
+    def has(self, first: int, count: int) -> bool:
+        """Whether ``count`` chunks from number ``first`` on are here, as far as there are so many."""
+        return self._have is not None and all(self._have[first : first + count])
+
+    def begin(self, total_bytes: int, meta: str) -> None:
+        """The first frame has come. Raises CollectiveError: this payload cannot be taken."""
+
+    def chunk(self, seq: int, offset: int, data: Bytes) -> None:
+        """A new chunk; ``data`` lies in memory of DDS, or shared memory, until the last view on it is gone."""
+
+
+class IntoMemory(Stream):
+    """A payload that goes into memory of its size."""
+
+    def __init__(self, memory: Bytes, arrived: Callable[[int], None] | None = None) -> None:
+        """``arrived``: called with the number of each chunk that is in its place."""
+        super().__init__(len(memory))
+        self._memory = memory
+        self._arrived = arrived
+
+    def chunk(self, seq: int, offset: int, data: Bytes) -> None:
+        self._memory[offset : offset + len(data)] = data
+        if self._arrived is not None:
+            self._arrived(seq)
 
 
 class Operation:
     """Base of all collectives. Subclasses say in :meth:`set_up` what they expect and send.
 
     Attributes:
-        key: set by the engine. signature: what all ranks must agree on, in words.
-        called: ranks that have made the call, too, as far as anything of theirs for it has come.
-        peers: ranks that it cannot do without.
+        key: set by the engine. signature: text that is equal on all ranks which call the same.
+        peers: ranks that it cannot do without. others: the other ranks, from the next one on, so that not all send to
+            rank 0 first.
+        rendezvous: decides which payloads wait for their receivers; the engine sets its limits.
+        convert: makes the caller's value of the operation's result.
+        settled: it has ended, and the functions to be called at the end have been.
         started_s, finished_s: ``time.perf_counter``. sent_bytes, received_bytes: of payload.
     """
 
-    # What most never set.
+    # Values that most never set.
     finished_s: float | None = None
     sent_bytes = 0
     received_bytes = 0
     repeats = 0
-    rendezvous_bytes = RENDEZVOUS_BYTES  # what is larger waits for its receivers; the engine may set less
-    credit: Credit | None = None  # what may be sent ahead of ranks that have not called; the engine has it
     value: Any = None
-    convert: Callable[[Any], Any] | None = None  # from what the operation makes to what the caller gets
+    convert: Callable[[Any], Any] | None = None
     error: BaseException | None = None
+    settled = False
     _link: Transport | None = None
     _numbers = 0
     _ended = False
     _is_calling_back = False
-    settled = False  # it has ended, and those that were to be called at the end have been
     _missing: tuple[int, ...] = ()  # of one that has failed
 
     def __init__(self, signature: str, rank: int, world: int, *, peers: Sequence[int] | None = None) -> None:
@@ -152,18 +179,15 @@ class Operation:
         self.channel = channel_of(signature)
         self.rank = rank
         self.world = world
-        self.peers = _all_but(rank, world) if peers is None else tuple(other for other in peers if other != rank)
+        self.others = _from_the_next_on(rank, world)
+        self.peers = self.others if peers is None else tuple(other for other in peers if other != rank)
+        self.rendezvous = Rendezvous(self.others)
         self.key = OperationKey(0, 0, "")
         self.started_s = time.perf_counter()
         self.on_end: list[Callable[[Operation], None]] = []  # called once, on the thread that ends it
         self._lock = threading.RLock()  # an inline write may finish, and call back, before it returns
         self._streams: dict[tuple[int, int], Stream] = {}
         self._sendings: dict[int, Sending | None] = {}
-        self.called: set[int] = set()
-        self._cts: set[int] = set()  # ranks that have made the call, as far as they were asked
-        self._rts_sent: set[int | None] = set()
-        self._eager_bytes: dict[int, int] = {}  # credit used, by rank that has not called yet
-        self._awaiting_cts: list[tuple[int | None, Callable[[], None]]] = []  # until receivers have called
         self._incomplete = 1  # streams and sendings to come, and one for set_up
 
     # For subclasses
@@ -178,11 +202,6 @@ class Operation:
 
     def release(self) -> None:
         """Let go of the caller's memory: it has ended, and its handle may live on."""
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The other ranks, from the next one on: so that not all send to rank 0 first."""
-        return _from_the_next_on(self.rank, self.world)
 
     def expect(self, sender: int, part: int, stream: Stream) -> None:
         """Wait for a payload."""
@@ -199,21 +218,22 @@ class Operation:
         Args:
             is_ready: the receivers are known to have made the call.
         """
+        send_rts = must_wait = False
         with self._lock:
             if self._ended:
                 return
             number = self._numbers = self._numbers + 1
             self._incomplete += 1
             self._sendings[number] = None
-            must_wait = not is_ready and self._needs_rendezvous(to, payload, only)
-            if must_wait:
-                self._awaiting_cts.append((to, partial(self._send_now, number, to, part, payload, meta, only, written)))
-                send_rts = to not in self._rts_sent
-                self._rts_sent.add(to)
+            if not is_ready and self.rendezvous.must_wait(to, len(payload), only):
+                must_wait = True
+                send_rts = self.rendezvous.wait(
+                    to, partial(self._send_now, number, to, part, payload, meta, only, written)
+                )
         if not must_wait:
             self._send_now(number, to, part, payload, meta, only, written)
         elif send_rts:
-            self.send(to, RTS, _EMPTY)
+            self.send(to, RTS, NOTHING)
 
     def _send_now(
         self, number: int, to: int | None, part: int, payload: Bytes, meta: str, only: Sequence[int] | None,
@@ -223,7 +243,12 @@ class Operation:
             return
 
         def on_written(seq: int) -> None:
-            self._guarded(written, seq)
+            try:
+                with self._lock:
+                    if not self._ended and written is not None:
+                        written(seq)
+            except Exception as error:
+                self.fail(error)
 
         def finished(outcome: int | Exception) -> None:
             if isinstance(outcome, Exception):
@@ -239,66 +264,23 @@ class Operation:
             self.key, to, part, payload, signature=self.signature, meta=meta, only=only,
             written=None if written is None else on_written, finished=finished,
         )  # fmt: skip
-        cancel = None
+        if sending is None:
+            return
         with self._lock:
-            if number in self._sendings and sending is not None:
+            if number in self._sendings:
                 self._sendings[number] = sending
-            if self._failed():
-                cancel = sending
-        if cancel is not None:  # it failed meanwhile
-            cancel.cancel()
-
-    def _needs_rendezvous(self, to: int | None, payload: Bytes, only: Sequence[int] | None) -> bool:
-        """Whether a payload waits until its receivers have called: it is large, or so much is there already that they
-        keep for calls to come. With the lock held."""
-        size = len(payload)
-        if not size or self._has_cts(to):
-            return False
-        if size > self.rendezvous_bytes or to in self._rts_sent:
-            return True
-        credit, called = self.credit, self.called
-        ranks = [rank for rank in (self.others if to is None else (to,)) if rank not in called]
-        if credit is None or not ranks:
-            return False
-        chunks = chunk_count(size) if only is None else len(only)
-        cost = min(size, chunks * CHUNK_BYTES) + chunks * FRAME_BYTES
-        if not credit.take(ranks, cost):
-            return True
-        for rank in ranks:
-            self._eager_bytes[rank] = self._eager_bytes.get(rank, 0) + cost
-        return False
-
-    def _note_called(self, sender: int) -> None:
-        """A rank has made the call. With the lock held."""
-        self.called.add(sender)
-        self._restore_credit(sender)
-
-    def _restore_credit(self, rank: int) -> None:
-        """Nothing that this rank has sent ahead of another one is kept there any more, or it will not be used."""
-        ahead = self._eager_bytes.pop(rank, 0)
-        if ahead and self.credit is not None:
-            self.credit.restore(rank, ahead)
-
-    def _has_cts(self, to: int | None) -> bool:
-        return to in self._cts if to is not None else len(self._cts) == self.world - 1
-
-    def _on_cts(self, sender: int) -> None:
-        """A rank has made the call. With the lock held."""
-        self._cts.add(sender)
-        waiting, self._awaiting_cts = self._awaiting_cts, []
-        self._awaiting_cts = [(to, go) for to, go in waiting if not self._has_cts(to)]
-        for to, go in waiting:
-            if self._has_cts(to):
-                go()
+            has_failed = self.error is not None
+        if has_failed:  # meanwhile
+            sending.cancel()
 
     def acknowledge(self, sender: int) -> None:
-        """Tell a rank that all of its payload is here."""
-        self.send(sender, ACK, _EMPTY)
+        """Confirm to a rank that all of its payload is here."""
+        self.send(sender, ACK, NOTHING)
 
     def await_acks(self, ranks: Sequence[int]) -> None:
         """Wait until these ranks have acknowledged."""
         for rank in ranks:
-            self.expect(rank, ACK, Signal())
+            self.expect(rank, ACK, Stream(0))
 
     def stream_done(self, sender: int, part: int) -> None:
         """A payload is complete. Called with the lock held."""
@@ -311,19 +293,27 @@ class Operation:
         return self._ended
 
     @property
+    def called(self) -> set[int]:
+        """Other ranks that have made the call, as far as anything of theirs for it has come."""
+        return self.rendezvous.called
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Ranks of which something is still outstanding."""
         with self._lock:
             outstanding = {sender for (sender, _), stream in self._streams.items() if not stream.complete}
-            for to, _ in self._awaiting_cts:  # they have not confirmed their call
-                outstanding |= {*(self.others if to is None else [to])} - self._cts
-            return tuple(sorted(outstanding)) or self._missing
+            return tuple(sorted(outstanding.union(self.rendezvous.awaited))) or self._missing
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all that it sends, as far as it can know by now, has left."""
+        return not self._sendings
 
     def begin(self, link: Transport) -> None:
         """Set up and send."""
         self._link = link
         try:
-            with self._lock:  # who lets it fail meanwhile waits for what is sent at once
+            with self._lock:  # a thread that lets it fail meanwhile waits for what is sent at once
                 self.set_up()
                 self._complete_one()
         except Exception as error:
@@ -340,17 +330,17 @@ class Operation:
                     return
                 if signature != self.signature:
                     raise CollectiveError(f"calls {signature!r} where this rank calls {self.signature!r}")
-                if sender not in self.called:
-                    self._note_called(sender)
+                if sender not in self.rendezvous.called:
+                    self.rendezvous.note_called(sender)
                 if part == RTS:
-                    self.send(sender, CTS, _EMPTY)
+                    self.send(sender, CTS, NOTHING)
                     return
                 if part == CTS:
-                    self._on_cts(sender)
+                    self.rendezvous.on_cts(sender)
                     return
                 stream = self._streams.get((sender, part))
                 if stream is None:
-                    raise CollectiveError(f"sent part {part}, which nobody expects of it in {self.signature!r}")
+                    raise CollectiveError(f"sent part {part}, which {self.signature!r} does not have")
                 new = not stream.complete and stream.feed(frame, meta)
                 if not new:
                     self.repeats += 1
@@ -363,6 +353,10 @@ class Operation:
             self.fail(CollectiveError(f"collective {self.key.name!r}: rank {sender} {error}"))
         except Exception as error:
             self.fail(error)
+        except BaseException as error:  # a signal: what it has interrupted is not done again
+            kind = type(error).__name__
+            self.fail(CollectiveError(f"collective {self.key.name!r}: {kind} came while a frame was put in its place"))
+            raise
         self._call_back_if_done()
 
     def fail(self, error: BaseException) -> None:
@@ -378,16 +372,6 @@ class Operation:
             sending.cancel()
         self._call_back()
 
-    def _guarded(self, function: Callable[[int], None] | None, seq: int) -> None:
-        if function is None:
-            return
-        try:
-            with self._lock:
-                if not self._ended:
-                    function(seq)
-        except Exception as error:
-            self.fail(error)
-
     def _complete_one(self) -> None:
         """Count one stream or sending as complete, and end after the last one. With the lock held."""
         self._incomplete -= 1
@@ -399,19 +383,15 @@ class Operation:
                 self.error = error
             self._end()
 
-    def _failed(self) -> bool:
-        return self.error is not None
-
     def _end(self) -> None:
         self._ended = True
         self.finished_s = time.perf_counter()
         self.release()
-        for rank in tuple(self._eager_bytes):
-            self._restore_credit(rank)
-        self._streams, self._sendings, self._awaiting_cts = {}, {}, []  # and all buffers
+        self.rendezvous.end()
+        self._streams, self._sendings = {}, {}  # and all buffers
 
     def _call_back_if_done(self) -> None:
-        if self.done:
+        if self._ended:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -428,28 +408,15 @@ class Operation:
             callback(self)
 
     def when_settled(self, callback: Callable[[Operation], None]) -> None:
-        """Call it when this has ended, after all that were given before: on the thread that ends it, or here if it has
-        ended already."""
+        """Call a function when this has ended, after all that were given before: on the thread that ends it, or here if
+        it has ended already."""
         with self._lock:
             if not self.settled:
                 self.on_end.append(callback)
                 return
         callback(self)
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether all that it sends, as far as it can know by now, has left."""
-        return not self._sendings
-
-
-@lru_cache(maxsize=1024)
-def _all_but(rank: int, world: int) -> tuple[int, ...]:
-    return tuple(other for other in range(world) if other != rank)
-
 
 @lru_cache(maxsize=1024)
 def _from_the_next_on(rank: int, world: int) -> tuple[int, ...]:
     return tuple((rank + step) % world for step in range(1, world))
-
-
-_EMPTY: Bytes = np.empty(0, np.uint8)

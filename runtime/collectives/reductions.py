@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from gradbus.runtime.collectives.arithmetic import Arithmetic
-from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.streams import ChunkwiseReduction, Contribution, IntoMemory, Stream
+from gradbus.runtime.collectives.operation import IntoMemory, Operation, Stream
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes, as_bytes, is_plain, plain
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import CHUNK_BYTES
@@ -49,6 +48,60 @@ def shard_bounds(numel: int, world: int) -> list[int]:
     return [rank * base + min(rank, more) for rank in range(world + 1)]
 
 
+class ChunkwiseReduction:
+    """Adds up a region that all ranks contribute to, chunk by chunk, each as soon as all contributions are there.
+
+    A chunk waits for its last contribution in the memory of DDS, where it lies anyway. To add up earlier would gain
+    nothing: in rank order everything waits for the lowest rank that is late.
+    """
+
+    def __init__(self, operation: Reduction, region: slice, out: Bytes, done: Callable[[int], None]) -> None:
+        """
+        Args:
+            region: bytes of the operation's vector; its own part of it is there. out: memory for their result.
+            done: called with the number of each chunk when it is reduced.
+        """
+        self._arithmetic, self._rank = operation.arithmetic, operation.rank
+        self._own = operation.own[region]
+        self._out = out
+        self._done = done
+        self.chunks = -(-len(self._own) // CHUNK_BYTES)
+        self._parts = [[NOTHING] * operation.world for _ in range(self.chunks)]  # by rank
+        self._awaited = [operation.world - 1] * self.chunks
+
+    def offer(self, rank: int, seq: int, data: Bytes) -> None:
+        """Take the contribution of another rank to a chunk."""
+        self._parts[seq][rank] = data
+        self.one_less(seq)
+
+    def hold(self, seq: int) -> None:
+        """Let a chunk wait for one thing more: a call of :meth:`one_less`."""
+        self._awaited[seq] += 1
+
+    def one_less(self, seq: int) -> None:
+        """Count one thing as here that the chunk waits for, and reduce it after the last one."""
+        self._awaited[seq] -= 1
+        if self._awaited[seq]:
+            return
+        here = slice(seq * CHUNK_BYTES, (seq + 1) * CHUNK_BYTES)
+        operands, self._parts[seq] = self._parts[seq], []
+        operands[self._rank] = self._own[here]
+        self._arithmetic.reduce(operands, self._out[here])
+        self._done(seq)
+
+
+class Contribution(Stream):
+    """The contribution of one rank to a reduction."""
+
+    def __init__(self, reduction: ChunkwiseReduction, rank: int, region_bytes: int) -> None:
+        super().__init__(region_bytes)
+        self._reduction = reduction
+        self._rank = rank
+
+    def chunk(self, seq: int, offset: int, data: Bytes) -> None:
+        self._reduction.offer(self._rank, seq, data)
+
+
 class Reduction(Operation):
     """Base: one vector in, one out, which may be the same memory."""
 
@@ -70,27 +123,12 @@ class Reduction(Operation):
         self.in_place = tensor.data_ptr() == out.data_ptr() and len(self.out) > 0
         self.own = self.out if self.in_place and tensor.nbytes == len(self.out) else as_bytes(tensor)
 
-    def combine(self, region: slice, *, offset: int = 0) -> Callable[[list[Bytes], slice], None]:
-        """A function that reduces the others' parts with the own one: into ``out`` at ``region``.
-
-        ``offset``: where the region begins in ``out``, if that holds less than the whole vector.
-        """
-        own, out = self.own[region], self.out[region.start - offset : region.stop - offset]
-
-        def reduce(parts: list[Bytes], here: slice) -> None:
-            self.arithmetic.reduce([*parts[: self.rank], own[here], *parts[self.rank :]], out[here])
-
-        return reduce
-
-    def collect(self, region: slice, done: Callable[[int], None], *, offset: int = 0) -> ChunkwiseReduction:
-        """Expect everybody's part of a region and reduce it."""
-        size = region.stop - region.start
-        reduction = ChunkwiseReduction(self.world, size, self.combine(region, offset=offset), done)
-        for seq in range(reduction.chunks):
-            reduction.one_less(seq)  # the own part is here, and stays where it is
-        if size:
+    def collect(self, region: slice, out: Bytes, done: Callable[[int], None]) -> ChunkwiseReduction:
+        """Expect the parts of a region of all others, and reduce it into ``out``."""
+        reduction = ChunkwiseReduction(self, region, out, done)
+        if reduction.chunks:
             for sender in self.others:
-                self.expect(sender, 0, Contribution(reduction, sender, size))
+                self.expect(sender, 0, Contribution(reduction, sender, region.stop - region.start))
         return reduction
 
     def release(self) -> None:
@@ -115,7 +153,7 @@ class DirectAllReduce(Reduction):
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
             return
-        reduction = self.collect(self.whole, _nothing)
+        reduction = self.collect(self.whole, self.out, _nothing)
         if not self.in_place:
             if len(self.own):
                 self.send(None, 0, self.own)
@@ -144,7 +182,7 @@ class ShardedAllReduce(Reduction):
             region = self.out[bounds[other] : bounds[other + 1]]
             if len(region):
                 self.expect(other, 1, IntoMemory(region))
-        self.collect(mine, pass_on)
+        self.collect(mine, result, pass_on)
         for other in self.others:
             region = self.own[bounds[other] : bounds[other + 1]]
             if len(region):
@@ -266,7 +304,7 @@ class ReduceScatter(Reduction):
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
             return
-        self.collect(mine, _nothing, offset=mine.start)
+        self.collect(mine, self.out, _nothing)
         for other in self.others:
             region = self.own[self.bounds[other] : self.bounds[other + 1]]
             if len(region):
@@ -284,7 +322,7 @@ class ReduceToRoot(Reduction):
         if self.world == 1:
             self.arithmetic.reduce([self.own], self.out)
         elif self.rank == self.root:
-            self.collect(self.whole, _nothing)
+            self.collect(self.whole, self.out, _nothing)
             if not len(self.own):
                 self._reduced()
         else:

@@ -38,6 +38,7 @@ import os
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -56,7 +57,6 @@ SPIN_S = 100e-6  # a sleep and a wake-up take about as long
 NAP_S = 1e-3  # without futex_waitv: the first sleep; each one after that is twice as long
 SLEEP_S = 0.2  # the longest sleep of a poller: signals are handled in between
 IDLE_S = 1.0  # the longest sleep of the thread
-FINISH_S = 1.0  # how long to wait for a thread that reads: it puts some chunks in their places
 WORK_S = 50e-6  # with work that waits for others: they do not wake anybody for it
 PARKED_S = 0.003  # how often the thread looks whether polls go on
 LONG_PARKED_S = 0.012  # the same when pollers have come again and again: each look takes their core, and the GIL
@@ -71,7 +71,7 @@ AFTER = {
     "sleep": _ASLEEP,  # a poller
     "wake up": _LOOKING,  # a poller
     "end poll": _LOOKING,
-    "nudge": _LOOKING,  # a thread that has ended what a poller waits for
+    "wake poller": _LOOKING,  # a thread that has ended what a poller waits for
     "stop": _LOOKING,  # whoever closes; the thread, or the last poller, then ends it all
     "end": _CLOSED,
 }
@@ -134,11 +134,14 @@ class Mailbox:
         self._attention_at = mine.ctypes.data + layout.attention_at
         self._peers: dict[int, _PeerRings] = {}
         self._writing = threading.Lock()
-        self._reading = threading.Lock()
+        # The thread that reads and the one that polls. Entered and left in one step: a signal that comes just when a
+        # lock was taken would leave it taken.
+        self._threads: dict[str, int] = {}
         self._look_again = False
-        self._polling = threading.Lock()
-        self._attending = threading.RLock()  # guards who changes the attention word. Signal handlers may nudge
-        self._poller = 0
+        self._afterwards: deque[Callable[[], None]] = deque()
+        self._attending = (
+            threading.RLock()
+        )  # guards who changes the attention word. Signal handlers may wake the poller
         self._made_in = forks.generation  # in a child by fork these messages are its parent's: they are left alone
         self._pushes = False
         self._thread: MailboxThread | None = None
@@ -225,26 +228,32 @@ class Mailbox:
 
     def poll(self) -> bool:
         """Take the messages that are here. False: there are none, or another thread takes them."""
-        found = False
-        if self._made_in != forks.generation:
+        found, reader = False, threading.get_ident()
+        if self._made_in != forks.generation or self._threads.get("reader") == reader:  # from within ``take``
             return False
         self._look_again = True
-        while self._look_again and self._reading.acquire(blocking=False):
-            try:
-                found |= self._read_all()
-            finally:
-                self._reading.release()
+        try:
+            while self._look_again and self._threads.setdefault("reader", reader) == reader:
+                known = len(self._afterwards)
+                try:
+                    found |= self._read_all()
+                finally:
+                    ready = [self._afterwards.popleft() for _ in range(known)]
+                    self._threads.pop("reader", None)
+                for then in ready:
+                    then()
+        finally:
+            if self._threads.get("reader") == reader:
+                del self._threads["reader"]
         return found
 
-    def finish(self) -> None:
-        """Take the messages that are here; if another thread is at it, wait for that. Not from within ``take``."""
+    def after_messages(self, then: Callable[[], None]) -> None:
+        """Call a function when the messages that are here now have been taken: on this thread, or on another one that
+        takes them."""
         if self._made_in != forks.generation:
+            then()
             return
-        if self._reading.acquire(timeout=FINISH_S):
-            try:
-                self._read_all()
-            finally:
-                self._reading.release()
+        self._afterwards.append(then)
         self.poll()
 
     def _read_all(self) -> bool:
@@ -271,23 +280,27 @@ class Mailbox:
             if need > min(left, RING_BYTES - at) or (skips and at == 0):
                 self._refuse(peer)
                 return
-            message = (
-                b"" if skips else bytes(peer.incoming[at + _WORD : at + _WORD + size])
-            )  # copied: its place is free
             head, left = (head + need) & _MASK, left - need
-            _fence()
-            self._heads[sender] = head
-            if skips:
-                continue
             try:
-                frame = parse(message)
-            except FrameError:
-                self.rejected += 1
-                continue
-            if frame.key.sender != sender:
-                self.rejected += 1
-                continue
+                if not skips:
+                    self._take_message(sender, bytes(peer.incoming[at + _WORD : at + _WORD + size]))
+            except Exception:
+                _fence()
+                self._heads[sender] = head  # the message is lost, those behind it are not
+                raise
+            _fence()
+            self._heads[sender] = head  # not before: one that a signal has interrupted is taken again
+
+    def _take_message(self, sender: int, message: bytes) -> None:
+        try:
+            frame = parse(message)
+        except FrameError:
+            self.rejected += 1
+            return
+        if frame.key.sender == sender:
             self._take(frame)
+        else:
+            self.rejected += 1
 
     def _refuse(self, peer: _PeerRings) -> None:
         """What is there is not what this program writes: nothing more is read of it."""
@@ -299,12 +312,12 @@ class Mailbox:
     @property
     def is_polled(self) -> bool:
         """Whether some thread looks for messages."""
-        return self._poller != 0
+        return "poller" in self._threads
 
     @property
     def has_working_poller(self) -> bool:
         """Whether it also sends what waits for slots."""
-        return self._poller != 0 and self._pushes
+        return self._pushes and "poller" in self._threads
 
     def poll_until(
         self, done: Callable[[], bool], until_s: float, work: Work | None, *, may_sleep: bool = True
@@ -318,12 +331,13 @@ class Mailbox:
         Returns:
             False: another thread is polling, nothing was done.
         """
-        if self._made_in != forks.generation or not self._polling.acquire(blocking=False):
+        poller, thread = threading.get_ident(), self._thread
+        if self._made_in != forks.generation or "poller" in self._threads:
             return False
-        thread = self._thread
         try:
             with self._attending:
-                self._poller = threading.get_ident()
+                if self._threads.setdefault("poller", poller) != poller:
+                    return False
                 self._pushes = work is not None
                 self._attention[0] = AFTER["begin poll"]
                 self.polls += 1
@@ -352,42 +366,40 @@ class Mailbox:
                     break
                 self._sleep(sleeper, done, min(SLEEP_S if work is None or work.idle else WORK_S, until_s - now_s))
         finally:
-            try:
-                with self._attending:
-                    self._poller = 0
+            with self._attending:
+                if self._threads.get("poller") == poller:
+                    del self._threads["poller"]
                     self._attention[0] = AFTER["end poll" if self._thread is not None else "end"]
-                if thread is not None and thread.on_duty:
-                    futex.wake(self._attention_at)  # it may have fallen asleep beside this poll: nobody else wakes it
-            finally:
-                self._polling.release()
+            if thread is not None and thread.on_duty:
+                futex.wake(self._attention_at)  # it may have fallen asleep beside this poll: no other thread wakes it
         return True
 
     def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
         sleeper.remember()  # first: whatever comes after it keeps this thread awake
         self._attention[0] = AFTER["sleep"]
-        _fence()  # a sender that has not seen the store above has written what the next look finds
         if not self.poll() and not done():
             sleeper.sleep(timeout_s)
         self._attention[0] = AFTER["wake up"]
 
-    def nudge(self) -> None:
-        """Something that the poller may wait for has happened on this thread."""
-        if self._poller and self._poller != threading.get_ident() and self._made_in == forks.generation:
+    def wake_poller(self) -> None:
+        """Wake the thread that polls: something that it may wait for has happened on this thread."""
+        poller = self._threads.get("poller")
+        if poller is not None and poller != threading.get_ident() and self._made_in == forks.generation:
             with self._attending:  # it may have gone away meanwhile
-                if self._poller:
-                    self._attention[0] = AFTER["nudge"]  # so that it does not fall asleep now
+                if self.is_polled:
+                    self._attention[0] = AFTER["wake poller"]  # so that it does not fall asleep now
             futex.wake(self._attention_at)
 
-    def resume(self) -> None:
-        """Have the thread look now: something goes on that no poller waits for."""
+    def wake_thread(self) -> None:
+        """Have the mailbox's thread read now: something goes on that no poller waits for."""
         thread = self._thread
         if thread is not None:
-            thread.resume()
+            thread.go_on_duty()
 
     def begin_duty(self, sleeper: _Sleeper) -> bool:
         """On the thread: announce that it sleeps next. False: there is a poller, who changes the word."""
         with self._attending:
-            if self._poller:
+            if self.is_polled:
                 return False
             sleeper.remember()
             self._attention[0] = AFTER["begin duty"]
@@ -397,7 +409,7 @@ class Mailbox:
     def end_duty(self, *, closes: bool = False) -> None:
         """On the thread: it is awake, or it ends."""
         with self._attending:
-            if not self._poller:
+            if not self.is_polled:
                 self._attention[0] = AFTER["end" if closes else "end duty"]
 
     def sleeper(self) -> _Sleeper:
@@ -459,7 +471,7 @@ class MailboxThread(threading.Thread):
         self._stop_flag = True
         self._wanted.set()
 
-    def resume(self) -> None:
+    def go_on_duty(self) -> None:
         """Go on duty as soon as nobody polls, unless it is."""
         if not self.on_duty or self._polls != self._mailbox.polls:
             self._wanted.set()

@@ -27,15 +27,14 @@ from gradbus.runtime.collectives import (
     link,
     membership,
     objects,
-    operation,
-    shared_memory_transport,  # fmt: skip
+    rendezvous,
 )
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.reductions import SMALL_BYTES, choose
-from gradbus.runtime.collectives.streams import CHUNK_BYTES
 from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.shm import layout
+from gradbus.runtime.shm import layout, transport
+from gradbus.runtime.wire.frames import CHUNK_BYTES
 
 MIB = 1 << 20
 
@@ -191,7 +190,7 @@ def test_the_algorithms_are_those_of_the_code(page: str) -> None:
 
 def test_numbers_are_those_of_the_code(page: str) -> None:
     text = " ".join(page.split())
-    assert f"more than {operation.RENDEZVOUS_BYTES // MIB} MiB (or" in text
+    assert f"more than {rendezvous.RENDEZVOUS_BYTES // MIB} MiB (or" in text
     assert f"at most {engine.MAX_NAME_BYTES} bytes" in text
     assert f"the latest {engine._MAX_NAMES} pairs" in text
     assert f"At most {engine.MAX_PENDING} / (world - 1) collectives, or {engine.MIN_PENDING}, may be pending" in text
@@ -206,7 +205,7 @@ def test_what_it_says_of_shared_memory_is_so(page: str) -> None:
     text = " ".join(section(page, "Shared memory").split())
     assert f"Payloads of {link.SHARED_BYTES // 1024} KiB or more are copied" in text
     assert f"in chunks of {CHUNK_BYTES // MIB} MiB" in text
-    assert f"at most {shared_memory_transport.MAX_WORLD} ranks" in text
+    assert f"at most {transport.MAX_WORLD} ranks" in text
     assert f"has {layout.SLOTS} chunks of {CHUNK_BYTES // MIB} MiB for what it sends" in text
     assert f"and {layout.RING_BYTES // 1024} KiB for the letters" in text
     wait_ms = chunk_sender.SLOT_WAIT_S * 1000

@@ -173,7 +173,7 @@ class MemoryNet:
     def assert_nothing_is_left(self, *, but_early_frames_of: int | None = None) -> None:
         """No rank holds anything for a collective any more; one that has not called it may hold frames for it."""
         for engine in self.engines:
-            assert (engine.pending, engine._starting) == (0, set())
+            assert engine.pending == 0
             assert engine.credit.used_bytes == (0,) * self.world
             if engine.rank != but_early_frames_of:
-                assert (engine.early_bytes, len(engine._unexpected), len(engine._unexpected._slots)) == (0, 0, 0)
+                assert (engine.early_bytes, len(engine._unexpected), len(engine._unexpected._messages)) == (0, 0, 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradbus.runtime.collectives.shared_memory_transport import SharedMemoryTransport
 from gradbus.runtime.shm.mailbox import Mailbox
 from gradbus.runtime.shm.segment import Bytes
+from gradbus.runtime.shm.transport import SharedMemoryTransport
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Flags, Frame, FrameKey, Kind
 
@@ -18,13 +18,13 @@ class Ranks:
 
     def __init__(self, world: int = 2) -> None:
         self.taken: list[list[Frame]] = [[] for _ in range(world)]
-        self.shared = [SharedMemoryTransport(rank, world, self.taken[rank].append) for rank in range(world)]
+        self.shared = [SharedMemoryTransport(rank, world) for rank in range(world)]
         for one in self.shared:
             for rank, other in enumerate(self.shared):
                 if other is not one:
                     one.attach(rank, other.place)
         for rank, one in enumerate(self.shared):
-            one.admit([other for other in range(world) if other != rank])
+            one.admit([other for other in range(world) if other != rank], self.taken[rank].append)
 
     def mailbox(self, rank: int) -> Mailbox:
         """The mailbox of a rank."""

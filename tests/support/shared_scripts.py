@@ -43,11 +43,11 @@ def sum_on_this_thread(group: Group, name: str, tensor: Tensor, round_id: int = 
 
     def end(_: Operation) -> None:
         ended.set()
-        engine.progress.nudge()
+        engine.progress.wake_inline()
 
     operation.on_end.append(end)
     engine.start(operation, name, round_id)
-    engine.progress.pump(ended.is_set, until_s)
+    engine.progress.poll_inline(ended.is_set, until_s)
     assert ended.wait(max(0.0, until_s - time.monotonic()))
     if operation.error is not None:
         raise operation.error

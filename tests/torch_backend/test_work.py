@@ -57,7 +57,7 @@ def test_a_future_asked_for_while_its_work_ends_leaves_nothing_behind(monkeypatc
             slow.setattr(work, "deliver", lambda: None)  # it gets no further for now
             work.get_future()
 
-    pair.queue.engine.progress = SimpleNamespace(nudge=another_thread_asks)  # type: ignore[assignment]
+    pair.queue.engine.progress = SimpleNamespace(wake_inline=another_thread_asks)  # type: ignore[assignment]
     pair.queue.submit(work)
     pair.barrier_of_rank_1()
     pair.net.settle()

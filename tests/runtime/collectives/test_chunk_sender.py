@@ -17,9 +17,8 @@ from shared_pair import Ranks
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause
 from gradbus.runtime.collectives.chunk_sender import ChunkSender
-from gradbus.runtime.collectives.link import DdsLink
+from gradbus.runtime.collectives.link import GroupLink
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.shared_memory_transport import MailboxProgress
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.layout import SLOTS
 from gradbus.runtime.wire import frames
@@ -215,9 +214,9 @@ def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks) -> None:
 # Whoever waits sends meanwhile
 
 
-def link_with(*pushing: tuple[ChunkSender, Callable[[Parts], bool]]) -> DdsLink:
+def link_with(*pushing: tuple[ChunkSender, Callable[[Parts], bool]]) -> GroupLink:
     """One that has these to push, and is not on any bus."""
-    link = DdsLink.__new__(DdsLink)
+    link = GroupLink.__new__(GroupLink)
     link._pushing = deque(pushing)
     return link
 
@@ -241,10 +240,12 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("is_left", [True, False])
 def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
-    ranks, woken = Ranks(), []
-    port: Any = SimpleNamespace(wake_sender=lambda: woken.append(1))
-    work: Any = SimpleNamespace(idle=not is_left, push=lambda: False)
-    MailboxProgress(ranks.mailbox(0), port, work).pump(lambda: True, time.monotonic() + WAIT_S)
+    ranks, woken = Ranks(), list[int]()
+    payload = Payload(ranks.shared[0].slots)
+    link = link_with(*[(payload.sender, payload.write)] * is_left)
+    link._shared = ranks.shared[0]
+    link._port = SimpleNamespace(wake_sender=lambda: woken.append(1))  # type: ignore[assignment]
+    link.poll_inline(lambda: True, time.monotonic() + WAIT_S)
     assert woken == [1] * is_left
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
 
-from gradbus.runtime.collectives import data_movement, engine, unexpected
+from gradbus.runtime.collectives import data_movement, engine
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
@@ -94,7 +94,7 @@ def test_what_is_dropped_while_a_call_starts_fails_it_as_well() -> None:
 
 def test_frames_that_nobody_came_for_in_time_make_room_for_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(unexpected, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engine, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     net = net_of(2, early_bytes=10, early_age_s=60.0)
     net.start(gather(0, b"8 bytes."), "old")
     net.settle()
@@ -111,7 +111,7 @@ def test_frames_that_nobody_came_for_in_time_make_room_for_newer_ones(monkeypatc
 
 
 def test_the_number_of_early_frames_is_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unexpected, "MAX_FRAMES", 3)
+    monkeypatch.setattr(engine, "MAX_EARLY_FRAMES", 3)
     net = net_of(2)
     for number in range(5):
         net.start(gather(0), f"{number}")

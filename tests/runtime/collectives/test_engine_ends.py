@@ -14,10 +14,10 @@ from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
 
 from gradbus.runtime.collectives import data_movement, engine
 from gradbus.runtime.collectives.arithmetic import Arithmetic
+from gradbus.runtime.collectives.data_movement import NewPayload
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import ALGORITHMS, Algorithm, ReduceScatter, all_reduce, shard_bounds
-from gradbus.runtime.collectives.streams import NewPayload
 from gradbus.runtime.errors import BusClosed, CollectiveError, PeerLost, WriteTimeout
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
@@ -233,3 +233,20 @@ def test_who_gets_nothing_but_cannot_give_what_it_has_names_those_who_do_not_tak
     net.engines[2].leave(1, "left: done")
     assert isinstance(call.error, PeerLost)
     assert call.error.ranks == (1,)
+
+
+def test_a_collective_that_a_signal_has_interrupted_ends_with_an_error_that_says_so() -> None:
+    """A chunk counts as here before it is in its place: it would never be put there again."""
+
+    class Interrupted(NewPayload):
+        def chunk(self, seq: int, offset: int, data: Any) -> None:
+            raise KeyboardInterrupt
+
+    net = MemoryNet(2)
+    here = net.start(gather(0))
+    here._streams[1, 0] = Interrupted(MAX_BYTES)
+    net.start(gather(1))
+    with pytest.raises(KeyboardInterrupt):
+        net.settle()
+    assert isinstance(here.error, CollectiveError)
+    assert "KeyboardInterrupt came while a frame was put in its place" in str(here.error)

@@ -134,7 +134,7 @@ def test_calls_of_many_threads_at_once_all_end_with_the_right_values_and_counts(
         calls = THREADS * CALLS
         settle(ranks)
         for engine in ranks:
-            assert (engine.pending, engine.early_bytes, engine._starting) == (0, 0, set())
+            assert (engine.pending, engine.early_bytes) == (0, 0)
             assert not engine.dropped
         # Each gathers 3 bytes and 1 byte, and adds up shards of 2, 2 and 1 numbers of 8 bytes.
         assert [engine.bytes_in for engine in ranks] == [calls * (8 + 8 * (2 * 2 + 3)), calls * (8 + 8 * (2 * 2 + 3)),

@@ -159,12 +159,12 @@ def test_probes_that_wait_for_the_loop_have_a_bound_and_are_told_once(run: Run, 
         for number in range(2 * membership.MAX_PROBES):
             key = FrameKey(Kind.COLLECTIVE, number, 0, 1, 5, 0, "", 0)
             ((head, data),) = frames.split(key, b"", world=2)
-            place_of._take(frames.parse(head + bytes(data)))
+            place_of.engine.receive(frames.parse(head + bytes(data)))
         assert len(place_of._probes) == membership.MAX_PROBES
         assert len(told) == 1
         told.pop()()
         assert len(place_of._probes) == 0
-        place_of._take(frames.parse(head + bytes(data)))
+        place_of.engine.receive(frames.parse(head + bytes(data)))
         assert len(told) == 1
 
     run(lambda: as_ranks(place, 1, script))

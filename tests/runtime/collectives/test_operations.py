@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from memory_link import MAX_BYTES, MemoryNet
 from torch import Tensor
 
-from gradbus.runtime.collectives import data_movement, reductions, streams
+from gradbus.runtime.collectives import data_movement, reductions
+from gradbus.runtime.collectives import operation as operation_module
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import Algorithm, ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
@@ -32,7 +33,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=25)
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (frames, streams, reductions):
+        for module in (frames, operation_module, data_movement, reductions):
             patch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
         yield
 

@@ -29,10 +29,10 @@ from shared_scripts import (
 )  # fmt: skip
 
 import gradbus
-from gradbus.runtime.collectives import Group, chunk_sender, membership, shared_memory_transport
+from gradbus.runtime.collectives import Group, chunk_sender, membership
 from gradbus.runtime.dds.participant import Periodic
 from gradbus.runtime.errors import BarrierTimeout
-from gradbus.runtime.shm import mailbox
+from gradbus.runtime.shm import mailbox, transport
 from gradbus.runtime.shm.segment import Bytes, SharedMemoryFault
 from gradbus.runtime.shm.slots import SlotPool
 from gradbus.runtime.wire.frames import CHUNK_BYTES
@@ -192,7 +192,7 @@ def test_memory_that_cannot_be_opened_is_done_without_and_logged_once(
         assert shared_of(group).slots.sent_bytes == 0
         assert shared_of(group).mailbox is None
 
-    monkeypatch.setattr(shared_memory_transport, "attach", refuse)
+    monkeypatch.setattr(transport, "attach", refuse)
     run(lambda: as_ranks(place, 3, script))
     assert len(logged) == 3  # one for each rank, though there are two others
     assert {line["event"] for line in logged} == {"no shared memory"}

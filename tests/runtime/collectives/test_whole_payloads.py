@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
 from torch import Tensor
 
-from gradbus.runtime.collectives import data_movement, reductions, streams
+from gradbus.runtime.collectives import data_movement, operation, reductions
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
@@ -48,15 +48,15 @@ def patterned(memory: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks_in_memory_with_a_pattern() -> Iterator[None]:
-    describe = streams.empty_like_described
+    describe = data_movement.empty_like_described
     with pytest.MonkeyPatch.context() as patch:
-        for module in (frames, streams, reductions):
+        for module in (frames, operation, data_movement, reductions):
             patch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
         filled = SimpleNamespace(
             empty=lambda size, dtype: np.full(size, PATTERN, dtype), frombuffer=np.frombuffer, uint8=np.uint8
         )
-        patch.setattr(streams, "np", filled)
-        patch.setattr(streams, "empty_like_described", lambda *given: patterned(describe(*given)))
+        patch.setattr(data_movement, "np", filled)
+        patch.setattr(data_movement, "empty_like_described", lambda *given: patterned(describe(*given)))
         yield
 
 

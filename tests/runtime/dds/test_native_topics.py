@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.collectives.streams import Contribution
+from gradbus.runtime.collectives.reductions import Contribution
 from gradbus.runtime.dds import libddsc, native_topics, participant
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.wire.control import Leave

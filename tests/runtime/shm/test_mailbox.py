@@ -229,13 +229,13 @@ def test_a_letter_that_comes_just_before_the_visitor_sleeps_does_not_wait_for_lo
     assert time.monotonic() - start_s < WAIT_S / 2
 
 
-def test_a_visitor_is_woken_by_a_nudge(ranks: Ranks) -> None:
+def test_a_thread_that_polls_is_woken(ranks: Ranks) -> None:
     letters, over = ranks.mailbox(1), threading.Event()
     thread = visiting(letters, over.is_set)
     while letters._attention[0] != module._ASLEEP:
         assert thread.is_alive()
     over.set()
-    letters.nudge()
+    letters.wake_poller()
     thread.join(WAIT_S)
     assert not thread.is_alive()
 
@@ -304,20 +304,49 @@ def test_who_looks_while_another_thread_reads_has_that_look_again(ranks: Ranks) 
     assert transfers(ranks) == [1, 2]
 
 
-def test_who_must_have_all_letters_waits_for_the_thread_that_reads(ranks: Ranks) -> None:
+def test_what_needs_all_messages_is_done_by_the_thread_that_reads_and_keeps_no_other_one_waiting(ranks: Ranks) -> None:
     held = Held(ranks)
     had: list[list[int]] = []
-
-    def read() -> None:
-        ranks.shared[1].poll_mailbox(all_of_them=True)
-        had.append(transfers(ranks))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(0.1)
+    ranks.mailbox(1).after_messages(lambda: had.append(transfers(ranks)))
+    assert had == []
     held.go_on.set()
-    thread.join(WAIT_S)
+    held.thread.join(WAIT_S)
     assert had == [[1, 2]]
+    ranks.mailbox(1).after_messages(lambda: had.append([]))
+    assert had[1:] == [[]], "no other thread reads: it is done at once"
+
+
+def test_a_message_whose_reader_was_interrupted_is_taken_again(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, take = ranks.mailbox(1), ranks.mailbox(1)._take
+
+    def interrupted(frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    assert send(ranks, 1)
+    assert send(ranks, 2)
+    monkeypatch.setattr(mailbox, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mailbox.poll_until(lambda: False, time.monotonic() + WAIT_S, NoWork())
+    assert not mailbox.is_polled
+    monkeypatch.setattr(mailbox, "_take", take)
+    assert mailbox.poll_until(lambda: len(transfers(ranks)) == 2, time.monotonic() + WAIT_S, NoWork())
+    assert transfers(ranks) == [1, 2]
+
+
+def test_a_message_that_its_reader_fails_on_is_not_taken_again(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, take = ranks.mailbox(1), ranks.mailbox(1)._take
+
+    def broken(frame: Any) -> None:
+        raise ZeroDivisionError
+
+    assert send(ranks, 1)
+    assert send(ranks, 2)
+    monkeypatch.setattr(mailbox, "_take", broken)
+    with pytest.raises(ZeroDivisionError):
+        mailbox.poll()
+    monkeypatch.setattr(mailbox, "_take", take)
+    assert mailbox.poll()
+    assert transfers(ranks) == [2]
 
 
 # The thread that reads while nobody visits
@@ -357,7 +386,7 @@ def test_the_thread_goes_on_at_once_where_it_is_wanted(attended: Ranks, monkeypa
     letters = attended.mailbox(1)
     for transfer in range(10):
         letters.poll_until(lambda: True, 0.0, None, may_sleep=False)
-        letters.resume()
+        letters.wake_thread()
         assert send(attended, transfer)
         wait_until(lambda count=transfer + 1: len(attended.taken[1]) == count)  # type: ignore[misc]
 
@@ -457,8 +486,8 @@ def test_a_child_by_fork_leaves_the_letters_to_its_parent(ranks: Ranks, monkeypa
         assert not letters.poll_until(lambda: False, time.monotonic() + WAIT_S, NoWork())
         assert not letters.poll()
         assert not send(ranks, 2)
-        letters.finish()
-        letters.nudge()
+        letters.after_messages(lambda: None)
+        letters.wake_poller()
         assert letters.close() is None
     assert (letters._attention[0], transfers(ranks)) == (module._ASLEEP, [])
     assert letters.poll()

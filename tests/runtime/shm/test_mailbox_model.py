@@ -91,24 +91,24 @@ def polls(s: State, me: str, at: str, rules: frozenset[str], then: str) -> Moves
             found = s.written != s.read
             after = moved(s, {"read": s.written, f"{me}_found": getattr(s, f"{me}_found") or found})
             is_news = me == "thread" and found and s.visits > 0
-            return [moved(after, {me: "nudge" if is_news else "poll release"})]
+            return [moved(after, {me: "wake poller" if is_news else "poll release"})]
         case "poll release":
             again = "poll try" if "look again" in rules else then
             return [moved(s, {me: again, "reading": ""})]
-    return nudges(s, me, at, "poll release")
+    return wakes_poller(s, me, at, "poll release")
 
 
-def nudges(s: State, me: str, at: str, then: str) -> Moves:
-    """:meth:`Mailbox.nudge`."""
+def wakes_poller(s: State, me: str, at: str, then: str) -> Moves:
+    """:meth:`Mailbox.wake_poller`."""
     match at:
-        case "nudge":
-            return [moved(s, {me: "nudge lock" if s.has_visitor else then})]
-        case "nudge lock":
-            return locked(s, "attending", me, "nudge write")
-        case "nudge write":
-            attention = AFTER["nudge"] if s.has_visitor else s.attention
-            return [moved(s, {me: "nudge wake", "attention": attention, "attending": ""})]
-        case "nudge wake":
+        case "wake poller":
+            return [moved(s, {me: "wake poller lock" if s.has_visitor else then})]
+        case "wake poller lock":
+            return locked(s, "attending", me, "wake poller write")
+        case "wake poller write":
+            attention = AFTER["wake poller"] if s.has_visitor else s.attention
+            return [moved(s, {me: "wake poller wake", "attention": attention, "attending": ""})]
+        case "wake poller wake":
             return [moved(woken(s), {me: then})]
     raise AssertionError(at)
 
@@ -229,7 +229,7 @@ def closer(s: State, rules: frozenset[str]) -> Moves:
     """All collectives end with an error, then :meth:`Mailbox.close`."""
     match s.closer:
         case "begin":
-            return [s._replace(closer="nudge", is_closing=True)]
+            return [s._replace(closer="wake poller", is_closing=True)]
         case "stop lock" if "close locks" not in rules:
             return [s._replace(closer="stop", has_thread=False)]
         case "stop lock":
@@ -244,7 +244,7 @@ def closer(s: State, rules: frozenset[str]) -> Moves:
             return [woken(s)._replace(closer="ended")]
         case "idle" | "ended":
             return []
-    return nudges(s, "closer", s.closer, "stop lock")
+    return wakes_poller(s, "closer", s.closer, "stop lock")
 
 
 ACTORS: tuple[Callable[[State, frozenset[str]], Moves], ...] = (sender, thread, visitor, closer)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _WATCHED = (
     "gradbus.codecs", "gradbus.experiments.files", "gradbus.experiments.history.reader",
     "gradbus.experiments.rundir.reading", "gradbus.models.mnist_files", "gradbus.runtime.checkpoint",
-    "gradbus.runtime.collectives.engine", "gradbus.runtime.collectives.objects", "gradbus.runtime.collectives.streams",
+    "gradbus.runtime.collectives.data_movement", "gradbus.runtime.collectives.engine",
+    "gradbus.runtime.collectives.objects",
     "gradbus.runtime.collectives.tensors", "gradbus.runtime.config", "gradbus.runtime.dds.idl_types",
     "gradbus.runtime.dds.topics", "gradbus.runtime.json_text", "gradbus.runtime.profiling.summary",
     "gradbus.runtime.security", "gradbus.runtime.shm", "gradbus.runtime.wire", "gradbus.torch.hooks.wire",

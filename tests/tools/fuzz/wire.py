@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzz.target import Target, must, reads_back
 from gradbus.runtime.collectives import engine, objects
-from gradbus.runtime.collectives.streams import NewPayload
+from gradbus.runtime.collectives.data_movement import NewPayload
 from gradbus.runtime.collectives.tensors import Bytes, describe
 from gradbus.runtime.dds.topics import TOPICS, collective_topic, store_topic
 from gradbus.runtime.errors import CollectiveError, FrameError
