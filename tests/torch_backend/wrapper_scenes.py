@@ -89,7 +89,9 @@ def far_ahead(place: RankLocation) -> dict[str, Any]:
         group = dist.group.WORLD
         kept_bytes = group.dds.group.engine.early_bytes
     handles = [dds.allreduce_async_(tensor, f"ahead {number}") for number, tensor in enumerate(tensors)]
-    asked = [handle._work.call.operations[0].rendezvous.limit_bytes == 0 for handle in handles] if place.rank == 0 else []
+    asked = (
+        [handle._work.call.operations[0].rendezvous.limit_bytes == 0 for handle in handles] if place.rank == 0 else []
+    )
     if place.rank == 0:
         dist.send(trailing, 1)
     values = [handle.wait() for handle in handles]
