@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from gradbus.runtime.collectives.rendezvous import ACK, CTS, RTS, Rendezvous
+from gradbus.runtime.collectives.rendezvous import ACK, CTS, RTS, RendezvousProtocol
 from gradbus.runtime.collectives.tensors import NOTHING, Bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire.frames import CHUNK_BYTES, Frame, chunk_count
@@ -181,7 +181,7 @@ class Operation:
         self.world = world
         self.others = _from_the_next_on(rank, world)
         self.peers = self.others if peers is None else tuple(other for other in peers if other != rank)
-        self.rendezvous = Rendezvous(self.others)
+        self.rendezvous = RendezvousProtocol(self.others)
         self.key = OperationKey(0, 0, "")
         self.started_s = time.perf_counter()
         self.on_end: list[Callable[[Operation], None]] = []  # called once, on the thread that ends it

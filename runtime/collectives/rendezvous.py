@@ -61,7 +61,7 @@ class Credit:
         return tuple(self._used)
 
 
-class Rendezvous:
+class RendezvousProtocol:
     """The handshakes of one collective on one rank. Its operation holds its lock.
 
     Attributes:
