@@ -49,7 +49,7 @@ class ExactMean:
     """
 
     def __init__(self, dim: int) -> None:
-        self._sum = torch.zeros(dim, dtype=torch.int64)
+        self._sum = torch.empty(dim, dtype=torch.int64)  # the first vector overwrites it: zeros are never written
         self._carried: Tensor | None = None  # int64, in units of 2^32, once there was need of it
         self._scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
         # The same memory for numpy: its rint stays on the calling thread, torch's round_ does not.
@@ -62,8 +62,6 @@ class ExactMean:
 
     def reset(self) -> None:
         """Start a new mean; the memory is kept."""
-        if self.count:
-            self._sum.zero_()
         self._carried = None  # as a rule nobody needs that memory again
         self._bound, self.num_samples, self.count = 0.0, 0, 0
 
@@ -89,6 +87,8 @@ class ExactMean:
             self._carry()
         scale = float(num_samples * (1 << FRACTION_BITS))
         round_ = self._round_small if bound < _ROUNDER_LIMIT else self._round
+        if not self.count and update.is_sparse:
+            self._sum.zero_()
         for block in update.blocks(_BLOCK_ELEMS):
             size = block.values.numel()
             scaled = self._scratch[:size]
@@ -97,7 +97,8 @@ class ExactMean:
                 stop = block.start + size
                 if not update.is_delta:
                     scaled.sub_(base[block.start : stop])
-                self._sum[block.start : stop].add_(round_(scaled.mul_(scale)))
+                part = self._sum[block.start : stop]
+                (part.add_ if self.count else part.copy_)(round_(scaled.mul_(scale)))
             else:
                 self._sum.index_add_(0, block.indices, round_(scaled.mul_(scale)))
         self._bound += bound

@@ -145,7 +145,7 @@ class Client:
                         group.create_task(self._heartbeat.run(), name=f"client-{self.client_id}-heartbeat"),
                     ]
                     try:
-                        await self._work()
+                        await self._work(group)
                         await self._memory.settle()
                     finally:
                         await self._heartbeat.leave("done" if self._session.ended else "stopped")
@@ -246,23 +246,19 @@ class Client:
             case _:
                 pass
 
-    async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelReplica | None = None) -> None:
-        copy = copy or self._replica
+    async def _take_model(self, key: FrameKey, payload: memoryview, copy: ModelReplica) -> None:
         if copy.adopt(key, await self._decode.run(copy.decode, key, payload)):
             self._changed.set()
 
     async def _read_model(self, key: FrameKey, notice: ModelAvailable) -> None:
-        payload = await self._memory.read(key, notice)
-        if payload is not None:
-            await self._take_model(key, payload)
-            return
+        await self._memory.take(key, notice)
+        self._changed.set()
         if not self._memory.here:
             await self._heartbeat.send_hello()  # so that it is not counted on
-        self._changed.set()
 
     # Work
 
-    async def _work(self) -> None:
+    async def _work(self, group: asyncio.TaskGroup) -> None:
         current = self._session
         while True:
             self._changed.clear()
@@ -282,7 +278,7 @@ class Client:
             elif await self._lacks_frozen(welcome):
                 await self._fetch_frozen(welcome)
             elif self._replica.round_id == command.round_id - 1 and self._replica.vector is not None:
-                await self._train_and_send(welcome, command, self._replica.vector)
+                await self._train_and_send(welcome, command, self._replica.vector, group)
             elif self._replica.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
@@ -345,13 +341,16 @@ class Client:
         self._session.check_controller(doubt, self._bus.reach.advice(one=True))
         self._waiting.look(f"the controller of job {self._bus.job!r}", began_s=self._session.heard_s, doubt=doubt)
 
-    async def _train_and_send(self, welcome: Welcome, command: TrainCmd, base: Tensor) -> None:
+    async def _train_and_send(
+        self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
+    ) -> None:
         current, round_id, session = self._session, command.round_id, self._session.incarnation
         failure: Exception | None = None
         began_s, sent_before = time.monotonic(), self._sender.bytes_up
         self._status.set("training")
         self._transfers += 1
-        await self._heartbeat.send_hello()  # the next may come late: training may hold the interpreter
+        # It goes out as training starts: a later one may come late, as training may hold the interpreter.
+        group.create_task(self._heartbeat.send_hello(), name=f"client-{self.client_id}-hello")
         try:
             update = await self._compute.run(
                 self._training.train, welcome, command, base, self._transfers, self._compute.should_stop,

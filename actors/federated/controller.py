@@ -351,7 +351,6 @@ class Controller:
     async def _one_round(self, round_id: int) -> RoundReport:
         """Attempts at a round, until there are enough updates. What has counted in one goes on counting in the next."""
         started_s = time.perf_counter()
-        await self._compute.run(self._strategy.begin, round_id, self._publisher.held)
         accepted: set[int] = set()
         self._missed = {}
         self._cap.begin(round_id, self._state.participation.samples())
@@ -394,7 +393,7 @@ class Controller:
         )  # fmt: skip
         self._probe.reached("before_command", round_id)
         self._round, self._has_commanded = round_, True
-        self._receiver.open(round_)
+        self._receiver.open(round_, self._publisher.held)
         self.progress.phase, self.progress.round_id = "training", round_id
         self.progress.out = self._state.quarantine.excluded(round_id)
         self._changed()
@@ -433,7 +432,10 @@ class Controller:
         self._missed = {}
         # The message is made before the commit: what the clients will hold is part of the state.
         size = await self._publisher.prepare(round_id)
-        await self._compute.run(self._make_durable, report)
+        if state.is_durable or self._probe.history.on:
+            await self._compute.run(self._make_durable, report)
+        else:
+            self._make_durable(report)
         committed_s = time.perf_counter()
         self._probe.reached("after_commit_before_publish", round_id)
         with tolerate_write_timeout("model", round_id):

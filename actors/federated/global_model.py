@@ -260,14 +260,15 @@ class SharedModelReader:
         wanted = self.here and is_here(notice.memory) and self._copy.expect(key, int(flags), notice.total_bytes)
         return key if wanted else None
 
-    async def read(self, key: FrameKey, notice: ModelAvailable) -> memoryview | None:
-        """The payload of that model. None: it has to be asked for, if it is still wanted.
+    async def take(self, key: FrameKey, notice: ModelAvailable) -> None:
+        """Bring the replica to that model. Where that fails, it has to be requested, if it is still wanted.
 
-        It may be gone, for a newer one or with the controller: that says nothing of the next one. If memory cannot be
-        opened from here, or the same model is not there again and again, no other is read that way, which is logged.
+        It may be gone, for a newer one or with the controller, and the next one can be read all the same. If memory
+        cannot be opened from here, or the same model is gone again and again, no other is read that way, which is
+        logged.
         """
         try:
-            payload = await self._thread.run(read, notice.memory, notice.total_bytes)
+            vector = await self._thread.run(self._load, key, notice)
         except SharedMemoryFault as error:
             if self._copy.give_up(key) and self.here and not self._ended and not self._worth_asking(key, error):
                 self.here = ""
@@ -275,9 +276,12 @@ class SharedModelReader:
                     "no shared memory", client=self._client_id, of="the controller", reason=str(error),
                     effect="models go over DDS",
                 )  # fmt: skip
-            return None
-        self._memory.read_bytes[TOPICS[ModelBlob].name] += len(payload)
-        return payload
+        else:
+            self._memory.read_bytes[TOPICS[ModelBlob].name] += notice.total_bytes
+            self._copy.adopt(key, vector)
+
+    def _load(self, key: FrameKey, notice: ModelAvailable) -> Tensor | None:
+        return self._copy.decode(key, read(notice.memory, notice.total_bytes))
 
     def _worth_asking(self, key: FrameKey, error: SharedMemoryFault) -> bool:
         """Whether this model may yet be found in memory: it is gone, and not for the third time."""

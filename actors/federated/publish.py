@@ -191,26 +191,35 @@ class ModelPublisher:
     async def publish_full(self, round_id: int) -> int:
         """Send what the clients should hold after this round, in full. Returns its bytes."""
         self._round_id = round_id
-        self._current = self._full = self._full_message()
+        self._current = self._full = self._full_message(self._next_key())
         return await self.publish()
 
     async def prepare(self, round_id: int) -> int:
-        """Make the message that brings the clients to the model after this round. Returns its bytes."""
+        """Make the message that brings the clients to the model after this round, in shared memory, too, if clients
+        read it there. Returns its bytes."""
         self._round_id = round_id
         self._full = None
-        if self.held_apart is None:
-            self._current = self._full = self._full_message()
+        is_full, share, history = self.held_apart is None, self._registry.sharing > 0, self._context.history
+        if not is_full or share or history.keeps_payloads:
+            self._current = await self._context.compute.run(self._make_message, self._next_key(), share)
         else:
-            payload = await self._context.compute.run(self._next_difference)
-            self._current = _OutgoingModel(self._next_key(), payload, int(Flags.DELTA))
-        if self._context.history.keeps_payloads or (self._context.history.on and self.held_apart is not None):
-            await self._context.compute.run(self._keep, self._current.payload)
+            self._current = self._full_message(self._next_key())
+        if is_full:
+            self._full = self._current
         return self._current.size
 
-    def _keep(self, payload: Any) -> None:
-        if self.held_apart is not None:
-            self._held_crc32 = zlib.crc32(self.held.numpy().data)
-        self._context.history.keep(model_name(self._context.run_id, self._round_id), payload)
+    def _make_message(self, key: FrameKey, share: bool) -> _OutgoingModel:
+        """Make the message on the compute thread."""
+        if self.held_apart is None:
+            message = self._full_message(key)
+        else:
+            message = _OutgoingModel(key, self._next_difference(), int(Flags.DELTA))
+            if self._context.history.on:
+                self._held_crc32 = zlib.crc32(self.held.numpy().data)
+        self._context.history.keep(model_name(self._context.run_id, self._round_id), message.payload)
+        if share and message.size >= SHARED_BYTES:
+            message.shared = self._context.bus.memory.put(message.payload)
+        return message
 
     def note_commit(self, report: RoundReport) -> None:
         """The round is durable: note what it has come to, and what clients will hold after it."""
@@ -256,9 +265,9 @@ class ModelPublisher:
         if full is not None and full.shared is not None and self._registry.shares_memory(client_id):
             await self._announce(full, full.shared)
 
-    def _full_message(self) -> _OutgoingModel:
+    def _full_message(self, key: FrameKey) -> _OutgoingModel:
         # Headerless float32, as the original format has it: a view on the weights, without a copy.
-        return _OutgoingModel(self._next_key(), np.asarray(self.held.numpy(), dtype="<f4"))
+        return _OutgoingModel(key, np.asarray(self.held.numpy(), dtype="<f4"))
 
     def _next_key(self) -> FrameKey:
         self._transfer += 1
@@ -320,7 +329,7 @@ class ModelPublisher:
             self._within_quota(client_id, self.queue.request(client_id, need.transfer, seqs, self._quota))
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
-                self._full = self._full_message()
+                self._full = self._full_message(self._next_key())
             if self._registry.shares_memory(client_id):
                 self._wanted_in_memory = True
             else:

@@ -292,6 +292,11 @@ class RunState:
         if self._store is not None and self.round_id == 0 and not self._store.rounds():
             self._save(self.held)
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether a commit writes a checkpoint."""
+        return self._store is not None
+
     def commit(self, report: RoundReport, held: Tensor | None) -> None:
         """The round is done: from here on it is not lost. Raises CheckpointError: it could not be written."""
         self.round_id = report.round_id

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from torch import Tensor
+
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import ENOUGH, SampleCap
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
@@ -146,6 +148,7 @@ class _IncomingUpdate:
     update: UpdateFromClient
     progress_s: float
     in_memory: bool = False
+    adding: bool = False
     frames: int = 0
     asked_s: float = 0.0
     payload: memoryview | None = None  # complete
@@ -153,6 +156,11 @@ class _IncomingUpdate:
     @property
     def key(self) -> FrameKey:
         return self.update.key
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it is here, and will count or be refused in a moment."""
+        return self.adding or self.payload is not None
 
 
 class UpdateReceiver:
@@ -181,6 +189,7 @@ class UpdateReceiver:
         self._on_change = on_change
         self._assembler = Assembler()
         self._round: Round | None = None
+        self._to_begin: tuple[int, Tensor] | None = None  # a round that the strategy has not begun yet, and its base
         self._requests: dict[int, UpdateFromClient] = {}  # by client, in order of arrival
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
         self._complete: deque[_IncomingUpdate] = deque()
@@ -195,12 +204,18 @@ class UpdateReceiver:
         self.capped: dict[int, int] = {}
         self._rejected_before: Counter[str] = Counter()
 
-    def open(self, round_: Round) -> None:
-        """Take updates for this round. Another attempt at it goes on with what has counted in those before."""
+    def open(self, round_: Round, base: Tensor) -> None:
+        """Take updates for this round. Another attempt at it goes on with what has counted in those before.
+
+        Args:
+            base: float32, shape (D,): the model that the clients hold.
+        """
         if not round_.accepted:
             self.totals = RoundTotals()
             self.capped = {}
             self.timing.begin()
+            self._to_begin = round_.round_id, base
+            self._work.set()
         self._round = round_
         self._requests.clear()
 
@@ -231,8 +246,8 @@ class UpdateReceiver:
             await (self._reject if refusal.is_strike else self._refuse)(update, refusal)
             return
         granted = next((t for t in self._transfers.values() if t.update.client_id == client_id), None)
-        if granted is not None and granted.payload is not None:
-            return  # all of it is here and will count or be refused in a moment: only then another one may come
+        if granted is not None and granted.is_complete:
+            return  # only then another one may come
         self.timing.offered(client_id, incarnation, request)
         if granted is not None and not granted.update.repeats(update):
             self._drop(granted.key)  # it started again, or trained again: only its newest update counts
@@ -309,51 +324,44 @@ class UpdateReceiver:
         if offered is not None and offered.incarnation == incarnation:
             del self._requests[client_id]
         for transfer in list(self._transfers.values()):
-            if transfer.update[:2] == (client_id, incarnation) and transfer.payload is None:
+            if transfer.update[:2] == (client_id, incarnation) and not transfer.is_complete:
                 self._drop(transfer.key)
                 self.dropped["cut short"] += 1
 
     async def run(self) -> None:
         """Add complete updates, one after the other; ask for what is missing. Runs until cancelled."""
-        while True:
-            try:
-                async with asyncio.timeout(REPAIR_AFTER_S / 2):
-                    await self._work.wait()
-            except TimeoutError:
-                await self._settle()  # an expected client may be lost, or the time be over
-                await self._repair()
-                continue
-            self._work.clear()
-            while self._complete:
-                async with self._folding:
-                    await self._fold(self._complete.popleft())
-                await self._grant_more()
-                if self._complete and time.monotonic() - self._repaired_s > REPAIR_AFTER_S:
-                    await self._repair()  # what lies in memory may keep this busy for as long as it likes
+        async with asyncio.TaskGroup() as receipts:
+            while True:
+                try:
+                    async with asyncio.timeout(REPAIR_AFTER_S / 2):
+                        await self._work.wait()
+                except TimeoutError:
+                    await self._settle()  # an expected client may be lost, or the time be over
+                    await self._repair()
+                    continue
+                self._work.clear()
+                if self._to_begin is not None:  # beside the command, and before any update is added
+                    beginning, self._to_begin = self._to_begin, None
+                    await self._context.compute.run(self._strategy.begin, *beginning)
+                while self._complete:
+                    async with self._folding:
+                        await self._fold(self._complete.popleft(), receipts)
+                    await self._grant_more()
+                    if self._complete and time.monotonic() - self._repaired_s > REPAIR_AFTER_S:
+                        await self._repair()  # what lies in memory may keep this busy for as long as it likes
 
-    async def _read(self, transfer: _IncomingUpdate) -> None:
-        """Find the update in its client's memory; where that fails, have it sent."""
-        update, bus = transfer.update, self._context.bus
-        try:
-            payload = await self._context.compute.run(read, update.request.memory, update.request.total_bytes)
-        except SharedMemoryFault as error:
-            if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
-                log.warning(
-                    "no shared memory", client=update.client_id, reason=str(error), effect="its updates go over DDS"
-                )
-                self._unreadable[update.client_id] = update.incarnation
-                self._drop(transfer.key)
-                self._requests[update.client_id] = update
-        else:
-            bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(payload)
-            transfer.payload = payload
+    def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
+        """The update is not in its client's memory: have it sent."""
+        update = transfer.update
+        log.warning("no shared memory", client=update.client_id, reason=str(error), effect="its updates go over DDS")
+        self._unreadable[update.client_id] = update.incarnation
+        self._drop(transfer.key)
+        self._requests[update.client_id] = update
 
-    async def _fold(self, transfer: _IncomingUpdate) -> None:
-        """Add an update to the sum, and send its receipt."""
-        if transfer.in_memory and self._transfers.get(transfer.key) is transfer:
-            await self._read(transfer)
-        update, payload, round_ = transfer.update, transfer.payload, self._round
-        if round_ is None or self._transfers.get(transfer.key) is not transfer or payload is None:
+    async def _fold(self, transfer: _IncomingUpdate, receipts: asyncio.TaskGroup) -> None:
+        """Add an update to the sum, and have its receipt sent while the next one is added."""
+        update, round_ = transfer.update, self._round
+        if round_ is None or self._transfers.get(transfer.key) is not transfer:
             return  # the round ended meanwhile
         if update.client_id in round_.accepted:
             self._drop(transfer.key)  # whatever led here: no client counts twice
@@ -361,8 +369,12 @@ class UpdateReceiver:
         started_s = time.perf_counter()
         weight = self._admission.cap.weight(update.request.num_samples)
         self.timing.adding(update.client_id)
+        transfer.adding = True
         try:
-            await self._context.compute.run(self._add, update, payload, weight)
+            await self._context.compute.run(self._add, transfer, weight)
+        except SharedMemoryFault as error:
+            if self._transfers.get(transfer.key) is transfer:  # else it is no longer wanted, and may well be gone
+                self._unreadable_from_here(transfer, error)
         except NonFiniteError as error:
             await self._reject(update, UpdateRefusal("non-finite", str(error), True))
         except CodecError as error:
@@ -374,9 +386,12 @@ class UpdateReceiver:
         else:
             self.totals.aggregate_s += time.perf_counter() - started_s
             self._count(round_, update, weight, from_memory=transfer.in_memory)
-            await self._send_receipt(update, accepted=True)
+            receipts.create_task(self._send_receipt(update, accepted=True), name="receipt")
         finally:
             self._transfers.pop(transfer.key, None)
+            if transfer.in_memory and transfer.payload is not None:
+                self._context.bus.memory.read_bytes[TOPICS[ClientUpdate].name] += len(transfer.payload)
+            transfer.payload = None  # also where an error's traceback holds the transfer
 
     def _count(self, round_: Round, update: UpdateFromClient, weight: int, *, from_memory: bool) -> None:
         client_id, request = update.client_id, update.request
@@ -391,9 +406,12 @@ class UpdateReceiver:
         round_.accept(client_id, time.monotonic())
         self._on_change()
 
-    def _add(self, update: UpdateFromClient, payload: memoryview, weight: int) -> None:
-        """Decode and add, off the loop. The journal notes it before the receipt goes out."""
-        key, request, history = update.key, update.request, self._context.history
+    def _add(self, transfer: _IncomingUpdate, weight: int) -> None:
+        """Read, decode and add, off the loop. The journal notes it before the receipt goes out."""
+        key, request, history = transfer.key, transfer.update.request, self._context.history
+        payload = transfer.payload
+        if payload is None:
+            payload = transfer.payload = read(request.memory, request.total_bytes)
         self._strategy.add(key.sender, codecs.parse(payload, expected_dim=self._dim), weight)
         history.keep(update_name(key.round_id, key.sender, key.incarnation, key.transfer), payload)
         history.note(

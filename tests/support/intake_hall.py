@@ -114,8 +114,7 @@ class Hall:
     def open_round(self, round_id: int, clients: int = 3) -> None:
         rules = RoundRules(minimum=1, quorum=1.0, deadline_s=1e9, grace_s=0.0)
         self.round = Round(round_id, range(clients), rules, now_s=0.0)
-        self.strategy.begin(round_id, self.base)
-        self.intake.open(self.round)
+        self.intake.open(self.round, self.base)
 
 
 @contextlib.asynccontextmanager

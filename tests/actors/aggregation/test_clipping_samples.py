@@ -130,7 +130,7 @@ def test_where_one_update_does_not_suffice_the_first_one_waits_for_a_second_numb
         )
         hall.admission.cap = SampleCap(4.0)
         hall.admission.cap.begin(1, {})
-        hall.intake.open(hall.round)
+        hall.intake.open(hall.round, hall.base)
         await liar.offer_to(hall)  # half of the time is over, and nobody else has answered
         assert hall.bus.granted == []
         await Sender(1, num_samples=100).offer_to(hall)
@@ -145,7 +145,7 @@ def test_a_round_in_which_only_one_is_left_of_two_ends_and_what_that_one_announc
         hall.round = Round(1, range(2), RoundRules(minimum=2, quorum=1.0, deadline_s=1e9, grace_s=0.0), now_s=0.0)
         hall.admission.cap = SampleCap(4.0)
         hall.admission.cap.begin(1, {})
-        hall.intake.open(hall.round)
+        hall.intake.open(hall.round, hall.base)
         await Sender(0, num_samples=1 << 29).offer_to(hall)
         hall.round.fail(1, TRAINING_FAILED)
         await hall.until(lambda: hall.round.verdict(1.0) is Outcome.TOO_FEW)

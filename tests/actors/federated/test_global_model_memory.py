@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradbus.actors.federated import global_model as shared_model_reader
 from gradbus.actors.federated import publish as downlink_module
-from gradbus.actors.federated.global_model import READ_TRIES, SharedModelReader
+from gradbus.actors.federated.global_model import READ_TRIES, ModelReplica, SharedModelReader
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
@@ -39,15 +39,17 @@ def said_of(scene: Scene, **changes: Any) -> ModelAvailable:
 
 
 @asynccontextmanager
-async def reader_of(scene: Scene) -> AsyncIterator[SharedModelReader]:
+async def reader_of(scene: Scene, replica: ModelReplica | None = None) -> AsyncIterator[SharedModelReader]:
     with ComputeThread("reader-test") as thread:
-        yield SharedModelReader(scene.bus.memory, new_copy(), thread, client_id=0)
+        yield SharedModelReader(scene.bus.memory, replica or new_copy(), thread, client_id=0)
 
 
-async def miss(memory: SharedModelReader, said: ModelAvailable) -> None:
+async def miss(scene: Scene, memory: SharedModelReader, said: ModelAvailable) -> None:
     key = memory.expect(SESSION, said)
     assert key is not None
-    assert await memory.read(key, said) is None
+    read = dict(scene.bus.memory.read_bytes)
+    await memory.take(key, said)
+    assert scene.bus.memory.read_bytes == read
 
 
 def test_a_model_that_is_gone_is_asked_for_and_the_next_one_read_in_memory() -> None:
@@ -56,16 +58,16 @@ def test_a_model_that_is_gone_is_asked_for_and_the_next_one_read_in_memory() -> 
         await scene.downlink.publish_full(0)
         gone = scene.bus.said[-1]
         await rounds(scene, 1, 2)
-        async with reader_of(scene) as memory:
+        replica = new_copy()
+        async with reader_of(scene, replica) as memory:
             with capture_logs() as lines:
-                await miss(memory, gone)
-                await miss(memory, said_of(scene, memory=gone.memory[:-32] + "0" * 32))
+                await miss(scene, memory, gone)
+                await miss(scene, memory, said_of(scene, memory=gone.memory[:-32] + "0" * 32))
                 said = scene.bus.said[-1]
                 key = memory.expect(SESSION, said)
                 assert key is not None
-                payload = await memory.read(key, said)
-            assert payload is not None
-            assert len(payload) == said.total_bytes
+                await memory.take(key, said)
+            assert_holds(replica, 2, scene.downlink.held)
             assert (memory.here, lines) == (machine(), [])
 
     run_with(test)
@@ -81,7 +83,7 @@ def test_a_model_that_is_never_where_it_is_said_to_be_ends_the_reading_with_one_
             with capture_logs() as lines:
                 for _ in range(READ_TRIES):
                     assert memory.here
-                    await miss(memory, said)
+                    await miss(scene, memory, said)
             assert not memory.here
             assert [line["event"] for line in lines] == ["no shared memory"]
             memory.start()  # another controller
@@ -101,7 +103,7 @@ def test_memory_that_the_system_keeps_from_this_process_is_tried_once(monkeypatc
         await scene.downlink.publish_full(0)
         async with reader_of(scene) as memory:
             with capture_logs() as lines:
-                await miss(memory, scene.bus.said[-1])
+                await miss(scene, memory, scene.bus.said[-1])
             assert not memory.here
             assert [line["reason"] for line in lines] == ["not allowed, says the test"]
 
@@ -120,7 +122,7 @@ def test_what_cannot_be_read_when_the_run_has_ended_is_no_matter(monkeypatch: py
         async with reader_of(scene) as memory:
             with capture_logs() as lines:
                 memory.end()
-                await miss(memory, scene.bus.said[-1])
+                await miss(scene, memory, scene.bus.said[-1])
             assert (memory.here, lines) == (machine(), [])
 
     run_with(test)

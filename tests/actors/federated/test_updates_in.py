@@ -181,7 +181,7 @@ def test_another_attempt_at_a_round_goes_on_with_what_has_counted() -> None:
             now_s=0.0,
             accepted=hall.round.accepted,
         )
-        hall.intake.open(hall.round)
+        hall.intake.open(hall.round, hall.base)
         await sender.offer_to(hall)
         assert hall.bus.granted == [0]  # not a second time
         assert hall.bus.receipts[-1] == (0, True)
