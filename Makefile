@@ -21,7 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-attacks \
+	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-pauses \
+	bench-attacks \
 	conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -181,22 +182,25 @@ bench-scale: $(STAMP)  ## cost as work grows: clients, ranks, payloads, with the
 	@$(PY) -m gradbus.experiments.bench --scale $(ARGS)
 
 bench-federated: $(STAMP)  ## bytes, time and accuracy of a federated run, codec by codec
-	@$(PY) -m gradbus.experiments.bench.federated $(ARGS)
+	@$(PY) -m gradbus.experiments.bench federated $(ARGS)
 
 bench-ddp: $(STAMP)  ## data-parallel training: accuracy, bytes, waiting
-	@$(PY) -m gradbus.experiments.bench.data_parallel $(ARGS)
+	@$(PY) -m gradbus.experiments.bench ddp $(ARGS)
 
 bench-collectives: $(STAMP)  ## torch.distributed over DDS and shared memory against gloo
-	@$(PY) -m gradbus.experiments.bench.collectives $(ARGS)
+	@$(PY) -m gradbus.experiments.bench collectives $(ARGS)
 
 bench-attacks: $(STAMP)  ## hostile clients: the accuracy that each defence saves
-	@$(PY) -m gradbus.experiments.bench.attacks $(ARGS)
+	@$(PY) -m gradbus.experiments.bench attacks $(ARGS)
 
 bench-codecs: $(STAMP)  ## speed, size and error of every codec
-	@$(PY) -m gradbus.experiments.bench.codecs $(ARGS)
+	@$(PY) -m gradbus.experiments.bench codecs $(ARGS)
 
 bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
-	@$(PY) -m gradbus.experiments.bench.sealing $(ARGS)
+	@$(PY) -m gradbus.experiments.bench sealing $(ARGS)
+
+bench-pauses: $(STAMP)  ## ranks that are stopped, starved or killed: is one that lives taken for dead?
+	@$(PY) -m gradbus.experiments.bench pauses $(ARGS)
 
 # The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
 fuzz: SECONDS ?= 300

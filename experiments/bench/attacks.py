@@ -1,7 +1,7 @@
 """What hostile clients do to the accuracy, and how much of it each defence saves.
 
-``make bench-attacks`` or ``python -m gradbus.experiments.bench.attacks``; the exit code is 1 if a figure falls short.
-Of ten clients three are hostile in every round. They train like the others and then send something else:
+``make bench-attacks`` compares with limits. Of ten clients three are hostile in every round. They train like the
+others and then send something else:
 
     sign flip    their update the other way round
     scaled       ten times that
@@ -14,10 +14,11 @@ number. A defence knows how many are hostile, not which. ``--part time`` measure
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from gradbus.actors.aggregation.clipping import LimitedStrategy, l2_norm
 from gradbus.actors.aggregation.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from gradbus.actors.aggregation.strategies import FedAvg, Strategy
 from gradbus.actors.federated.flat_model import FlatModel
-from gradbus.experiments.bench import limits
-from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, shown
+from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.results import Measurement, measurement
+from gradbus.experiments.bench.timing import block
 from gradbus.models import ClassificationTask, load, mnist_mlp, seeded_generator
 
 CLIENTS, HOSTILE = 10, 3
@@ -119,80 +121,62 @@ def typical_norm(scene: AttackScene) -> float:
     return statistics.median(l2_norm(scene.update(i, 1, scene.initial, "none")) for i in range(CLIENTS))
 
 
-def accuracy_rows(data_root: Path | None, partition: str, rounds: int, seeds: int) -> Taken:
-    """Each defence under each attack."""
-    curves: dict[str, dict[str, list[list[float]]]] = {attack: {name: [] for name in MAKE} for attack in ATTACKS}
+def measure_accuracy(data_root: Path | None, partition: str, rounds: int, seeds: int) -> Iterator[Measurement]:
+    """Test accuracy after the last round of each defence under each attack. A sample is a seed."""
+    last: dict[str, dict[str, list[float]]] = {attack: {name: [] for name in MAKE} for attack in ATTACKS}
     for seed in range(seeds):
         scene = AttackScene(data_root, partition, seed)
         norm = typical_norm(scene)
         for attack in ATTACKS:
             for name, make in MAKE.items():
-                curves[attack][name].append(run(scene, make(scene.dim, norm), attack, rounds))
+                last[attack][name].append(run(scene, make(scene.dim, norm), attack, rounds)[-1])
             print(f"seed {seed}, {attack}: done", file=sys.stderr, flush=True)
-    last = {
-        attack: {name: statistics.mean(run[-1] for run in runs) for name, runs in of_attack.items()}
-        for attack, of_attack in curves.items()
-    }
-    rows = [shown(f"no attack: {name}", value, "%") for name, value in last["none"].items()]
-    for attack in ATTACKS[1:]:
-        mean = last[attack]["mean"]
-        rows.append(shown(f"{attack}: mean", mean, "%", f"{mean - last['none']['mean']:+.1f} points"))
-        for name, value in last[attack].items():
-            if name != "mean":
-                rows.append(_row(attack, name, value, last["none"][name], mean, asks=partition == "iid"))
-    return rows, {"accuracy": curves, "partition": partition, "rounds": rounds, "clients": CLIENTS, "hostile": HOSTILE}
+    for attack, found in last.items():
+        mean = statistics.mean(found["mean"])
+        for name, values in found.items():
+            alone = statistics.mean(last["none"][name])
+            change, saved = statistics.mean(values) - alone, statistics.mean(values) - mean
+            note = "" if attack == "none" else f"{saved:+.1f} points against the mean, {change:+.1f} against no attack"
+            asks = partition == "iid" and attack in ("scaled", "noise") and name not in ("mean", "clip")
+            limit = round(alone - CEILING_POINTS, 1) if asks else None
+            yield measurement(f"{attack}: {name}", "%", values, at_least=limit, note=note)
 
 
-def _row(attack: str, name: str, value: float, alone: float, mean: float, *, asks: bool) -> Row:
-    note = f"{value - mean:+.1f} points against the mean, {value - alone:+.1f} against no attack"
-    title = f"{attack}: {name}"
-    if asks and attack in ("scaled", "noise") and name != "clip":
-        return at_least(title, value, round(alone - CEILING_POINTS, 1), "%", note)
-    return shown(title, value, "%", note)
-
-
-def time_rows() -> Taken:
-    """The time of a round of ten updates, on one thread, by strategy."""
-    updates = [
-        codecs.parse(codecs.get("fp32").encode(0.01 * torch.randn(TIMED_DIM, generator=seeded_generator("time", i))),
-                     expected_dim=TIMED_DIM)
-        for i in range(CLIENTS)
-    ]  # fmt: skip
-    rows, taken = [], {}
+def measure_time() -> Iterator[Measurement]:
+    """The time of the end of a round of ten updates, on one thread, by strategy."""
+    encode = codecs.get("fp32").encode
+    vectors = [0.01 * torch.randn(TIMED_DIM, generator=seeded_generator("time", i)) for i in range(CLIENTS)]
+    updates = [codecs.parse(encode(vector), expected_dim=TIMED_DIM) for vector in vectors]
     for name, make in MAKE.items():
         strategy, weights = make(TIMED_DIM, 1.0), torch.zeros(TIMED_DIM)
-        samples = []
+        add_ms, finish_ms = [], []
         for _ in range(6):
             strategy.begin(1, weights.clone())
             started_s = time.perf_counter()
             for client_id, update in enumerate(updates):
                 strategy.add(client_id, update, 1)
-            added_s = time.perf_counter()
-            strategy.finish(weights)
-            samples.append((1e3 * (added_s - started_s) / CLIENTS, 1e3 * (time.perf_counter() - added_s)))
-        taken[name] = samples[1:]
-        add_ms, finish_ms = (statistics.median(column) for column in zip(*samples[1:], strict=True))
-        rows.append(
-            at_most(f"{name}: the end of a round", finish_ms, 250.0, "ms", f"and {add_ms:.1f} ms to add one update")
-        )
-    return rows, {"time_ms": taken}
+            add_ms.append(1e3 * (time.perf_counter() - started_s) / CLIENTS)
+            finish_ms += [1e3 * one for one in block(partial(strategy.finish, weights), 1)]
+        note = f"and {statistics.median(add_ms[1:]):.1f} ms to add one update"
+        yield measurement(f"{name}: the end of a round", "ms", finish_ms[1:], at_most=250, note=note)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure both parts, or one, and compare them with the limits."""
-    about = {"accuracy": "each defence under each attack", "time": "what the strategies cost"}
-    parser = limits.parser_of(__doc__, "runs/bench-attacks.json", about)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-root", type=Path, help="folder that holds MNIST/raw; else $GRADBUS_DATA")
     parser.add_argument("--partition", default="iid", help="iid, dirichlet, shards or by_label")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=2)
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    accuracy = partial(accuracy_rows, chosen.data_root, chosen.partition, chosen.rounds, chosen.seeds)
-    parts = {"accuracy": Part(accuracy, about["accuracy"], needs_mnist=True), "time": Part(time_rows, about["time"])}
-    title = f"{HOSTILE} hostile clients of {CLIENTS} on MNIST"
-    return limits.main(title, chosen.part, parts, chosen.out, data_root=chosen.data_root)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _accuracy(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    return measure_accuracy(chosen.data_root, chosen.partition, chosen.rounds, chosen.seeds)
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {
+        "accuracy": Part(_accuracy, "each defence under each attack", 600, needs_mnist=True),
+        "time": Part(lambda _: measure_time(), "what the strategies cost", 10),
+    },
+    _options,
+)

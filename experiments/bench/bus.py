@@ -6,6 +6,7 @@ on each what it is sent.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import statistics
@@ -13,10 +14,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import gradbus
 from gradbus.experiments.bench.processes import LEASE_S, Processes
-from gradbus.experiments.bench.results import Effort, Measurement, measurement
+from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, loop_gaps, percentile, size_text
 from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
@@ -33,8 +35,6 @@ _LIFETIME_S = 300.0  # of a reader, whatever becomes of the writer
 _PING_BYTES, _LARGE_BYTES = 64, 64 * KIB
 _TCP_TRIPS = 20
 
-Sample = Callable[[], Awaitable[float]]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BusPlan:
@@ -50,16 +50,16 @@ class BusPlan:
     fans: int = 3
 
 
-PLANS: dict[Effort, BusPlan] = {
+PLANS = {
     "tiny": BusPlan(blocks=2, trips=5, streams=(MIB,), stream_bytes=2 * MIB, readers=(), fans=1),
     "quick": BusPlan(blocks=7, trips=100),
     "full": BusPlan(blocks=15, trips=300, stream_bytes=64 * MIB),
 }
 
 
-def measure(effort: Effort) -> list[Measurement]:
+def measure(chosen: argparse.Namespace) -> list[Measurement]:
     """All figures of the bus."""
-    return asyncio.run(_measure(PLANS[effort]))
+    return asyncio.run(_measure(PLANS[chosen.effort]))
 
 
 async def _measure(plan: BusPlan) -> list[Measurement]:
@@ -194,19 +194,20 @@ class _Writer:
                     await end.say(END)
                 await asyncio.to_thread(processes.results, _ANSWER_S)
 
-    async def send(self, name: str, size: int, count: int) -> float:
-        """Seconds until so many transfers are at all readers, by their word for the last one."""
+    async def send_ms(self, name: str, size: int, count: int) -> float:
+        """Milliseconds, of one of so many transfers, until all are at all readers, by their word for the last one."""
         end, payload = self.ends[name], bytes(size)
         began_s = time.perf_counter()
         for _ in range(count):
             transfer = await end.send_model(payload)
         await end.hear_all(f"{GOT} {transfer}", self.readers)
-        return time.perf_counter() - began_s
+        return 1e3 * (time.perf_counter() - began_s) / count
 
 
 async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
     end = writer.ends["unicast"]
     ping = PING.ljust(_PING_BYTES, ".")
+    figures = []
 
     async def small() -> None:
         await end.say(ping)
@@ -216,36 +217,29 @@ async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
         await end.send_model(bytes(_LARGE_BYTES), _ECHO)
         await end.receive_update()
 
-    def trips(trip: Callable[[], Awaitable[None]]) -> Sample:
-        async def sample() -> float:
-            taken = []
-            for _ in range(plan.trips):
-                began_s = time.perf_counter()
-                await trip()
-                taken.append(time.perf_counter() - began_s)
-            return 1e6 * statistics.median(taken)
+    async def trips(trip: Callable[[], Awaitable[None]]) -> float:
+        taken = []
+        for _ in range(plan.trips):
+            began_s = time.perf_counter()
+            await trip()
+            taken.append(time.perf_counter() - began_s)
+        return 1e6 * statistics.median(taken)
 
-        return sample
-
-    figures = []
     with Echo() as echo:
+
+        async def bare(size: int) -> float:
+            return 1e6 * statistics.median(echo.round_trip_s(size) for _ in range(_TCP_TRIPS))
+
+        async def bare_stream(size: int, count: int) -> float:
+            return 1e3 * echo.stream_s(size, count) / count
+
         for name, trip, size in (("64 B", small, _PING_BYTES), ("64 KiB", large, _LARGE_BYTES)):
-
-            async def bare(size: int = size) -> float:
-                return 1e6 * statistics.median(echo.round_trip_s(size) for _ in range(_TCP_TRIPS))
-
-            taken = await _by_turns(plan.blocks, bus=trips(trip), tcp=bare)
+            taken = await _by_turns(plan.blocks, bus=partial(trips, trip), tcp=partial(bare, size))
             figures.append(measurement(f"round trip, {name}", "us", taken["bus"], against=("TCP", taken["tcp"])))
         for size in plan.streams:
             count = plan.stream_bytes // size
-
-            async def stream(size: int = size, count: int = count) -> float:
-                return 1e3 * await writer.send("unicast", size, count) / count
-
-            async def bare_stream(size: int = size, count: int = count) -> float:
-                return 1e3 * echo.stream_s(size, count) / count
-
-            taken = await _by_turns(plan.blocks, bus=stream, tcp=bare_stream)
+            stream = partial(writer.send_ms, "unicast", size, count)
+            taken = await _by_turns(plan.blocks, bus=stream, tcp=partial(bare_stream, size, count))
             note = f"{size / statistics.median(taken['bus']) / 1e3:,.0f} MB/s"
             name = f"stream of {size_text(size)} messages"
             figures.append(measurement(name, "ms", taken["bus"], against=("TCP", taken["tcp"]), note=note))
@@ -258,7 +252,7 @@ async def _gap_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
     for _ in range(plan.blocks):
         await end.say(_WATCH)
         async with loop_gaps() as gaps:
-            await writer.send("unicast", 4 * MIB, max(1, plan.stream_bytes // (4 * MIB)))
+            await writer.send_ms("unicast", 4 * MIB, max(1, plan.stream_bytes // (4 * MIB)))
         await end.say(_LATE)
         (word,) = await end.hear_all(_LATE, writer.readers)
         out_ms.append(1e3 * percentile(gaps, 0.99))
@@ -271,13 +265,8 @@ async def _gap_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
 
 
 async def _fan_figures(writer: _Writer, plan: BusPlan, count: int) -> list[Measurement]:
-    def fan(name: str) -> Sample:
-        async def sample() -> float:
-            return 1e3 * await writer.send(name, plan.fan_bytes, plan.fans) / plan.fans
-
-        return sample
-
-    ms = await _by_turns(plan.blocks, unicast=fan("unicast"), multicast=fan("multicast"))
+    sends = {name: partial(writer.send_ms, name, plan.fan_bytes, plan.fans) for name in ("unicast", "multicast")}
+    ms = await _by_turns(plan.blocks, **sends)
     name = f"{size_text(plan.fan_bytes)} to {count} readers"
     return [
         measurement(f"{name}, unicast", "ms", ms["unicast"]),
@@ -285,7 +274,7 @@ async def _fan_figures(writer: _Writer, plan: BusPlan, count: int) -> list[Measu
     ]
 
 
-async def _by_turns(blocks: int, **samples: Sample) -> dict[str, list[float]]:
+async def _by_turns(blocks: int, **samples: Callable[[], Awaitable[float]]) -> dict[str, list[float]]:
     """So many samples of each, by turns, after one of each that does not count."""
     taken: dict[str, list[float]] = {name: [] for name in samples}
     for sample in samples.values():

@@ -1,25 +1,26 @@
-"""One collective at one size on one rank: its call through each backend and on a ``Group``, its check, its timing."""
+"""One collective at one size on one rank: its call through each backend, and on a ``Group``."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from gradbus.experiments.bench.processes import BenchRank, dds_group, unsealed_group
-from gradbus.experiments.bench.timing import block, size_text, timed
+import gradbus
+from gradbus.experiments.bench.processes import DOMAIN, BenchRank, dds_group, unsealed_group
+from gradbus.experiments.bench.timing import block, timed
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives import Group, join_group
+from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.torch.groups import acquire_bus
 
-_SHARED = ("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")  # how the kernel names what processes share
+_MULTICAST_LEASE_S = 20.0  # eight processes on a busy machine
 
 
 class Cells(NamedTuple):
@@ -29,16 +30,18 @@ class Cells(NamedTuple):
     sizes: Sequence[int]
     repeats: int
 
+    def of(self, place: BenchRank) -> list[Cell]:
+        """The cells of one rank, size by size of each collective."""
+        return [Cell(place.world, collective, size) for collective in self.collectives for size in self.sizes]
+
 
 class Cell:
     """One collective at one size, on one rank."""
 
-    def __init__(self, place: BenchRank, collective: str, size: int) -> None:
+    def __init__(self, world: int, collective: str, size: int) -> None:
         self.collective = collective
-        self.size = size
-        self._place = place
         self._tensor = torch.zeros(size // 4)
-        self._outputs = [torch.empty(size // 4) for _ in range(place.world)] if collective == "all_gather" else []
+        self._outputs = [torch.empty(size // 4) for _ in range(world)] if collective == "all_gather" else []
 
     def call(self, group: dist.ProcessGroup) -> Callable[[], Any]:
         """The call to be timed."""
@@ -46,24 +49,6 @@ class Cell:
         if self.collective == "all_gather":
             return lambda: dist.all_gather(outputs, tensor, group=group)
         return lambda: dist.all_reduce(tensor, group=group)
-
-    def check(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        """Compare the results of all groups with what must come out. All tensors are zero after it.
-
-        Raises:
-            RuntimeError: a result is wrong.
-        """
-        inputs = [_values(rank, self.size) for rank in range(self._place.world)]
-        for name, group in groups.items():
-            self._tensor.copy_(inputs[self._place.rank])
-            self.call(group)()
-            if self.collective == "all_gather":
-                right = all(map(torch.equal, self._outputs, inputs))
-            else:  # ranks may be added in any order
-                right = torch.allclose(self._tensor, torch.stack(inputs).sum(0), rtol=1e-5, atol=1e-5)
-            if not right:
-                raise RuntimeError(f"{self.collective} of {size_text(self.size)}: the result of {name!r} is wrong")
-        self._tensor.zero_()  # sums would grow from call to call
 
     async def on_group(self, group: Group, calls: int) -> list[float]:
         """Seconds of each of so many calls on a Group."""
@@ -81,60 +66,73 @@ class Cell:
         return taken
 
 
-def _values(rank: int, size: int) -> Tensor:
-    return torch.rand(size // 4, generator=torch.Generator().manual_seed(rank))
+class CellTimes(NamedTuple):
+    """Of one rank: seconds of a call, the median of each repeat, by name.
+
+    Attributes:
+        through_torch: dds as by default ("ours"), dds that encrypts nothing ("none"), gloo. on_group: "Group", gloo.
+    """
+
+    through_torch: dict[str, list[float]]
+    on_group: dict[str, list[float]]
 
 
-class _GroupApi:
-    """A Group on the bus that the process group has already, called from this thread."""
-
-    def __init__(self, place: BenchRank) -> None:
-        self._bus = acquire_bus(dist.distributed_c10d._get_default_store(), dist.get_rank())
-        self._stack = AsyncExitStack()
-        joining = join_group(self._bus.bus, rank=place.rank, world=place.world, name="bench")
-        self._group = self._bus.start(self._stack.enter_async_context(joining)).result()
-
-    def block(self, cell: Cell, calls: int) -> list[float]:
-        """Seconds of each call, as the event loop of the bus sees them."""
-        return self._bus.start(cell.on_group(self._group, calls)).result()
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._bus.start(self._stack.aclose()).result()
-        background.release(self._bus)
-
-
-def time_cells(place: BenchRank) -> dict[str, Any]:
-    """The role of a rank: medians of each repeat, for each cell, and its segments of shared memory. Spec: Cells."""
-    before = _shared_segments()
+def time_cells(place: BenchRank) -> list[CellTimes]:
+    """The role of a rank: the times of each cell. Its spec: Cells."""
     spec: Cells = place.spec
-    groups = place.start_both()
-    gloo = groups["gloo"]
-    if place.transport == "one-host":
-        groups["none"] = unsealed_group()
-    else:
-        groups |= {"none": groups["ours"], "ours": dds_group()}
-    cells = [Cell(place, collective, size) for collective in spec.collectives for size in spec.sizes]
-    found: list[dict[str, Any]] = []
-    for cell in cells:
-        cell.check(groups)
-        blocks = {name: partial(block, cell.call(group)) for name, group in groups.items()}
-        medians = timed(blocks, gloo, spec.repeats)
-        found.append({"collective": cell.collective, "bytes": cell.size, "median_s": medians})
-    segments = sorted(_shared_segments() - before)
-    api = _GroupApi(place)  # not before: it could cost the others something
-    for cell, facts in zip(cells, found, strict=True):
-        blocks = {"Group": partial(api.block, cell), "gloo": partial(block, cell.call(gloo))}
-        facts["on_group"] = {"median_s": timed(blocks, gloo, spec.repeats)}
-    api.close()
+    gloo = place.start("gloo")
+    ours, none = dds_group(), unsealed_group()
+    groups = {"ours": ours, "gloo": gloo, "none": none}
+    cells = spec.of(place)
+    through_torch = [
+        timed({name: partial(block, cell.call(group)) for name, group in groups.items()}, gloo, spec.repeats)
+        for cell in cells
+    ]
+    # A Group on the bus that the process group has already. Not before: it could cost the others something.
+    bus, stack = acquire_bus(dist.distributed_c10d._get_default_store(), dist.get_rank()), AsyncExitStack()
+    joining = join_group(bus.bus, rank=place.rank, world=place.world, name="bench")
+    group = bus.start(stack.enter_async_context(joining)).result()
+
+    def on_group(cell: Cell, calls: int) -> list[float]:
+        return bus.start(cell.on_group(group, calls)).result()
+
+    on_groups = [
+        timed({"Group": partial(on_group, cell), "gloo": partial(block, cell.call(gloo))}, gloo, spec.repeats)
+        for cell in cells
+    ]
+    bus.start(stack.aclose()).result()
+    background.release(bus)
     dist.barrier(group=gloo)
-    for name in ("ours", "none"):
-        dist.destroy_process_group(groups[name])
-    return {"cells": found, "segments": segments}
+    for group_of_dds in (ours, none):
+        dist.destroy_process_group(group_of_dds)
+    return [CellTimes(*times) for times in zip(through_torch, on_groups, strict=True)]
 
 
-def _shared_segments() -> set[str]:
-    """Inode and name of all memory that is mapped here and shared with other processes."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    mapped = (line.split(maxsplit=5) for line in lines)
-    return {f"{fields[4]} {fields[5]}" for fields in mapped if len(fields) == 6 and fields[5].startswith(_SHARED)}
+def time_multicast(place: BenchRank) -> list[dict[str, list[float]]]:
+    """The role of a rank: the times of each cell on a Group over DDS, with multicast and without it. Its spec: Cells.
+
+    They are two buses in two domains, because the network of a domain is configured once per process.
+    """
+    gloo, spec = place.start("gloo"), place.spec
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        groups = runner.run(_join_both(stack, place))
+
+        def block_of(cell: Cell, group: Group, calls: int) -> list[float]:
+            return runner.run(cell.on_group(group, calls))
+
+        found = [
+            timed({name: partial(block_of, cell, group) for name, group in groups.items()}, gloo, spec.repeats)
+            for cell in spec.of(place)
+        ]
+        runner.run(stack.aclose())
+    return found
+
+
+async def _join_both(stack: AsyncExitStack, place: BenchRank) -> dict[str, Group]:
+    joined = {}
+    for number, name in enumerate(("unicast", "multicast")):
+        network = NetworkConfig(multicast=name == "multicast", lease_s=_MULTICAST_LEASE_S, shared_memory=False)
+        bus = await stack.enter_async_context(gradbus.connect(place.job, domain=DOMAIN + number, network=network))
+        joined[name] = await stack.enter_async_context(gradbus.join_group(bus, rank=place.rank, world=place.world))
+    return joined

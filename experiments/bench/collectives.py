@@ -1,182 +1,214 @@
 """Collectives through ``torch.distributed`` and on a ``Group``, against gloo in the same processes, by turns.
 
-``make bench-collectives`` or ``python -m gradbus.experiments.bench.collectives`` compares with limits; the exit code is
-1 if a figure falls short. Real processes of one torch thread each on this machine, both backends in the same processes;
-a figure is the median of whole repeats. --profile shows where the time of one cell goes instead.
+Real processes of one torch thread each on this machine. ``make bench-collectives`` compares with limits; its part
+``profile`` shows where the time of one cell goes instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from gradbus.experiments.bench import limits
-from gradbus.experiments.bench.call_profile import print_profile
-from gradbus.experiments.bench.cells import Cells, time_cells
-from gradbus.experiments.bench.ddp_step import step_rows
-from gradbus.experiments.bench.limits import Part, Row, Taken, at_least, at_most, failed, shown
-from gradbus.experiments.bench.multicast import multicast_rows
-from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, ProcessFailed, Transport, run_ranks
-from gradbus.experiments.bench.results import Effort, Measurement, measurement
-from gradbus.experiments.bench.timing import (
-    KIB,
-    MIB,
-    memory_bytes,
-    ratio_note,
-    ratios_of,
-    reset_peak,
-    size_text,
-    slowest_of,
-)
+from gradbus.experiments.bench.call_profile import Watched, profile
+from gradbus.experiments.bench.cells import Cells, CellTimes, time_cells, time_multicast
+from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, Transport, run_ranks
+from gradbus.experiments.bench.results import Measurement, join_all, measurement
+from gradbus.experiments.bench.timing import KIB, MIB, block, memory_bytes, reset_peak, size_text, slowest_ms, timed
 
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 64 * MIB)
 REPEATS = 15  # of 0.12 s each: with 7 of them the median of the ratios moved by 15 % from run to run
 FEW_REPEATS = 7  # of what takes longer
 GB = 10**9
-_MAX_SEALED = 1.05  # of the time without encryption, where data goes through shared memory
-_CHECKED_AT_ONCE = 1 << 20
+_MAX_ENCRYPTED = 1.05  # of the time without encryption, where data goes through shared memory
+_BOTH = ("all_reduce", "all_gather")
 
 
-# In the suite
+class Setup(NamedTuple):
+    """Processes of their own. ``limits``: for each collective, the most of ours/gloo by size, where it has a limit."""
+
+    transport: Transport
+    world: int
+    limits: Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivesPlan:
-    """The measurements of the suite, in worlds of some ranks.
+    """What is measured.
 
     Attributes:
-        launches: of each world: from start to start the ranks lie otherwise in memory and on cores.
+        launches: of each set-up: from start to start the ranks lie otherwise in memory and on cores.
         repeats: blocks of each backend in one launch.
+        encryption: whether what encryption costs is shown as well.
     """
 
+    setups: Sequence[Setup]
     sizes: Sequence[int]
     launches: int
     repeats: int
-    worlds: Sequence[tuple[int, Transport, Sequence[str]]]
+    encryption: bool = False
 
 
-_BOTH = ("all_reduce", "all_gather")
-PLANS: dict[Effort, CollectivesPlan] = {
-    "tiny": CollectivesPlan(sizes=(4 * KIB,), launches=1, repeats=2, worlds=((2, "dds-only", ("all_reduce",)),)),
+def _setup(transport: Transport, world: int, *collectives: str, **limits: tuple[float, ...]) -> Setup:
+    """``collectives``: that have no limits. ``limits``: of the others, for each of SIZES."""
+    asked = {name: dict(zip(SIZES, values, strict=True)) for name, values in limits.items()}
+    for name in collectives:
+        asked[name] = {}
+    return Setup(transport, world, asked)
+
+
+SETUPS = (
+    _setup("one-host", 2, all_reduce=(0.6, 0.5, 0.5, 0.4, 0.5)),
+    _setup("dds-only", 2, all_reduce=(0.8, 0.9, 1.0, 1.1, 1.2), all_gather=(0.9, 1.0, 1.1, 0.9, 0.6)),
+    _setup("one-host", 4, all_reduce=(0.4, 0.4, 0.8, 0.7, 0.8)),
+)
+PLANS = {
+    "tiny": CollectivesPlan(setups=[_setup("dds-only", 2, "all_reduce")], sizes=(4 * KIB,), launches=1, repeats=2),
     "quick": CollectivesPlan(
+        setups=[
+            _setup("one-host", 2, "all_reduce"), _setup("dds-only", 2, *_BOTH), _setup("one-host", 4, "all_reduce"),
+        ],
         sizes=(4 * KIB, MIB, 4 * MIB), launches=3, repeats=2,
-        worlds=((2, "one-host", ("all_reduce",)), (2, "dds-only", _BOTH), (4, "one-host", ("all_reduce",))),
     ),
     "full": CollectivesPlan(
+        setups=[_setup(transport, world, *_BOTH) for world in (2, 4) for transport in TRANSPORTS],
         sizes=(*SIZES, 100 * MIB), launches=3, repeats=3,
-        worlds=tuple((ranks, transport, _BOTH) for ranks in (2, 4) for transport in TRANSPORTS),
     ),
 }  # fmt: skip
 
 
-def measure(effort: Effort) -> list[Measurement]:
-    """Every cell of the plan, through ``torch.distributed`` and on a Group."""
-    plan = PLANS[effort]
-    taken: dict[str, tuple[list[float], list[float]]] = {}
+def measure(chosen: argparse.Namespace) -> list[Measurement]:
+    """Every cell of the suite."""
+    return measure_cells(PLANS[chosen.effort])
+
+
+def measure_cells(plan: CollectivesPlan) -> list[Measurement]:
+    """Every cell of a plan, through ``torch.distributed`` and on a Group; and what encryption costs, if asked for."""
+    found: dict[str, Measurement] = {}
     for _ in range(plan.launches):
-        for world, transport, collectives in plan.worlds:
-            spec = Cells(collectives, plan.sizes, plan.repeats)
-            found = run_ranks(time_cells, world, spec, transport=transport, timeout_s=400.0)
-            for cell in zip(*(of_rank["cells"] for of_rank in found), strict=True):
-                name = _name(cell[0], transport, world)
-                through_torch, on_group = slowest_of(cell), slowest_of([of_rank["on_group"] for of_rank in cell])
-                for title, mine, gloo in (
-                    (name, through_torch["ours"], through_torch["gloo"]),
-                    (f"{name}, on a Group", on_group["Group"], on_group["gloo"]),
-                ):
-                    samples = taken.setdefault(title, ([], []))
-                    samples[0].extend(1e3 * one for one in mine)
-                    samples[1].extend(1e3 * one for one in gloo)
-    return [measurement(name, "ms", mine, against=("gloo", gloo)) for name, (mine, gloo) in taken.items()]
+        for setup in plan.setups:
+            spec = Cells(list(setup.limits), plan.sizes, plan.repeats)
+            ranks = run_ranks(time_cells, setup.world, spec, transport=setup.transport, timeout_s=600.0)
+            cells = [(collective, size) for collective in spec.collectives for size in spec.sizes]
+            for (collective, size), of_ranks in zip(cells, zip(*ranks, strict=True), strict=True):
+                join_all(found, _figures(setup, collective, size, of_ranks, encryption=plan.encryption))
+    return list(found.values())
 
 
-def _name(cell: Mapping[str, Any], transport: Transport, world: int) -> str:
-    return f"{cell['collective']} {size_text(cell['bytes'])}, {TRANSPORTS[transport]}, world {world}"
+def _figures(
+    setup: Setup, collective: str, size: int, ranks: Sequence[CellTimes], *, encryption: bool
+) -> Iterator[Measurement]:
+    name = f"{collective} {size_text(size)}, {TRANSPORTS[setup.transport]}, world {setup.world}"
+    ms = slowest_ms([rank.through_torch for rank in ranks])
+    on_group = slowest_ms([rank.on_group for rank in ranks])
+    limit, through_memory = setup.limits[collective].get(size), setup.transport == "one-host"
+    gloo = ("gloo", ms["gloo"])
+    yield measurement(name, "ms", ms["ours"], against=gloo, at_most=limit if through_memory else None)
+    yield measurement(f"{name}, on a Group", "ms", on_group["Group"], against=("gloo", on_group["gloo"]))
+    if encryption:
+        # Over the network the limit is of what is not encrypted, for gloo does not encrypt either.
+        bare = None if through_memory else limit
+        yield measurement(f"{name}, not encrypted", "ms", ms["none"], against=gloo, at_most=bare)
+        limit = _MAX_ENCRYPTED if through_memory else None
+        yield measurement(f"{name}, encrypted", "ms", ms["ours"], against=("none", ms["none"]), at_most=limit)
 
 
-# Beside limits
+def measure_multicast(worlds: Sequence[int], sizes: Sequence[int], repeats: int) -> Iterator[Measurement]:
+    """Collectives of a Group over DDS alone, with multicast and without it."""
+    spec = Cells(("broadcast", "all_gather", "all_reduce"), sizes, repeats)
+    for world in worlds:
+        ranks = run_ranks(time_multicast, world, spec, transport="dds-only", timeout_s=300.0)
+        names = [f"{collective} {size_text(size)}" for collective in spec.collectives for size in sizes]
+        for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+            ms = slowest_ms(of_ranks)
+            title = f"{name} by multicast, DDS only, world {world}"
+            yield measurement(title, "ms", ms["multicast"], against=("unicast", ms["unicast"]))
 
 
-class Setup(NamedTuple):
-    """Processes of their own. ``limits``: for each collective the most of ours/gloo, for each of ``SIZES``."""
+# A step of DistributedDataParallel
 
-    transport: Transport
-    world: int
-    limits: dict[str, tuple[float, ...]]
-
-
-SETUPS = (
-    Setup("one-host", 2, {"all_reduce": (0.6, 0.5, 0.5, 0.4, 0.5)}),
-    Setup("dds-only", 2, {"all_reduce": (0.8, 0.9, 1.0, 1.1, 1.2), "all_gather": (0.9, 1.0, 1.1, 0.9, 0.6)}),
-    Setup("one-host", 4, {"all_reduce": (0.4, 0.4, 0.8, 0.7, 0.8)}),
-)
+DDP_LIMITS: dict[Transport, float] = {"one-host": 1.0, "dds-only": 1.1}
+DDP_BATCH_SIZE = 16
+_WARM_UP_STEPS = 3  # buckets are rebuilt after the first, and buffers made
 
 
-def cell_rows(setups: Sequence[Setup] = SETUPS, *, sizes: Sequence[int] = SIZES, repeats: int = REPEATS) -> Taken:
-    """Measure set-ups.
+def resnet18() -> nn.Module:
+    """ResNet-18 for images of 32 x 32: its first layer keeps their size."""
+    from torchvision import models  # takes seconds to import
 
-    Returns:
-        For each set-up a row on whether there was shared memory; for each cell a row for its time, one for what
-        encryption costs in it, and one for the same on a Group.
-    """
-    rows: list[Row] = []
-    taken: dict[str, Any] = {}
-    for setup in setups:
-        where = f"{TRANSPORTS[setup.transport]}, world {setup.world}"
-        spec = Cells(list(setup.limits), list(sizes), repeats)
-        try:
-            found = run_ranks(time_cells, setup.world, spec, transport=setup.transport, timeout_s=600.0)
-        except ProcessFailed as error:
-            rows.append(failed(where, error))
-            continue
-        taken[where] = found
-        counts = [len(of_rank["segments"]) for of_rank in found]
-        name = f"shared-memory segments in use, {where}"
-        if setup.transport == "dds-only":
-            rows.append(Row(name, "none", max(counts), "", not any(counts)))
-        else:
-            rows.append(at_least(name, min(counts), 1, ""))
-        for cell in zip(*(of_rank["cells"] for of_rank in found), strict=True):
-            rows += _rows_of(cell, setup)
-    return rows, taken
+    model: nn.Module = models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
 
 
-def _rows_of(cell: Sequence[dict[str, Any]], setup: Setup) -> list[Row]:
-    size, collective = cell[0]["bytes"], cell[0]["collective"]
-    through_memory = setup.transport == "one-host"
-    compared = "ours" if through_memory else "none"  # over the network gloo does not encrypt either
-    ratios, ms = ratios_of(cell)
-    time_row = (_name(cell[0], setup.transport, setup.world), statistics.median(ratios[compared]))
-    note = ratio_note(ratios, ms, compared, "gloo")
-    row = shown(*time_row, "x gloo", note)
-    if size in SIZES:
-        row = at_most(*time_row, setup.limits[collective][SIZES.index(size)], "x gloo", note)
-    ratios, ms = ratios_of(cell, base="none")
-    sealed = ("  the same, sealed as by default", statistics.median(ratios["ours"]))
-    note = ratio_note(ratios, ms, "ours", "none")
-    seals = at_most(*sealed, _MAX_SEALED, "x none", note) if through_memory else shown(*sealed, "x none", note)
-    ratios, ms = ratios_of([of_rank["on_group"] for of_rank in cell])
-    note = ratio_note(ratios, ms, "Group", "gloo")
-    return [row, seals, shown("  the same on Group, no torch", statistics.median(ratios["Group"]), "x gloo", note)]
+def small_cnn() -> nn.Module:
+    """A small network, for tests."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 10))
 
 
-def reduce_big(place: BenchRank) -> dict[str, Any]:
-    """The role of a rank: one collective on a large tensor, and the memory of the process meanwhile. Spec: its bytes.
+class Steps(NamedTuple):
+    """The work of all ranks: repeats of two steps with one model."""
 
-    Raises:
-        RuntimeError: the result is wrong.
-    """
+    model: Callable[[], nn.Module]
+    repeats: int
+
+
+def time_steps(place: BenchRank) -> dict[str, list[float]]:
+    """The role of a rank: medians of each repeat, with the same model and data on each backend. Its spec: Steps."""
+    spec: Steps = place.spec
+    groups = place.start_both()
+    steps = {name: _ddp_step(spec.model, place.rank, group) for name, group in groups.items()}
+    for step in steps.values():
+        block(step, _WARM_UP_STEPS)
+    blocks = {name: partial(block, step) for name, step in steps.items()}
+    medians = timed(blocks, groups["gloo"], spec.repeats, calls=2)
+    dist.barrier(group=groups["gloo"])
+    dist.destroy_process_group(groups["ours"])
+    return medians
+
+
+def _ddp_step(make_model: Callable[[], nn.Module], rank: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    numbers = torch.Generator().manual_seed(1 + rank)
+    images = torch.randn(DDP_BATCH_SIZE, 3, 32, 32, generator=numbers)
+    labels = torch.randint(0, 10, (DDP_BATCH_SIZE,), generator=numbers)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.cross_entropy(model(images), labels))
+        optimizer.step()
+
+    return step
+
+
+def measure_steps(
+    transports: Sequence[Transport], repeats: int, model: Callable[[], nn.Module] = resnet18
+) -> Iterator[Measurement]:
+    """A step in a world of 2, over each transport."""
+    for transport in transports:
+        ms = slowest_ms(run_ranks(time_steps, 2, Steps(model, repeats), transport=transport, timeout_s=600.0))
+        name = f"step of {model.__name__}, batch {DDP_BATCH_SIZE}, {TRANSPORTS[transport]}, world 2"
+        yield measurement(name, "ms", ms["ours"], against=("gloo", ms["gloo"]), at_most=DDP_LIMITS[transport])
+
+
+# Memory
+
+
+def reduce_big(place: BenchRank) -> tuple[int, float]:
+    """The role of a rank: bytes above what it had, and seconds, of one collective. Its spec: bytes of the tensor."""
     place.start("dds")
     small = torch.zeros(MIB // 4)
     for _ in range(3):
@@ -184,67 +216,26 @@ def reduce_big(place: BenchRank) -> dict[str, Any]:
     dist.barrier()
     reset_peak()
     baseline = memory_bytes("VmRSS")
-    elements = place.spec // 4
-    tensor = torch.arange(elements, dtype=torch.float32).mul_(1 + place.rank)
+    tensor = torch.arange(place.spec // 4, dtype=torch.float32)
     dist.barrier()
     began_s = time.perf_counter()
     dist.all_reduce(tensor)
     took_s = time.perf_counter() - began_s
-    peak = memory_bytes("VmHWM")
-    for start in range(0, elements, _CHECKED_AT_ONCE):
-        one = torch.arange(start, min(elements, start + _CHECKED_AT_ONCE), dtype=torch.float32)
-        expected = one.clone()
-        for rank in range(1, place.world):
-            expected += one * (1 + rank)
-        if not torch.equal(tensor[start : start + len(one)], expected):
-            raise RuntimeError(f"all_reduce of {elements} elements: wrong from {start} on")
+    above = memory_bytes("VmHWM") - baseline
     dist.destroy_process_group()
-    return {"baseline_bytes": baseline, "peak_bytes": peak, "took_s": took_s}
+    return above, took_s
 
 
-def big_rows(transports: Iterable[Transport] = TRANSPORTS, *, size: int = GB) -> Taken:
-    """Peak memory of one large all_reduce of two ranks: a row for each transport."""
-    rows: list[Row] = []
-    taken: dict[str, Any] = {}
+def measure_memory(transports: Sequence[Transport], size: int = GB) -> Iterator[Measurement]:
+    """Peak memory of one large all_reduce of two ranks, over each transport."""
     for transport in transports:
-        name = f"peak memory, all_reduce of {size / GB:g} GB, {TRANSPORTS[transport]}, world 2"
-        try:
-            found = run_ranks(reduce_big, 2, size, transport=transport)
-        except ProcessFailed as error:
-            rows.append(failed(name, error))
-            continue
-        taken[name] = found
-        above = max(of_rank["peak_bytes"] - of_rank["baseline_bytes"] for of_rank in found)
-        took_s = max(of_rank["took_s"] for of_rank in found)
+        above, took_s = map(max, zip(*run_ranks(reduce_big, 2, size, transport=transport), strict=True))
         note = f"VmHWM above VmRSS before the tensor was made, tensor included, worst rank; first call {took_s:.2f} s"
-        rows.append(at_most(name, above / size, 3, "tensors", note))
-    return rows, taken
+        name = f"peak memory, all_reduce of {size / GB:g} GB, {TRANSPORTS[transport]}, world 2"
+        yield measurement(name, "tensors", [above / size], at_most=3, note=note)
 
 
 # The command
-
-
-PARTS = {
-    "collectives": "all_reduce and all_gather, worlds 2 and 4: 3 min",
-    "multicast": "what goes to all ranks, with multicast and without: 2 min",
-    "ddp": "a step of DistributedDataParallel: 3.5 min",
-    "big": "memory for a tensor of 1 GB: 30 s",
-}
-
-
-def parts(chosen: argparse.Namespace) -> dict[str, Part]:
-    """All parts, with the chosen options."""
-    transports: Sequence[Transport] = (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
-    repeats, few = chosen.repeats or REPEATS, chosen.repeats or FEW_REPEATS
-    worlds = chosen.world and (chosen.world,)
-    measures: dict[str, Callable[[], Taken]] = {
-        "collectives": partial(cell_rows, _setups(chosen), sizes=chosen.sizes or SIZES, repeats=repeats),
-        "multicast": partial(multicast_rows, worlds, sizes=chosen.sizes, repeats=few),
-        # Blocks of two steps. The two differ by a hundredth, and repeats scatter by two of them.
-        "ddp": partial(step_rows, transports, repeats=6 * few + 1),
-        "big": partial(big_rows, transports),
-    }
-    return {name: Part(measures[name], about) for name, about in PARTS.items()}
 
 
 def size_of(text: str) -> int:
@@ -256,45 +247,53 @@ def size_of(text: str) -> int:
     return size
 
 
-def _setups(chosen: argparse.Namespace) -> list[Setup]:
-    ranks, transport = chosen.world, chosen.transport
-    return [it for it in SETUPS if ranks in (None, it.world) and transport in (None, it.transport)]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure the parts that are asked for, all by default, and compare them with the limits; or profile."""
-    parser = limits.parser_of(__doc__, "runs/bench-collectives.json", PARTS)
+def _options(parser: argparse.ArgumentParser) -> None:
     few = f"whole repeats, for medians; by default {REPEATS}, or {FEW_REPEATS} of what takes long"
     parser.add_argument("--repeats", type=int, help=few)
     parser.add_argument("--sizes", nargs="+", type=size_of, help="of tensors, such as 4KiB 1MiB")
-    parser.add_argument("--world", type=int, help="only set-ups with so many ranks; with --profile any number")
+    parser.add_argument("--world", type=int, help="only set-ups with so many ranks; of the profile any number")
     only = "only this; one-host: what the backend picks by itself"
     parser.add_argument("--transport", choices=list(TRANSPORTS), help=only)
-    parser.add_argument("--profile", action="store_true", help="where the time goes, for each of --sizes")
     parser.add_argument("--collective", choices=_BOTH, default="all_reduce", help="to profile")
     parser.add_argument("--seconds", type=float, default=1.0, help="of calls to profile")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[0], help="whose profiles are printed")
-    chosen = parser.parse_args(arguments)
-    if chosen.profile:
-        return _profile(chosen, None if chosen.out == parser.get_default("out") else chosen.out)
-    names = chosen.part or list(PARTS)
-    if "collectives" in names and not _setups(chosen):
-        parser.error(f"there are no limits for {chosen.world or 'any'} ranks, {chosen.transport or 'any transport'}")
-    return limits.main("torch.distributed, ours against gloo: asked and measured", names, parts(chosen), chosen.out)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[0], help="whose profiles are shown")
 
 
-def _profile(chosen: argparse.Namespace, out: Path | None) -> int:
-    transport: Transport = chosen.transport or "one-host"
-    world = chosen.world or 2
-    found = {
-        size: print_profile(chosen.collective, size, transport, world, chosen.seconds, chosen.ranks)
-        for size in chosen.sizes or [4 * KIB]
-    }
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return 0
+def _measure_checked(chosen: argparse.Namespace) -> list[Measurement]:
+    setups = [it for it in SETUPS if chosen.world in (None, it.world) and chosen.transport in (None, it.transport)]
+    if not setups:
+        raise ValueError(f"there are no limits for {chosen.world} ranks, {chosen.transport or 'any transport'}")
+    repeats = chosen.repeats or REPEATS
+    return measure_cells(
+        CollectivesPlan(setups=setups, sizes=chosen.sizes or SIZES, launches=1, repeats=repeats, encryption=True)
+    )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _measure_multicast(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    worlds, sizes = [chosen.world] if chosen.world else (3, 4, 8), chosen.sizes or (64 * KIB, MIB, 16 * MIB)
+    return measure_multicast(worlds, sizes, chosen.repeats or FEW_REPEATS)
+
+
+def _transports(chosen: argparse.Namespace) -> Sequence[Transport]:
+    return (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
+
+
+def _measure_steps(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    # The two differ by a hundredth, and repeats scatter by two of them: so there are many.
+    return measure_steps(_transports(chosen), 6 * (chosen.repeats or FEW_REPEATS) + 1)
+
+
+def _profile(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    for size in chosen.sizes or [4 * KIB]:
+        transport: Transport = chosen.transport or "one-host"
+        yield from profile(Watched(chosen.collective, size, chosen.seconds), chosen.world or 2, transport, chosen.ranks)
+
+
+_PARTS = {
+    "collectives": Part(_measure_checked, "all_reduce and all_gather, worlds 2 and 4", 180),
+    "multicast": Part(_measure_multicast, "what goes to all ranks, with multicast and without", 120),
+    "ddp": Part(_measure_steps, "a step of DistributedDataParallel", 210),
+    "big": Part(lambda chosen: measure_memory(_transports(chosen)), "memory for a tensor of 1 GB", 30),
+    "profile": Part(_profile, "where the time of a call goes, for each of --sizes, thread by thread", 10),
+}
+BENCHMARK = Benchmark(__doc__ or "", _PARTS, _options, [name for name in _PARTS if name != "profile"])

@@ -1,28 +1,50 @@
-"""The tables in docs/benchmarks.md, made from a file of results and from nothing else."""
+"""Figures as tables: the cells of a row, and the tables in docs/benchmarks.md, made from a file of results alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gradbus.experiments.bench.growth import Line, lines, text_of
 from gradbus.experiments.bench.results import Measurement, PartRun, Results, Summary, summary
-from gradbus.experiments.bench.suite import ALL
 from gradbus.runtime.errors import ConfigError
 
 BEGIN = '<!-- Made by: make bench ARGS="--write-docs". What is changed here by hand will be lost. -->'
 END = "<!-- The end of what is made. -->"
+COLUMNS = ("figure", "median", "quartiles", "ratio", "quartiles", "blocks", "")
 
 
-def tables(results: Results) -> str:
-    """A section for each part, in the order of the suite."""
+def cells(one: Measurement) -> list[str]:
+    """A row of COLUMNS."""
+    found = [one.name, f"{number(one.summary.median)} {one.unit}".strip(), quartiles(one.summary), "", ""]
+    if one.against is not None:
+        ratio = summary(one.ratios)
+        found[3:] = [f"{number(ratio.median)} x {one.against.name}", quartiles(ratio)]
+    return [*found, str(len(one.samples)), one.note]
+
+
+def number(value: float) -> str:
+    """Three digits that count, and no exponent for what people can read without."""
+    if value == 0 or not 1e-3 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def quartiles(one: Summary) -> str:
+    """The middle half of the samples; nothing where all are equal."""
+    return "" if one.low == one.high else f"{number(one.low)} .. {number(one.high)}"
+
+
+def tables(results: Results, titles: Mapping[str, str]) -> str:
+    """A section for each part. ``titles``: by part, in order."""
     made = []
-    for name, part in ALL.items():
+    for name, title in titles.items():
         run = results.run(name)
         if run is not None:
             grown = lines(run)
-            made += [f"### {part.title}", "", *_heading(run), "", *(_growth(grown) if grown else _table(run)), ""]
+            made += [f"### {title}", "", *_heading(run), "", *(_growth(grown) if grown else _table(run)), ""]
     return "\n".join(made)
 
 
@@ -43,59 +65,26 @@ def _growth(grown: list[Line]) -> Iterator[str]:
     yield "|---" * (len(places) + 3) + "|"
     for line in grown:
         costs = dict(zip(line.at, line.costs, strict=True))
-        cells = [number(costs[at]) if at in costs else "" for at in places]
-        yield f"| {line.name}, {line.unit} | {' | '.join(cells)} | {text_of(line.whole)} | {text_of(line.end)} |"
+        found = [number(costs[at]) if at in costs else "" for at in places]
+        yield f"| {line.name}, {line.unit} | {' | '.join(found)} | {text_of(line.whole)} | {text_of(line.end)} |"
 
 
 def _table(run: PartRun) -> Iterator[str]:
-    yield "| figure | median | quartiles | ratio | quartiles | blocks | |"
-    yield "|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(COLUMNS)}|"
+    yield "|---" * len(COLUMNS) + "|"
     for one in run.figures:
-        yield f"| {' | '.join(_cells(one))} |"
+        yield f"| {' | '.join(cells(one))} |"
 
 
-def _cells(one: Measurement) -> list[str]:
-    taken = one.summary
-    cells = [one.name, f"{number(taken.median)} {one.unit}".strip(), quartiles(taken)]
-    if one.against is None:
-        cells += ["", ""]
-    else:
-        ratio = summary(one.ratios)
-        cells += [f"{number(ratio.median)} x {one.against.name}", quartiles(ratio)]
-    return [*cells, str(len(one.samples)), one.note]
-
-
-def number(value: float) -> str:
-    """Three digits that count, and no exponent for what people can read without."""
-    if value == 0 or not 1e-3 <= abs(value) < 1e9:
-        return f"{value:.3g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{digits}f}"
-
-
-def quartiles(one: Summary) -> str:
-    """The middle half of the samples; nothing where all are equal."""
-    return "" if one.low == one.high else f"{number(one.low)} .. {number(one.high)}"
-
-
-def generated(page: str) -> str:
-    """The text between the marks.
-
-    Raises:
-        ConfigError: the page has no such marks.
-    """
-    _, found, rest = page.partition(BEGIN)
-    inside, ended, _ = rest.partition(END)
+def rewritten(page: str, results: Results, titles: Mapping[str, str]) -> str:
+    """The page with new tables between the marks. Raises ConfigError: it has no marks."""
+    before, found, rest = page.partition(BEGIN)
+    _, ended, after = rest.partition(END)
     if not found or not ended or BEGIN in rest:
         raise ConfigError(f"the page needs the lines {BEGIN!r} and {END!r}, once and in this order")
-    return inside
+    return f"{before}{BEGIN}\n\n{tables(results, titles)}{END}{after}"
 
 
-def rewritten(page: str, results: Results) -> str:
-    """The page with new tables between the marks. Raises ConfigError: it has no marks."""
-    return page.replace(BEGIN + generated(page) + END, f"{BEGIN}\n\n{tables(results)}{END}")
-
-
-def write(page: Path, results: Results) -> None:
+def write(page: Path, results: Results, titles: Mapping[str, str]) -> None:
     """Put the tables into the page."""
-    page.write_text(rewritten(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    page.write_text(rewritten(page.read_text(encoding="utf-8"), results, titles), encoding="utf-8")

@@ -1,8 +1,7 @@
 """Processes that are stopped, starved or killed: is a live one taken for dead, and how soon is a death known?
 
-    python -m gradbus.experiments.bench.pauses                 # some minutes: everything once
-    python -m gradbus.experiments.bench.pauses --runs 100      # pauses and starvation until there are so many runs
-    python -m gradbus.experiments.bench.pauses --only kill
+    make bench-pauses                              # some minutes: everything once
+    make bench-pauses ARGS="--part pauses --runs 100"  # until there are so many runs
 
 Groups of 2 and 4 ranks, through shared memory and over DDS alone, call one collective after another. A *run* is one
 group and one disturbance; all groups are disturbed at once. In a run no process dies, so none may be taken for dead.
@@ -31,7 +30,9 @@ from typing import Any
 import torch
 
 import gradbus
+from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.processes import context
+from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.dds.discovery import discovery_ports, goodbye
@@ -207,16 +208,17 @@ class GroupRun:
             seat = Seat(self.kind, job, self.domain, rank, self.step_s)
             self.ranks.append(RankProcess(*_start(_rank, seat)))
 
-    def wait(self, done: Callable[[RankProcess], bool], timeout_s: float) -> bool:
-        """Wait until ``done`` holds for all ranks. Returns whether it did in time."""
+    def wait(self, done: Callable[[RankProcess], bool], timeout_s: float, *, whatever: bool = False) -> bool:
+        """Wait until ``done`` holds for all ranks, and no longer than until one fails, unless ``whatever``. Returns
+        whether it did in time."""
         until_s = time.monotonic() + timeout_s
         while True:
             trouble = self.trouble
             if all(done(rank) for rank in self.ranks):
                 return True
-            if time.monotonic() > until_s or trouble:
+            if time.monotonic() > until_s or (trouble and not whatever):
                 return False
-            time.sleep(0.01)
+            time.sleep(0.002)
 
     @property
     def trouble(self) -> str:
@@ -377,73 +379,59 @@ def survive(made: Sequence[GroupRun], disturb: Disturbance, recover_s: float = R
 # What is measured
 
 
-def pauses(runs: int, domain: int, seconds_s: float) -> bool:
+def measure_pauses(runs: int, domain: int, seconds_s: float) -> Iterator[Measurement]:
     """All disturbances, again and again until there are so many runs or the time is over."""
-    counts: dict[str, list[int]] = {name: [0, 0] for name in DISTURBANCES}
-    began_s, total = time.monotonic(), 0
-    while total < runs and (total == 0 or time.monotonic() < began_s + seconds_s):
+    deaths: dict[str, list[float]] = {name: [] for name in DISTURBANCES}
+    until_s = time.monotonic() + seconds_s
+    while (total := sum(map(len, deaths.values()))) < runs and (not total or time.monotonic() < until_s):
         with groups(KINDS, domain) as made:
             for name, disturb in DISTURBANCES.items():
                 found = survive(made, disturb)
+                deaths[name] += [bool(trouble) for trouble in found.values()]
                 for group, trouble in found.items():
-                    counts[name][0] += 1
-                    counts[name][1] += bool(trouble)
                     if trouble:
-                        print(f"  {group.kind}, {name}: {trouble}", flush=True)
-                total += len(found)
+                        print(f"  {group.kind}, {name}: {trouble}", file=sys.stderr, flush=True)
                 if any(found.values()):
                     break  # a group is gone: all anew
-    for name, (done, dead) in counts.items():
-        print(f"{name:44} {done:4} runs, {dead} deaths")
-    print(f"{'all':44} {total:4} runs, {sum(dead for _, dead in counts.values())} deaths", flush=True)
-    return all(dead == 0 for _, dead in counts.values())
+    for name, of_name in deaths.items():
+        if of_name:
+            yield measurement(name, "deaths", [sum(of_name)], at_most=0, note=f"{len(of_name)} runs")
 
 
-def kills(times: int, domain: int) -> bool:
+def measure_kills(times: int, domain: int) -> Iterator[Measurement]:
     """kill -9 of one rank: how long until all others have failed with PeerLost."""
-    fine = True
-    for kind in (
-        GroupKind(2, True),
-        GroupKind(4, True),
-        GroupKind(4, False),
-        GroupKind(4, True, "gradbus-key-1 " + "6b" * 32),
-    ):
-        taken: list[float] = []
+    encrypted = GroupKind(4, True, "gradbus-key-1 " + "6b" * 32)
+    for kind in (GroupKind(2, True), GroupKind(4, True), GroupKind(4, False), encrypted):
+        taken_s: list[float] = []
         for _ in range(times):
             with groups([kind], domain) as (group,):
                 killed_s = time.monotonic()
                 group.ranks.pop().process.kill()
-                while not all(rank.failed for rank in group.ranks) and time.monotonic() < killed_s + 30.0:
-                    time.sleep(0.002)
-                    for rank in group.ranks:
-                        rank.poll()
+                group.wait(lambda rank: bool(rank.failed), 30.0, whatever=True)
                 wrong = [rank.failed for rank in group.ranks if not rank.failed.startswith("PeerLost")]
-                fine &= not wrong
                 if wrong:
-                    print(f"  {kind}: {wrong}")
-                taken += [rank.failed_s - killed_s for rank in group.ranks if rank.failed]
-        after = f"{statistics.median(taken):.3f} s (median), {max(taken):.3f} s (worst)"
-        print(f"kill -9, {kind!s:34} {times:3} times: PeerLost on all others after {after}", flush=True)
-        fine &= max(taken) <= 0.3
-    return fine
+                    raise RuntimeError(f"{kind}: {wrong}")
+                taken_s += [rank.failed_s - killed_s for rank in group.ranks]
+        name = f"kill -9, {kind}: PeerLost on all others"
+        yield measurement(f"{name}, worst", "s", [max(taken_s)], at_most=0.3)
+        yield measurement(name, "s", taken_s)
 
 
-def crowds(times: int, world: int, domain: int) -> bool:
-    """Many processes on few cores form one group."""
-    fine = True
+def measure_crowds(times: int, world: int, domain: int) -> Iterator[Measurement]:
+    """How long many processes on few cores take to form one group, from the start of the first process."""
+    taken_s = []
     for _ in range(times):
         group = GroupRun(GroupKind(world, True), domain, step_s=0.5)
         try:
             began_s = time.monotonic()
             group.start()
             formed = group.wait(lambda rank: rank.formed_s >= 0, START_S + 30.0)
-            taken_s = time.monotonic() - began_s
-            outcome = f"{'formed' if formed else 'NOT FORMED'} in {taken_s:.1f} s"
-            print(f"{world} processes: {outcome}, from the start of the first process {group.trouble}", flush=True)
-            fine &= formed and taken_s <= START_S and not group.trouble
+            taken_s.append(time.monotonic() - began_s)
+            if group.trouble or not formed:
+                raise RuntimeError(f"{world} processes formed no group: {group.trouble or 'not in time'}")
         finally:
             group.end()
-    return fine
+    yield measurement(f"{world} processes form a group", "s", taken_s, at_most=START_S)
 
 
 @contextlib.contextmanager
@@ -463,15 +451,14 @@ def idle_buses(count: int, domain: int, lease_s: float | None = None) -> Iterato
             pipe.close()
 
 
-def idle(buses: int, domain: int, for_s: float = 10.0) -> bool:
-    """The processor time of buses without traffic."""
+def measure_idle(buses: int, domain: int, for_s: float = 10.0) -> Iterator[Measurement]:
+    """The processor time of buses without traffic, in percent of a core."""
     with idle_buses(buses, domain) as processes:
         time.sleep(10.0)  # until all have found each other, and have announced themselves for the last time
         before = [_used_s(process) for process in processes]
         time.sleep(for_s)
-        shares = [(_used_s(p) - b) / for_s for p, b in zip(processes, before, strict=True)]
-    print(f"{buses} idle buses: {statistics.mean(shares):.2%} of a core each, at most {max(shares):.2%}", flush=True)
-    return statistics.mean(shares) <= 0.003
+        shares = [100 * (_used_s(p) - b) / for_s for p, b in zip(processes, before, strict=True)]
+    yield measurement(f"{buses} idle buses, of a core each", "%", [statistics.mean(shares)], at_most=0.3)
 
 
 def _used_s(process: Any) -> float:
@@ -480,8 +467,8 @@ def _used_s(process: Any) -> float:
     return sum(int((task / "schedstat").read_text(encoding="ascii").split()[0]) for task in tasks.iterdir()) / 1e9
 
 
-def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 32, for_s: float = 1.5) -> bool:
-    """Stop all processes, again and again, while they discover each other: do some crash?
+def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 32, for_s: float = 1.5) -> int:
+    """Stop all processes, again and again, while they discover each other: how many crash?
 
     Cyclone DDS 11.0.1 registers the lease of a discovered participant before it notes the address. When that lease
     ends in between, as in a process that was stopped just then for longer, it looks for an address that is not
@@ -495,34 +482,32 @@ def crashes(stops: int, domain: int, lease_s: float | None, buses: int = 32, for
                 _stop(processes, for_s)
                 done += buses
             crashed += sum(process.exitcode not in (None, 0) for process in processes)
+    return crashed
+
+
+def measure_crashes(stops: int, domain: int, lease_s: float | None) -> Iterator[Measurement]:
+    """Processes that crash when they are stopped while they discover each other."""
     lease = "the lease of the profile" if lease_s is None else f"a lease of {lease_s:g} s"
-    print(f"{done} stops of {for_s:g} s with {lease}: {crashed} crashes", flush=True)
-    return crashed == 0
+    found = crashes(stops, domain, lease_s)
+    yield measurement(f"{stops} stops of 1.5 s with {lease}", "crashes", [found], at_most=0)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all parts, or one. The exit code is 0 if all is as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("pauses", "kill", "crowd", "idle", "crash"), help="only this part")
-    parser.add_argument("--runs", type=int, default=28, help="of pauses (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=900.0, help="that pauses may begin in (default: %(default)s)")
-    parser.add_argument("--kills", type=int, default=3, help="of each kind of group (default: %(default)s)")
-    parser.add_argument("--crowds", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--world", type=int, default=48, help="of a crowd (default: %(default)s)")
-    parser.add_argument("--stops", type=int, default=512, help="for a crash (default: %(default)s)")
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=28, help="of pauses [%(default)s]")
+    parser.add_argument("--within", type=float, default=900.0, help="seconds that pauses may begin in [%(default)s]")
+    parser.add_argument("--kills", type=int, default=3, help="of each kind of group [%(default)s]")
+    parser.add_argument("--crowds", type=int, default=1, help="[%(default)s]")
+    parser.add_argument("--world", type=int, default=48, help="of a crowd [%(default)s]")
+    parser.add_argument("--stops", type=int, default=512, help="for a crash [%(default)s]")
     parser.add_argument("--lease", type=float, help="of those that are stopped: 1 shows a fault of Cyclone DDS 11.0.1")
-    parser.add_argument("--domain", type=int, default=91, help="of DDS (default: %(default)s)")
-    chosen = parser.parse_args(arguments)
-    parts: dict[str, Callable[[], bool]] = {
-        "kill": lambda: kills(chosen.kills, chosen.domain),
-        "idle": lambda: idle(12, chosen.domain),
-        "crash": lambda: crashes(chosen.stops, chosen.domain, chosen.lease),
-        "crowd": lambda: crowds(chosen.crowds, chosen.world, chosen.domain),
-        "pauses": lambda: pauses(chosen.runs, chosen.domain, chosen.seconds),
-    }
-    fine = [part() for name, part in parts.items() if chosen.only in (None, name)]  # all, whatever comes of one
-    return 0 if all(fine) else 1
+    parser.add_argument("--domain", type=int, default=91, help="of DDS [%(default)s]")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+_PARTS = {
+    "kill": Part(lambda it: measure_kills(it.kills, it.domain), "a rank is killed", 60),
+    "idle": Part(lambda it: measure_idle(12, it.domain), "buses without traffic", 25),
+    "crash": Part(lambda it: measure_crashes(it.stops, it.domain, it.lease), "stopped during discovery", 60),
+    "crowd": Part(lambda it: measure_crowds(it.crowds, it.world, it.domain), "many processes form a group", 45),
+    "pauses": Part(lambda it: measure_pauses(it.runs, it.domain, it.within), "stopped and starved ranks", 300),
+}
+BENCHMARK = Benchmark(__doc__ or "", _PARTS, _options)

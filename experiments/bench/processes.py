@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from inspect import iscoroutinefunction
+from inspect import iscoroutine
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -67,11 +67,8 @@ class Processes:
                 process.kill()
                 process.join()
 
-    def start(self, name: str, work: Callable[..., Any], *arguments: Any, dies: bool = False) -> int:
+    def start(self, name: str, work: Callable[..., Any], *arguments: Any) -> int:
         """Start a process that does ``work(*arguments)``, a function or coroutine function of a module.
-
-        Args:
-            dies: it ends itself on the way, and reports nothing.
 
         Returns:
             The process id.
@@ -81,8 +78,7 @@ class Processes:
         process.start()
         self._started.append(process)
         far.close()
-        if not dies:
-            self._pipes[near] = name
+        self._pipes[near] = name
         assert process.pid is not None
         return process.pid
 
@@ -102,22 +98,17 @@ class Processes:
             failures = []
             for pipe in [pipe for pipe in waiting if pipe in ready]:
                 name = waiting.pop(pipe)
-                failed_s, found[pipe] = _received(pipe)
+                failed_s: float | None = 0.0
+                with pipe:
+                    try:
+                        failed_s, found[pipe] = pipe.recv()
+                    except EOFError:
+                        found[pipe] = "it died"
                 if failed_s is not None:
                     failures.append((failed_s, f"{name} failed: {found[pipe]}"))
             if failures:
                 raise ProcessFailed(min(failures)[1])  # those that fail later mostly fail because of it
         return [found[pipe] for pipe in self._pipes]
-
-
-def _received(pipe: Connection) -> tuple[float | None, Any]:
-    """The time of its failure and the reason; or None and what its work has returned."""
-    with pipe:
-        try:
-            outcome: tuple[float | None, Any] = pipe.recv()
-        except EOFError:
-            return 0.0, "it died"
-        return outcome
 
 
 def _live(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -126,7 +117,8 @@ def _live(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
     torch.set_num_threads(1)
     outcome: tuple[float | None, Any]
     try:
-        outcome = None, asyncio.run(work(*arguments)) if iscoroutinefunction(work) else work(*arguments)
+        found = work(*arguments)
+        outcome = None, asyncio.run(found) if iscoroutine(found) else found
     except BaseException:
         outcome = time.monotonic(), traceback.format_exc()
     with pipe:
@@ -214,27 +206,17 @@ def run_ranks(
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = f"bench-{os.getpid()}-{next(_runs)}"
-    work = _async_rank if iscoroutinefunction(role) else _rank
     with Processes() as processes:
         for rank in range(world):
-            processes.start(f"rank {rank}", work, role, BenchRank(rank, world, job, store.port, transport, spec))
+            processes.start(f"rank {rank}", _rank, role, BenchRank(rank, world, job, store.port, transport, spec))
         return processes.results(timeout_s)
 
 
-def _prepare(place: BenchRank) -> None:
+def _rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo", "GRADBUS_BUS__DOMAIN": str(DOMAIN), "GRADBUS_BUS__LEASE_S": f"{LEASE_S:g}",
     }  # fmt: skip
     os.environ.pop(_SHARED_MEMORY, None)
     if place.transport == "dds-only":
         os.environ[_SHARED_MEMORY] = "false"
-
-
-def _rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
-    _prepare(place)
     return role(place)
-
-
-async def _async_rank(role: Callable[[BenchRank], Any], place: BenchRank) -> Any:
-    _prepare(place)
-    return await role(place)

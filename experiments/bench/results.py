@@ -1,4 +1,4 @@
-"""The file of the suite: raw samples with their commit, date, machine and versions. All else is made from it."""
+"""What a benchmark yields, and the file of it: samples with their limits, commit, machine and versions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gradbus.experiments.rundir import versions
 from gradbus.runtime.errors import ConfigError
 
-Effort = Literal["tiny", "quick", "full"]
-Sample = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 _VERSIONS = ("gradbus", "python", "torch", "cyclonedds", "numpy", "uvloop")
 _DIGITS = 5  # of a sample in the file: no clock here is better than that
+
+
+def _rounded(samples: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sample if sample.is_integer() else float(f"{sample:.{_DIGITS}g}") for sample in samples)
+
+
+Samples = Annotated[tuple[Number, ...], Field(min_length=1), AfterValidator(_rounded)]
 
 
 class Summary(NamedTuple):
@@ -52,7 +58,7 @@ class Against(Record):
     """The reference of a figure, measured in the same run, block by block. ``samples``: in the figure's unit."""
 
     name: str
-    samples: tuple[Sample, ...]
+    samples: Samples
 
 
 class Measurement(Record):
@@ -64,15 +70,18 @@ class Measurement(Record):
         against: with it the figure has a ratio, which counts across machines; without, it is only shown.
         note: how it was measured, where the name does not tell.
         series: the line of which it is a point, and ``at``: its place on that line. Of them growth is made.
+        at_most, at_least: limits of the median of the ratios, or of the samples if there is no reference.
     """
 
     name: str
     unit: str
-    samples: Annotated[tuple[Sample, ...], Field(min_length=1)]
+    samples: Samples
     against: Against | None = None
     note: str = ""
     series: str = ""
     at: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    at_most: Number | None = None
+    at_least: Number | None = None
 
     @model_validator(mode="after")
     def _paired(self) -> Self:
@@ -97,18 +106,39 @@ class Measurement(Record):
             return ()
         return tuple(mine / other for mine, other in zip(self.samples, self.against.samples, strict=True))
 
+    @property
+    def asked(self) -> str:
+        """The limit as a text such as "<= 60"; empty if there is none."""
+        limits = (("<=", self.at_most), (">=", self.at_least))
+        return ", ".join(f"{sign} {limit:,g}" for sign, limit in limits if limit is not None)
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether a limit is missed."""
+        value = summary(self.ratios or self.samples).median
+        too_high = self.at_most is not None and value > self.at_most
+        return too_high or (self.at_least is not None and value < self.at_least)
+
+    def joined(self, later: Measurement) -> Measurement:
+        """This figure with the samples of a later one behind its own."""
+        against = self.against
+        if against is not None and later.against is not None:
+            against = Against(name=against.name, samples=(*against.samples, *later.against.samples))
+        return self.model_copy(update={"samples": (*self.samples, *later.samples), "against": against})
+
 
 def measurement(
-    name: str, unit: str, samples: Iterable[float], *, against: tuple[str, Iterable[float]] | None = None,
-    note: str = "", series: str = "", at: float | None = None,
-) -> Measurement:  # fmt: skip
-    """A figure with its samples rounded for the file; counts stay as they are."""
-    other = None if against is None else Against(name=against[0], samples=_rounded(against[1]))
-    return Measurement(name=name, unit=unit, samples=_rounded(samples), against=other, note=note, series=series, at=at)
+    name: str, unit: str, samples: Iterable[float], *, against: tuple[str, Iterable[float]] | None = None, **more: Any
+) -> Measurement:
+    """A figure; ``against``: the name and the samples of its reference, ``more``: the other fields of a Measurement."""
+    other = None if against is None else Against(name=against[0], samples=tuple(against[1]))
+    return Measurement(name=name, unit=unit, samples=tuple(samples), against=other, **more)
 
 
-def _rounded(samples: Iterable[float]) -> tuple[float, ...]:
-    return tuple(sample if isinstance(sample, int) else float(f"{sample:.{_DIGITS}g}") for sample in samples)
+def join_all(known: dict[str, Measurement], later: Iterable[Measurement]) -> None:
+    """Add the samples of later figures to those of the same name."""
+    for figure in later:
+        known[figure.name] = known[figure.name].joined(figure) if figure.name in known else figure
 
 
 class PartRun(Record):
@@ -123,7 +153,7 @@ class PartRun(Record):
     part: str
     commit: str
     date: str
-    seconds: Sample
+    seconds: Number
     versions: dict[str, str]
     machine: dict[str, str | int | float]
     configuration: dict[str, Any]
@@ -136,6 +166,12 @@ class PartRun(Record):
         if len(set(names)) < len(names):
             raise ValueError(f"part {self.part!r} has figures of the same name: {sorted(names)}")
         return self
+
+    def joined(self, later: PartRun) -> PartRun:
+        """This run with the samples of a later one behind its own, of the figures that both have."""
+        more = {one.name: one for one in later.figures}
+        figures = tuple(one.joined(more[one.name]) for one in self.figures if one.name in more)
+        return self.model_copy(update={"figures": figures, "fault": self.fault or later.fault})
 
 
 class Results(Record):
@@ -175,7 +211,7 @@ class Results(Record):
     def save(self, path: Path) -> None:
         """Write a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        path.write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

@@ -57,6 +57,11 @@ class Rounds(NamedTuple):
         return sum(float(c["cpu_s"][rounds] - c["cpu_s"][first]) / (rounds - first) for c in self.clients)
 
     @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all processes in a round, after the warm-up."""
+        return self.controller_cpu_s + self.clients_cpu_s
+
+    @property
     def start_s(self) -> float:
         """Seconds from the moment at which all have a bus to the last client's first command."""
         opened = max(process["opened_s"] for process in (self.controller, *self.clients))

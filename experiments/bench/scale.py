@@ -11,6 +11,7 @@ Payload: a controller and one client, 1 MB to 1 GB, up and down as fp32, on one 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -23,19 +24,19 @@ import torch
 
 import gradbus
 from gradbus.experiments.bench.processes import DOMAIN, LEASE_S, BenchRank, run_ranks
-from gradbus.experiments.bench.results import Effort, Measurement, measurement
+from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.rounds import WAYS, run_rounds
 from gradbus.experiments.bench.timing import KIB, MIB, cpu_s, size_text
 
 _CLIENTS_DIM, _CLIENTS_ROUNDS = 1000, 7
 _MODELS_HELD = 12  # by both processes and shared memory at the worst moment, with some to spare
 
-CLIENTS: dict[Effort, tuple[Sequence[int], int]] = {  # clients, launches of each
+CLIENTS: dict[str, tuple[Sequence[int], int]] = {  # clients, launches of each
     "tiny": ((2, 4), 1),
     "quick": ((2, 10, 50, 200), 1),
     "full": ((2, 5, 10, 20, 50, 100, 200), 2),
 }
-PAYLOADS: dict[Effort, Sequence[tuple[float, int]]] = {  # megabytes, rounds
+PAYLOADS: dict[str, Sequence[tuple[float, int]]] = {  # megabytes, rounds
     "tiny": ((0.1, 5), (1, 5)),
     "quick": ((1, 12), (10, 10), (100, 5)),
     "full": ((1, 20), (3, 20), (10, 12), (30, 10), (100, 7), (300, 5), (1000, 5)),
@@ -52,16 +53,16 @@ class RanksPlan:
     sizes: Sequence[int] = (64 * KIB, 4 * MIB)
 
 
-RANKS: dict[Effort, RanksPlan] = {
+RANKS = {
     "tiny": RanksPlan(worlds=(2, 3), formations=1, calls=2, sizes=(4 * KIB,)),
     "quick": RanksPlan(worlds=(2, 4, 8, 16), formations=2, calls=10),
     "full": RanksPlan(worlds=(2, 3, 4, 6, 8, 12, 16), formations=5, calls=30),
 }
 
 
-def measure_clients(effort: Effort) -> Iterator[Measurement]:
+def measure_clients(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Processor time, period and memory of a round, by the number of clients."""
-    counts, launches = CLIENTS[effort]
+    counts, launches = CLIENTS[chosen.effort]
     for count in counts:
         taken: dict[str, list[float]] = {}
         for _ in range(launches):
@@ -118,9 +119,9 @@ async def grow(place: BenchRank) -> dict[str, Any]:
     return found
 
 
-def measure_ranks(effort: Effort) -> Iterator[Measurement]:
+def measure_ranks(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Wall time of the slowest rank, and processor time of all, by the number of ranks."""
-    plan = RANKS[effort]
+    plan = RANKS[chosen.effort]
     for world in plan.worlds:
         ranks = run_ranks(grow, world, plan)
         for key in ("form", *map(size_text, plan.sizes)):
@@ -133,12 +134,12 @@ def measure_ranks(effort: Effort) -> Iterator[Measurement]:
                 yield measurement(f"{series}, world {world}", "ms", samples, series=series, at=world)
 
 
-def measure_payload(effort: Effort) -> Iterator[Measurement]:
+def measure_payload(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Time and processor time of a round, and the controller's peak memory, by the size of the model.
 
     A size that would not fit into memory is left out.
     """
-    for megabytes, rounds in PAYLOADS[effort]:
+    for megabytes, rounds in PAYLOADS[chosen.effort]:
         free = _available_bytes()
         if free < _MODELS_HELD * megabytes * 1e6:
             why = f"{megabytes:g} MB needs {_MODELS_HELD} times that, {free / 1e9:.1f} GB free"
@@ -155,10 +156,9 @@ def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Measure
         dead_after_s=20.0, shared_memory=WAYS[way],
     )  # fmt: skip
     peak = _above(found.controller, "idle_bytes")
-    cpu_ms = 1e3 * (found.controller_cpu_s + found.clients_cpu_s)
     for cost, unit, samples in (
         ("time of a round", "ms", [1e3 * one for one in found.overheads_s]),
-        ("processor time of a round, both processes", "ms", [cpu_ms]),
+        ("processor time of a round, both processes", "ms", [1e3 * found.cpu_s]),
         ("controller, peak memory above idle", "MB", [peak]),
     ):
         series = f"{cost}, {way}"

@@ -1,6 +1,6 @@
 """What encryption costs: alone, and in federated rounds and collectives with and without it, in the same processes.
 
-``make bench-sealing`` or ``python -m gradbus.experiments.bench.sealing``; the exit code is 1 if a figure falls short.
+``make bench-sealing`` compares with limits.
 
 Each process has three buses, with ``none``, ``psk`` and ``identity``, and all do the same, block by block in turns: so
 all that changes with time or with the start of a process affects all. An encrypted block is compared with the line
@@ -19,14 +19,16 @@ has the limit, and with ``none`` as it is there.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,9 +39,10 @@ import torch
 from torch import nn
 
 import gradbus
-from gradbus.experiments.bench import limits
-from gradbus.experiments.bench.limits import Row, Taken, at_most, shown
+from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.processes import LEASE_S, Processes
+from gradbus.experiments.bench.results import Measurement, join_all, measurement
+from gradbus.experiments.bench.timing import block
 from gradbus.experiments.namespaces import Host, NoNamespaces, enter_namespace, two_hosts
 from gradbus.models import NoopTask
 from gradbus.runtime.bus.bus import Bus
@@ -83,7 +86,7 @@ class SealingCase(NamedTuple):
 
 
 _ROUND, _REDUCE = "federated round, 2 clients, 4.8 MB", "all_reduce of 4 MiB, 2 ranks"
-PARTS = {
+CASES = {
     "round": SealingCase(f"{_ROUND}, shared memory", "controller", ("client", "client"), 9, True),
     "round-bus": SealingCase(f"{_ROUND}, all on the bus", "controller", ("client", "client"), 9),
     "round-network": SealingCase(f"{_ROUND}, two hosts", "controller", ("client", "client"), 7, two_hosts=True),
@@ -285,24 +288,45 @@ def _blocks(case: SealingCase, folder: Path) -> list[TimedBlock]:
     return blocks
 
 
-def ratios(blocks: list[TimedBlock], level: str, what: str) -> list[float]:
-    """Each block of a level by the line between those with ``none`` before and after it, of ``seconds`` or ``cpu_s``.
-    The last one has none after it, and does not count."""
-    values, place, turn = [getattr(block, what) for block in blocks], LEVELS.index(level), len(LEVELS)
-    found = []
-    for at in range(place, len(blocks) - turn, turn):
-        before, after = at - place, at - place + turn
-        assert (blocks[at].level, blocks[before].level, blocks[after].level) == (level, "none", "none")
-        found.append(values[at] / (values[before] + place / turn * (values[after] - values[before])))
-    return found
+def figures(case: SealingCase, blocks: Sequence[TimedBlock]) -> Iterator[Measurement]:
+    """Time and processor time of the encrypted levels.
+
+    The reference of a block is the line between those with ``none`` before and after it. The last block of a level has
+    none after it, and does not count.
+    """
+    turn = len(LEVELS)
+    for what, label in (("seconds", ""), ("cpu_s", ", processor")):
+        ms = [1e3 * getattr(block, what) for block in blocks]
+        for place, level in enumerate(LEVELS[1:], start=1):
+            before, after = ms[0:-turn:turn], ms[turn::turn]
+            none = [a + place / turn * (b - a) for a, b in zip(before, after, strict=True)]
+            asked = case.asked and level == "psk" and what == "seconds"
+            limit = (MAX_THROUGH_MEMORY if case.memory else MAX_RATIO) if asked else None
+            yield measurement(
+                f"{case.title}: {level}{label}", "ms", ms[place:-turn:turn], against=("none", none), at_most=limit
+            )
 
 
-def alone_rows() -> Taken:
+def measure(case: SealingCase, repeats: int) -> list[Measurement]:
+    """Measure in so many starts of the processes; nothing where it needs namespaces, and there can be none."""
+    found: dict[str, Measurement] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        _make_keys(Path(folder))
+        for _ in range(repeats):
+            try:
+                blocks = _blocks(case, Path(folder))
+            except NoNamespaces as error:
+                print(f"not measured: {case.title}: {error}", file=sys.stderr)
+                return []
+            join_all(found, figures(case, blocks))
+    return list(found.values())
+
+
+def measure_alone() -> Iterator[Measurement]:
     """Seconds of one thread to encrypt and to decrypt: the best of some tries, as the machine may be busy."""
     key = new_job_key()
     ours, theirs = (SessionCipher(PskKeys("bench", key)) for _ in range(2))
     encryptor, decryptor = ours.encryptor("bench"), theirs.decryptor("bench", ignores_own=True)
-    rows = []
     for size in (1 << 10, 1 << 16, 1 << 20):
         data = os.urandom(size)
         seal_s, open_s = [], []
@@ -311,54 +335,23 @@ def alone_rows() -> Taken:
             octets = memoryview(bytearray(envelope.size))
             start = len(envelope.header)
             octets[:start] = envelope.header
-            began_s = time.perf_counter()
-            envelope.seal_into(octets[start:])
-            sealed_s = time.perf_counter()
-            decryptor.open(octets)
-            open_s.append(time.perf_counter() - sealed_s)
-            seal_s.append(sealed_s - began_s)
-        for what, taken_s in (("seal", seal_s), ("open", open_s)):
-            rows.append(shown(f"{what} {size >> 10} KiB", 1e6 * min(taken_s), "us"))
-    return rows, {}
+            seal_s += block(lambda: envelope.seal_into(octets[start:]), 1)  # noqa: B023 - it is called at once
+            open_s += block(lambda: decryptor.open(octets), 1)  # noqa: B023
+        yield measurement(f"encrypt {size >> 10} KiB", "us", [1e6 * min(seal_s)])
+        yield measurement(f"decrypt {size >> 10} KiB", "us", [1e6 * min(open_s)])
 
 
-def part_rows(case: SealingCase, repeats: int) -> Taken:
-    """Measure in so many starts of the processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        _make_keys(Path(folder))
-        try:
-            starts = [_blocks(case, Path(folder)) for _ in range(repeats)]
-        except NoNamespaces as error:
-            return [Row(case.title, "", 0, "", True, f"not measured: {error}")], {}
-    return list(rows_of(case, starts)), {case.title: starts}
-
-
-def rows_of(case: SealingCase, starts: list[list[TimedBlock]]) -> Iterator[Row]:
-    """Ratios of time and of processor time, over the blocks of all starts."""
-    for what, label in (("seconds", ""), ("cpu_s", ", processor")):
-        ms = {
-            level: 1e3 * statistics.median(getattr(b, what) for one in starts for b in one if b.level == level)
-            for level in LEVELS
-        }
-        for level in LEVELS[1:]:
-            low, ratio, high = statistics.quantiles((it for one in starts for it in ratios(one, level, what)), n=4)
-            note = f"{low:.2f} to {high:.2f}; {ms[level]:.2f} ms, none {ms['none']:.2f} ms"
-            name, unit = f"{case.title}: {level}{label}", "x none"
-            asked = case.asked and level == "psk" and what == "seconds"
-            limit = MAX_THROUGH_MEMORY if case.memory else MAX_RATIO
-            yield at_most(name, ratio, limit, unit, note) if asked else shown(name, ratio, unit, note)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure the parts that are asked for, all by default, and compare them with the limits."""
-    titles = {"alone": "one thread seals and opens"} | {name: part.title for name, part in PARTS.items()}
-    parser = limits.parser_of(__doc__, "runs/bench-sealing.json", titles)
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="starts of the processes for each part")
-    chosen = parser.parse_args(arguments)
-    parts = {"alone": limits.Part(alone_rows, titles["alone"])}
-    parts |= {name: limits.Part(partial(part_rows, part, chosen.repeats), part.title) for name, part in PARTS.items()}
-    return limits.main("Sealing: asked and measured", chosen.part, parts, chosen.out)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _part(case: SealingCase) -> Part:
+    return Part(lambda chosen: measure(case, chosen.repeats), case.title, 20)
+
+
+BENCHMARK = Benchmark(
+    __doc__ or "",
+    {"alone": Part(lambda _: measure_alone(), "one thread encrypts and decrypts", 2)}
+    | {name: _part(case) for name, case in CASES.items()},
+    _options,
+)

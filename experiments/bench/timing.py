@@ -1,4 +1,4 @@
-"""How a benchmark takes its samples: clocks and counters of a process, blocks of calls by turns, paired ratios."""
+"""How a benchmark takes its samples: clocks and counters of a process, and blocks of calls by turns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import resource
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ _WARM_UP_S = 0.1
 
 Block = Callable[[int], list[float]]
 """Makes so many calls, one after the other, and returns the seconds of each."""
+
+T = TypeVar("T")
 
 
 def size_text(size: int) -> str:
@@ -49,6 +51,14 @@ def in_turns(names: Iterable[str], repeats: int) -> list[str]:
     return [name for number in range(repeats) for name in (forth[::-1] if number % 2 else forth)]
 
 
+def by_turns(samples: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """So many samples of each, by turns."""
+    taken: dict[str, list[T]] = {name: [] for name in samples}
+    for name in in_turns(samples, repeats):
+        taken[name].append(samples[name]())
+    return taken
+
+
 def calls_for(seconds: float, run: Block, gloo: dist.ProcessGroup, most: int = _MAX_CALLS) -> int:
     """How many calls take about so long, the same number on all ranks. It warms up, too."""
     calls = _WARM_UP_CALLS
@@ -60,56 +70,28 @@ def calls_for(seconds: float, run: Block, gloo: dist.ProcessGroup, most: int = _
     return calls
 
 
-def timed(blocks: Mapping[str, Block], gloo: dist.ProcessGroup, repeats: int) -> dict[str, list[float]]:
-    """The median of the calls of each repeat, by name: one block after the other, all ranks at once."""
-    counts = {name: calls_for(_BLOCK_S, run, gloo) for name, run in blocks.items()}
-    medians: dict[str, list[float]] = {name: [] for name in blocks}
-    for name in in_turns(blocks, repeats):
-        dist.barrier(group=gloo)
-        medians[name].append(statistics.median(blocks[name](counts[name])))
-    return medians
+def timed(
+    blocks: Mapping[str, Block], gloo: dist.ProcessGroup, repeats: int, calls: int | None = None
+) -> dict[str, list[float]]:
+    """The median of the calls of each repeat, by name: one block after the other, all ranks at once.
 
-
-def slowest_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """From ``median_s`` of all ranks: seconds of the slowest rank in each repeat, by name."""
-    return {
-        name: [max(repeat) for repeat in zip(*(rank["median_s"][name] for rank in ranks), strict=True)]
-        for name in ranks[0]["median_s"]
-    }
-
-
-def ratios_of(
-    ranks: Sequence[Mapping[str, Any]], base: str = "gloo"
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Compare what the slowest rank took in each repeat with the time of ``base`` in the same repeat.
-
-    Returns:
-        The ratios of all repeats, and the median of the repeats in milliseconds; both by name.
+    Args:
+        calls: of each block, by default as many as take 0.12 s.
     """
-    slowest = slowest_of(ranks)
-    ratios = {
-        name: [mine / other for mine, other in zip(values, slowest[base], strict=True)]
-        for name, values in slowest.items()
+    counts = {name: calls or calls_for(_BLOCK_S, run, gloo) for name, run in blocks.items()}
+
+    def sample(name: str) -> float:
+        dist.barrier(group=gloo)
+        return statistics.median(blocks[name](counts[name]))
+
+    return by_turns({name: lambda name=name: sample(name) for name in blocks}, repeats)  # type: ignore[misc]
+
+
+def slowest_ms(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """From what :func:`timed` gave on each rank: milliseconds of the slowest in each repeat, by name."""
+    return {
+        name: [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]
     }
-    return ratios, {name: 1e3 * statistics.median(values) for name, values in slowest.items()}
-
-
-def ratio_note(ratios: Mapping[str, Sequence[float]], ms: Mapping[str, float], name: str, base: str) -> str:
-    """Both times, and the range of the ratios, as in "0.3 / 0.4 ms; 15 repeats, 0.7 .. 0.8"."""
-    of_name = ratios[name]
-    times = f"{ms[name]:.3g} / {ms[base]:.3g} ms"
-    return f"{times}; {len(of_name)} repeats, {min(of_name):.3g} .. {max(of_name):.3g}"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch computes in one thread while the block runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def cpu_s() -> float:

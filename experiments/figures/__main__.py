@@ -10,14 +10,14 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
 from gradbus.experiments.figures.index import CATALOGUE, install, write_index
-from gradbus.experiments.figures.plan import FULL, QUICK, FigurePlan, make_plan
+from gradbus.experiments.figures.plan import FULL, QUICK, Plan, Scale, make_plan, runs_of
 from gradbus.experiments.figures.runs import execute
 from gradbus.experiments.figures.store import Store, StoredRun
 from gradbus.experiments.figures.tables import TABLES, BadData, TableRow, collect, read_table, write_table
@@ -25,40 +25,25 @@ from gradbus.experiments.report import style
 from gradbus.runtime.errors import ConfigError, GradbusError
 
 
-def do_runs(plan: FigurePlan, store: Store) -> list[tuple[str, StoredRun]]:
+def do_runs(plan: Plan, store: Store) -> list[tuple[str, StoredRun]]:
     """All runs of the plan; those that are done already are not run again. Raises RunFailed."""
-    runs, finished = list(plan.runs()), []
+    runs, finished = runs_of(plan), []
     for number, (group, run) in enumerate(runs, start=1):
-        done, is_old = store.ensure(run, lambda folder, run=run: execute(run, folder))  # type: ignore[misc]
+        done, is_old = store.ensure(run, partial(execute, run))
         how = "done before" if is_old else f"{done.seconds:.0f} s"
         print(f"[{number}/{len(runs)}] {run.label}: {how}", file=sys.stderr, flush=True)
         finished.append((group, done))
     return finished
 
 
-def find_runs(plan: FigurePlan, store: Store) -> list[tuple[str, StoredRun]]:
-    """Those runs of the plan that are done, by any version of the code."""
-    found = [(group, store.find_any(run)) for group, run in plan.runs()]
-    return [(group, done) for group, done in found if done is not None]
-
-
-def write_tables(finished: Sequence[tuple[str, StoredRun]], folder: Path) -> dict[str, list[TableRow]]:
-    """The tables of these runs, as they are read back from their files. Raises BadData."""
-    tables: dict[str, list[TableRow]] = {}
-    for name, rows in collect(finished).items():
-        write_table(folder / f"{name}.csv", TABLES[name], rows)
-        tables[name] = list(read_table(folder / f"{name}.csv", TABLES[name]))
-    return tables
-
-
-def draw(tables: dict[str, list[Any]], plan: FigurePlan, out: Path) -> dict[str, str]:
+def draw(tables: Mapping[str, list[TableRow]], scale: Scale, out: Path) -> dict[str, str]:
     """All figures, PNG and SVG. Returns those that could not be drawn, and why."""
     failures: dict[str, str] = {}
     for name, entry in CATALOGUE.items():
         files = [out / f"{name}{suffix}" for suffix in (".png", ".svg")]
         try:
             with style.drawing():
-                style.save(entry.draw(tables[entry.table], plan.scale), *files)
+                style.save(entry.draw(tables[entry.table], scale), *files)
         except BadData as error:
             failures[name] = str(error)
             for file in files:
@@ -95,12 +80,18 @@ def _make(chosen: argparse.Namespace) -> int:
     out: Path = chosen.out or Path("build/figures-quick" if chosen.quick else "build/figures")
     plan, store, started_s = make_plan(scale), Store(chosen.runs), time.perf_counter()
     if chosen.draw_only:
-        finished = find_runs(plan, store)
+        found = [(group, store.find_any(run)) for group, run in runs_of(plan)]
+        finished = [(group, done) for group, done in found if done is not None]
     else:
         if scale.data == "mnist":
             _check_mnist()
         finished = do_runs(plan, store)
-    failures = draw(write_tables(finished, out / "data"), plan, out)
+    tables: dict[str, list[TableRow]] = {}
+    for name, rows in collect(finished).items():
+        path = out / "data" / f"{name}.csv"
+        write_table(path, TABLES[name], rows)
+        tables[name] = list(read_table(path, TABLES[name]))
+    failures = draw(tables, scale, out)
     index = write_index(out, scale, finished, failures, code=store.code)
     for name, why in failures.items():
         print(f"not drawn: {name}: {why}", file=sys.stderr)

@@ -1,17 +1,17 @@
-"""What the drawings share: captions, bars with their values, means with their range, marks of published figures."""
+"""What the drawings share: the rows of a series, captions, means with their range, marks of published figures."""
 
 from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gradbus.experiments.figures.plan import Scale
-from gradbus.experiments.figures.tables import BadData
+from gradbus.experiments.figures.tables import BadData, TableRow
 from gradbus.experiments.report import style
 from gradbus.runtime.json_text import parse_json
 
@@ -21,67 +21,86 @@ if TYPE_CHECKING:
 
 _CAPTION_CHARS = 104  # of a line across a figure of the usual width
 _CAPTION_PT = 9
-BAND_ALPHA = 0.18
+_BAND_ALPHA = 0.18
 _BUSY = 2.0  # processes that want a core: the runs themselves account for 1 to 1.5
 
-
-def caption(figure: Figure, *sentences: str) -> None:
-    """A text under the figure, over its whole width."""
-    text = " ".join(sentence for sentence in sentences if sentence)
-    figure.supxlabel(textwrap.fill(text, _CAPTION_CHARS), x=0.01, ha="left", fontsize=_CAPTION_PT)
+R = TypeVar("R", bound=TableRow)
+Curve = list[tuple[float, float]]
 
 
-def quick_note(scale: Scale) -> str:
-    """A sentence for captions of a plan that was cut down, else nothing."""
-    if scale.name != "quick":
-        return ""
-    return (
-        f"QUICK: {scale.rounds} rounds of {scale.samples:,} samples, {scale.epochs} epochs, "
-        f"{_counted(scale.seeds, 'seed')}: shows how the figure looks, not how the methods do."
+def pick(rows: Sequence[R], what: str = "rows", **columns: Any) -> list[R]:
+    """The rows with these values. Raises BadData: there are none to draw."""
+    found = [row for row in rows if all(getattr(row, name) == value for name, value in columns.items())]
+    if not found:
+        where = ", ".join(f"{name} {value}" for name, value in columns.items())
+        raise BadData(f"no rows of {where or what}: run make figures again, without --draw-only")
+    return found
+
+
+def by_seed(rows: Sequence[R]) -> list[list[R]]:
+    """The rows of each seed."""
+    return [pick(rows, seed=seed) for seed in sorted({getattr(row, "seed") for row in rows})]  # noqa: B009
+
+
+# Text
+
+
+def finish(figure: Figure, scale: Scale, *sentences: str, timed: Sequence[Any] = (), compared: str = "") -> Figure:
+    """Put a text under the figure, over its whole width.
+
+    Args:
+        timed: rows with times, of which it is said if the machine had other work.
+        compared: the name of a figure whose published values are named.
+    """
+    quick = (
+        f"QUICK: {scale.rounds} rounds of {scale.samples:,} samples, {scale.epochs} epochs, {scale.seeds} "
+        f"seed{'' if scale.seeds == 1 else 's'}: shows how the figure looks, not how the methods do."
     )
+    loads = [row.load_per_core for row in timed]
+    busy = ""
+    if loads and max(loads) >= _BUSY:
+        busy = (
+            f"Other work was going on: {min(loads):.1f} to {max(loads):.1f} processes wanted each core, so times are "
+            "too long and their order may be chance."
+        )
+    note = published(compared)
+    texts = (quick if scale.name == "quick" else "", *sentences, busy, note.sentence() if note else "")
+    text = textwrap.fill(" ".join(filter(None, texts)), _CAPTION_CHARS)
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=_CAPTION_PT)
+    return figure
 
 
-def seeds_note(rows: Iterable[Any], series: str) -> str:
+def seeds_note(rows: Sequence[TableRow], series: str) -> str:
     """How many seeds the mean of a series has, counted in the data. ``series``: the column with its name."""
     seeds: dict[str, set[int]] = {}
     for row in rows:
-        seeds.setdefault(getattr(row, series), set()).add(row.seed)
+        seeds.setdefault(getattr(row, series), set()).add(getattr(row, "seed"))  # noqa: B009
     fewest, most = min(map(len, seeds.values())), max(map(len, seeds.values()))
     if most == 1:
         return "one seed"
     return f"mean and range of {most} seeds" if fewest == most else f"mean and range of {fewest} to {most} seeds"
 
 
-def load_note(rows: Sequence[Any]) -> str:
-    """A sentence for captions of times where the machine was busy with other work as well, else nothing."""
-    low, high = min(row.load_per_core for row in rows), max(row.load_per_core for row in rows)
-    if high < _BUSY:
-        return ""
-    return (
-        f"Other work was going on: {low:.1f} to {high:.1f} processes wanted each core, so times are too long and their "
-        "order may be chance."
-    )
+# Marks
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def name_bars(axes: Axes, names: Sequence[str], **text: Any) -> None:
+    """Name the places of the bars, and take the lines between them away."""
+    axes.set_xticks(range(len(names)), names, **text)
+    axes.grid(visible=False, axis="x")
 
 
-def need(rows: Sequence[Any], what: str) -> None:
-    """Raises BadData: there are no such rows to draw."""
-    if not rows:
-        raise BadData(f"no rows of {what}: run make figures again, without --draw-only")
+def number_above(axes: Axes, at: float, top: float, text: str, *, points: int = 5) -> None:
+    """A text so many points above a bar or its highest dot."""
+    axes.annotate(text, (at, top), xytext=(0, points), textcoords="offset points", ha="center", fontsize=10)
 
 
-def bars(axes: Axes, at: Sequence[float], heights: Sequence[float], texts: Sequence[str], **look: Any) -> None:
-    """Bars, each with a text on top."""
-    drawn = axes.bar(at, heights, **look)
-    axes.bar_label(drawn, texts, padding=2, fontsize=10)
-
-
-def number_above(axes: Axes, at: float, top: float, value: float, *, points: int = 5) -> None:
-    """The value in three digits, so many points above a bar or its highest dot."""
-    axes.annotate(f"{value:.3g}", (at, top), xytext=(0, points), textcoords="offset points", ha="center", fontsize=10)
+def bar_with_dots(axes: Axes, at: float, values: Sequence[float], *, width: float, **look: Any) -> None:
+    """A bar up to the median, its number above, and a dot for each value."""
+    median = statistics.median(values)
+    axes.bar([at], [median], width, **look)
+    axes.scatter([at] * len(values), values, s=12, color="black", zorder=3)
+    number_above(axes, at, max(values), f"{median:.3g}")
 
 
 def star(axes: Axes, at: float, value: float, *, size: float, **look: Any) -> None:
@@ -89,32 +108,25 @@ def star(axes: Axes, at: float, value: float, *, size: float, **look: Any) -> No
     axes.plot([at], [value], style.REFERENCE.marker, markersize=size, **{"color": style.REFERENCE.color, **look})
 
 
-def spread(axes: Axes, at: float, values: Sequence[float]) -> None:
-    """A line from the smallest value to the largest, across a bar."""
-    if len(values) > 1:
-        low, high, mean = min(values), max(values), statistics.mean(values)
-        axes.errorbar([at], [mean], yerr=[[mean - low], [high - mean]], color="black", capsize=3, linewidth=1)
-
-
-def lines_with_range(
-    axes: Axes, series: Sequence[Sequence[tuple[float, float]]], *, color: str, marker: str, label: str
-) -> None:
+def mean_with_range(axes: Axes, curves: Sequence[Curve], look: style.Look) -> None:
     """The mean of several curves of (x, y), and between the lowest and the highest of them a band.
 
     Args:
-        series: one for each seed, equally long.
+        curves: one for each seed, equally long.
 
     Raises:
         BadData: they are not.
     """
-    need(series, label)
-    if len({len(curve) for curve in series}) != 1:
-        raise BadData(f"{label}: curves of {sorted({len(curve) for curve in series})} points cannot be averaged")
-    x = [statistics.mean(curve[index][0] for curve in series) for index in range(len(series[0]))]
-    ys = [[curve[index][1] for curve in series] for index in range(len(series[0]))]
-    axes.plot(x, [statistics.mean(values) for values in ys], color=color, marker=marker, label=label)
-    if len(series) > 1:
-        axes.fill_between(x, [*map(min, ys)], [*map(max, ys)], color=color, alpha=BAND_ALPHA, linewidth=0)
+    if len({len(curve) for curve in curves}) != 1:
+        raise BadData(f"{look.label}: curves of {sorted({len(curve) for curve in curves})} points cannot be averaged")
+    x = [statistics.mean(at for at, _ in points) for points in zip(*curves, strict=True)]
+    ys = [[y for _, y in points] for points in zip(*curves, strict=True)]
+    axes.plot(x, [statistics.mean(values) for values in ys], **look.line)
+    if len(curves) > 1:
+        axes.fill_between(x, [*map(min, ys)], [*map(max, ys)], color=look.color, alpha=_BAND_ALPHA, linewidth=0)
+
+
+# Published figures
 
 
 class Published(BaseModel):
@@ -134,10 +146,6 @@ class Published(BaseModel):
     divide_by: Annotated[float, Field(gt=0)] = 1.0
     note: str
 
-    def marks(self) -> dict[str, float]:
-        """The values that may be drawn, by series, counted as ours; empty if nothing is comparable."""
-        return {name: value / self.divide_by for name, value in self.values.items()} if self.comparable else {}
-
     def sentence(self) -> str:
         """A sentence for a caption."""
         if self.comparable:
@@ -146,23 +154,29 @@ class Published(BaseModel):
         return f"Published by the original, in {self.unit}: {listed}. {self.note}."
 
 
-class _File(BaseModel):
+class PublishedFile(BaseModel):
+    """All published values, and where they come from."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     figures: Mapping[str, Published]
 
+    @classmethod
+    def load(cls) -> PublishedFile:
+        """Read the file that comes with the code."""
+        text = files("gradbus.experiments.figures").joinpath("published.json").read_text(encoding="utf-8")
+        return cls.model_validate(parse_json(text))
+
 
 def published(figure: str) -> Published | None:
     """The values published on the subject of a figure, or None."""
-    return _load().figures.get(figure)
+    return PublishedFile.load().figures.get(figure)
 
 
-def source() -> str:
-    """The source of all published values."""
-    return _load().source
-
-
-def _load() -> _File:
-    text = files("gradbus.experiments.figures").joinpath("published.json").read_text(encoding="utf-8")
-    return _File.model_validate(parse_json(text))
+def stars(figure: str, *, fits: bool = True) -> dict[str, float]:
+    """The published values that may be drawn, by series, counted as ours. ``fits``: whether the runs are as long."""
+    found = published(figure)
+    if found is None or not found.comparable or not fits:
+        return {}
+    return {name: value / found.divide_by for name, value in found.values.items()}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
 from gradbus.experiments.figures import federated, parallel
-from gradbus.experiments.figures.canvas import source
+from gradbus.experiments.figures.canvas import PublishedFile
 from gradbus.experiments.figures.plan import Scale
 from gradbus.experiments.figures.store import StoredRun
 from gradbus.runtime.errors import ConfigError
@@ -24,17 +23,15 @@ MAX_BYTES = 120_000  # of a picture in the repository
 _COLORS = 128  # of a copy, which takes a third of the bytes and looks the same
 
 
-@dataclass(frozen=True, slots=True)
-class FigureEntry:
+class FigureEntry(NamedTuple):
     """One figure.
 
     Attributes:
-        name: of its files. title: of its section. table: that it is drawn from. groups: of runs that it needs.
+        title: of its section. table: that it is drawn from. groups: of runs that it needs.
         draw: takes the rows of that table. in_docs: whether docs/images has a copy; times belong to a machine, so that
             figures of times are drawn where they are looked at.
     """
 
-    name: str
     title: str
     table: str
     groups: tuple[str, ...]
@@ -43,41 +40,29 @@ class FigureEntry:
 
 
 CATALOGUE: Mapping[str, FigureEntry] = {
-    entry.name: entry
-    for entry in (
-        FigureEntry(
-            "parallel_bytes", "Data parallel: bytes of a step", "epochs", ("parallel",),
-            parallel.draw_bytes, in_docs=True,
-        ),
-        FigureEntry(
-            "parallel_accuracy", "Data parallel: accuracy over epochs", "epochs", ("parallel",),
-            parallel.draw_accuracy, in_docs=True,
-        ),
-        FigureEntry(
-            "parallel_wait", "Data parallel: communication time of a step", "ranks", ("parallel", "overlapped"),
-            parallel.draw_wait,
-        ),
-        FigureEntry(
-            "federated_bytes", "Federated: bytes of a round, up and down", "rounds", ("codecs", "old_bytes"),
-            federated.draw_bytes, in_docs=True,
-        ),
-        FigureEntry(
-            "federated_dds", "Federated: DDS time of each client", "updates", ("timing",),
-            federated.draw_dds,
-        ),
-        FigureEntry(
-            "federated_time", "Federated: where the time of a round goes", "rounds", ("timing",),
-            federated.draw_time,
-        ),
-        FigureEntry(
-            "federated_accuracy", "Federated: accuracy over rounds", "rounds", ("codecs",),
-            federated.draw_accuracy, in_docs=True,
-        ),
-        FigureEntry(
-            "tradeoff", "Federated: accuracy against bytes sent", "rounds", ("codecs", "skewed"),
-            federated.draw_tradeoff, in_docs=True,
-        ),
-    )
+    "parallel_bytes": FigureEntry(
+        "Data parallel: bytes of a step", "epochs", ("parallel",), parallel.draw_bytes, in_docs=True
+    ),
+    "parallel_accuracy": FigureEntry(
+        "Data parallel: accuracy over epochs", "epochs", ("parallel",), parallel.draw_accuracy, in_docs=True
+    ),
+    "parallel_wait": FigureEntry(
+        "Data parallel: communication time of a step", "ranks", ("parallel", "overlapped"), parallel.draw_wait
+    ),
+    "federated_bytes": FigureEntry(
+        "Federated: bytes of a round, up and down", "rounds", ("codecs", "old_bytes"), federated.draw_bytes,
+        in_docs=True,
+    ),
+    "federated_dds": FigureEntry("Federated: DDS time of each client", "updates", ("timing",), federated.draw_dds),
+    "federated_time": FigureEntry(
+        "Federated: where the time of a round goes", "rounds", ("timing",), federated.draw_time
+    ),
+    "federated_accuracy": FigureEntry(
+        "Federated: accuracy over rounds", "rounds", ("codecs",), federated.draw_accuracy, in_docs=True
+    ),
+    "tradeoff": FigureEntry(
+        "Federated: accuracy against bytes sent", "rounds", ("codecs", "skewed"), federated.draw_tradeoff, in_docs=True
+    ),
 }  # fmt: skip
 
 _MACHINE = ("cpu", "cores", "system", "python", "torch", "cyclonedds")
@@ -118,7 +103,7 @@ def write_index(
     for group, done in finished:
         where = Path(os.path.relpath(done.path, out)).as_posix()
         lines.append(f"| {group} | [{done.run.label}]({where}) | {done.seconds:g} | {done.code} |")
-    lines += ["", f"Published figures: {source()}", ""]
+    lines += ["", f"Published figures: {PublishedFile.load().source}", ""]
     path = out / "index.md"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -37,7 +36,7 @@ class FederatedRun:
 
     @property
     def label(self) -> str:
-        """A short name for people, good as a part of a file name."""
+        """A short name, good as a part of a file name."""
         partition = self.partition.replace(":", "").replace(".", "")
         return f"federated-{self.codec}-{self.downlink}-v{self.version}-{partition}-seed{self.seed}"
 
@@ -68,7 +67,7 @@ class ParallelRun:
 
     @property
     def label(self) -> str:
-        """A short name for people, good as a part of a file name."""
+        """A short name, good as a part of a file name."""
         return f"parallel-{self.exchange}{'-overlap' if self.overlap else ''}-seed{self.seed}"
 
 
@@ -112,28 +111,20 @@ QUICK = Scale(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class FigurePlan:
-    """The runs of one scale.
+Plan = dict[str, tuple[AnyRun, ...]]
+"""Runs by the name of their group, in the order in which they are run: what is quick, and needed by most figures, comes
+first."""
 
-    Attributes:
-        groups: runs by the name of their group, in the order in which they are run: what is quick, and needed by most
-            figures, comes first.
+
+def runs_of(plan: Plan) -> list[tuple[str, AnyRun]]:
+    """Each run with the name of its group; first one seed of all, so that a plan cut short is still of use.
+
+    A run that two groups share comes twice.
     """
-
-    scale: Scale
-    groups: Mapping[str, tuple[AnyRun, ...]]
-
-    def runs(self) -> Iterator[tuple[str, AnyRun]]:
-        """Each run with the name of its group; first one seed of all, so that a plan cut short is still of use.
-
-        A run that two groups share comes twice.
-        """
-        listed = [(name, run) for name, runs in self.groups.items() for run in runs]
-        return iter(sorted(listed, key=lambda item: item[1].seed))
+    return sorted(((name, run) for name, runs in plan.items() for run in runs), key=lambda item: item[1].seed)
 
 
-def make_plan(scale: Scale) -> FigurePlan:
+def make_plan(scale: Scale) -> Plan:
     """All runs of this scale."""
     federated = partial(FederatedRun, samples=scale.samples, data=scale.data)
     whole = partial(federated, rounds=scale.rounds)
@@ -148,7 +139,7 @@ def make_plan(scale: Scale) -> FigurePlan:
     old = partial(federated, downlink="fp32", version=1, rounds=1, samples=128, eval_every=0)
     # The codec in both directions on Dirichlet 0.5.
     skewed = partial(whole, partition="dirichlet:0.5", eval_every=1 if scale.rounds < 10 else 2)
-    groups: dict[str, tuple[AnyRun, ...]] = {
+    return {
         "old_bytes": tuple(old(codec=codec) for codec in CODECS),
         "overlapped": (parallel(exchange="dense", overlap=True),),  # as it is by default
         # Every exchange, sending after the backward pass.
@@ -163,4 +154,3 @@ def make_plan(scale: Scale) -> FigurePlan:
             skewed(codec=codec, downlink=codec, seed=seed) for seed in range(scale.skewed_seeds) for codec in CODECS
         ),
     }
-    return FigurePlan(scale, groups)

@@ -62,11 +62,13 @@ def run_federated(run: FederatedRun, folder: Path) -> None:
         name: text for name, text in os.environ.items() if not name.startswith("GRADBUS_") or name == "GRADBUS_DATA"
     }
     log = folder / "output.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gradbus", *command(run, folder / "run")],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
+    command_line = [sys.executable, "-P", "-m", "gradbus", *command(run, folder / "run")]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command_line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        ) as process,
+    ):
         try:
             code = process.wait(timeout=_TIMEOUT_S)
         except BaseException as error:
@@ -75,7 +77,6 @@ def run_federated(run: FederatedRun, folder: Path) -> None:
                 process.wait(timeout=15)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise RunFailed(f"{run.label}: not done after {_TIMEOUT_S:g} s; see {log}") from None
             raise

@@ -24,7 +24,6 @@ from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime.json_text import parse_json
 
-_LAYERS = (actors, codecs, models, runtime)
 # Of the experiments, what decides how a run goes. A changed colour or table is no reason to train again.
 RUNNING = (
     "bench.processes", "bench.training", "figures.int8_exchange", "figures.runs", "buses", "files",
@@ -122,7 +121,7 @@ def code_version() -> str:
     """Hash of the files that decide how a run goes, and of the versions of what they are built on."""
     experiments = Path(__file__).resolve().parents[1]
     files = [experiments.joinpath(*name.split(".")).with_suffix(".py") for name in RUNNING]
-    for layer in _LAYERS:
+    for layer in (actors, codecs, models, runtime):
         assert layer.__file__ is not None
         files += Path(layer.__file__).parent.rglob("*.py")
     texts = {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +25,9 @@ class BadData(ConfigError):
 
 
 class TableRow(BaseModel):
-    """Base of all rows. An empty cell is None; NaN and infinity are no values."""
+    """Base of all rows. An empty cell is None; NaN and infinity are no values. Of a line, only columns are taken."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -88,7 +87,7 @@ class UpdateRow(TableRow):
 
 
 class EpochRow(TableRow):
-    """An epoch of a data-parallel run, as one rank saw it. ``samples``: of the training set."""
+    """An epoch of a data-parallel run, as one rank saw it."""
 
     exchange: str
     overlap: bool
@@ -121,12 +120,6 @@ TABLES: Mapping[str, type[TableRow]] = {"rounds": RoundRow, "updates": UpdateRow
 R = TypeVar("R", bound=TableRow)
 
 
-_COPIED = (
-    "round_id", "accuracy", "bytes_up", "bytes_down", "train_s", "encode_s", "wire_s", "checkpoint_s", "publish_s",
-    "seconds",
-)  # fmt: skip
-
-
 def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRow]]:
     """All rows of these runs, by table. Each run comes with the name of its group.
 
@@ -138,8 +131,7 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
         load = float(done.machine.get("load_1min", 0.0)) / max(1, int(done.machine.get("cores") or 1))
         match done.run:
             case FederatedRun() as run:
-                for row in _federated_rows(group, run, done.path, load):
-                    tables["rounds" if isinstance(row, RoundRow) else "updates"].append(row)
+                _add_rounds(tables, group, run, done.path, load)
             case ParallelRun() as run:
                 for rank in range(run.world):
                     tables["epochs"] += _epoch_rows(run, done.path, rank)
@@ -147,34 +139,41 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
     return tables
 
 
-def _federated_rows(group: str, run: FederatedRun, folder: Path, load: float) -> Iterator[TableRow]:
-    shared = {"group": group, "codec": run.codec, "seed": run.seed, "load_per_core": load}
-    for line in _lines(folder / "run" / "rounds.jsonl", run.rounds, "rounds", folder):
-        timeline = [line.within(one) for one in line.get("timeline", [])]
-        aggregate_s = line.get("aggregate_s")
-        decode_s = sum(one.get("counted_s") - one.get("adding_s") for one in timeline)
-        yield line.row(
-            RoundRow, **shared, downlink=run.downlink, version=run.version, partition=run.partition,
-            samples=run.samples, clients=len(line.get("clients")), decode_s=decode_s if timeline else None,
-            aggregate_s=max(0.0, aggregate_s - decode_s), **{name: line.get(name) for name in _COPIED},
-        )  # fmt: skip
-        for one in timeline:
-            yield line.row(
-                UpdateRow, **shared, round_id=line.get("round_id"), client_id=one.get("client_id"),
-                num_bytes=one.get("num_bytes"), dds_s=one.get("received_s") - one.get("offered_s"),
-            )  # fmt: skip
+def _add_rounds(tables: dict[str, list[TableRow]], group: str, run: FederatedRun, folder: Path, load: float) -> None:
+    shared = {"group": group, "load_per_core": load, **{name: getattr(run, name) for name in _OF_THE_RUN}}
+    for where, line in _lines(folder / "run" / "rounds.jsonl", run.rounds, "rounds", folder):
+        try:
+            timeline = line.get("timeline", [])
+            decode_s = sum(one["counted_s"] - one["adding_s"] for one in timeline)
+            times = {
+                "decode_s": decode_s if timeline else None, "aggregate_s": max(0.0, line["aggregate_s"] - decode_s),
+                "clients": len(line["clients"]),
+            }  # fmt: skip
+            updates = [{**one, "dds_s": one["received_s"] - one["offered_s"]} for one in timeline]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BadData(f"{where}: no {error}" if isinstance(error, KeyError) else f"{where}: {error}") from None
+        tables["rounds"].append(_row(RoundRow, where, {**line, **shared, **times}))
+        for update in updates:
+            tables["updates"].append(_row(UpdateRow, where, {**update, **shared, "round_id": line.get("round_id")}))
+
+
+_OF_THE_RUN = ("codec", "downlink", "version", "partition", "seed", "samples")
 
 
 def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[TableRow]:
     before = 0
-    for line in _lines(folder / f"epochs-rank-{rank}.jsonl", run.epochs, "epochs", folder):
-        step = line.get("step")
-        yield line.row(
-            EpochRow, exchange=run.exchange, overlap=run.overlap, seed=run.seed, rank=rank,
-            epoch=line.get("epoch") + 1, steps=step - before, density=line.get("density"),
-            accuracy=line.get("accuracy"), bytes_per_step=line.get("bytes_out_per_step"),
-        )  # fmt: skip
-        before = step
+    for where, line in _lines(folder / f"epochs-rank-{rank}.jsonl", run.epochs, "epochs", folder):
+        try:
+            epoch, step, sent = line["epoch"] + 1, line["step"], line["bytes_out_per_step"]
+            steps, before = step - before, step
+        except (KeyError, TypeError) as error:
+            raise BadData(f"{where}: no whole epoch: {error}") from None
+        values = {"epoch": epoch, "steps": steps, "bytes_per_step": sent, "rank": rank}
+        yield _row(EpochRow, where, {**line, **_way(run), **values})
+
+
+def _way(run: ParallelRun) -> dict[str, Any]:
+    return {"exchange": run.exchange, "overlap": run.overlap, "seed": run.seed}
 
 
 def _rank_row(run: ParallelRun, folder: Path, rank: int, load: float) -> TableRow:
@@ -185,68 +184,46 @@ def _rank_row(run: ParallelRun, folder: Path, rank: int, load: float) -> TableRo
         raise BadData(f"{path} cannot be read: {error.strerror}. Remove {folder} and run again") from None
     if profile is None or not {"wait_s", "step_s"} <= profile.mean.keys() & profile.max.keys():
         raise BadData(f"{path}: no summary of steps with wait_s and step_s. Remove {folder} and run again")
-    return _Line(str(path), {}).row(
-        RankRow, exchange=run.exchange, overlap=run.overlap, seed=run.seed, rank=rank, steps=profile.steps,
-        step_s_mean=profile.mean["step_s"], wait_s_mean=profile.mean["wait_s"], wait_s_max=profile.max["wait_s"],
-        load_per_core=load,
-    )  # fmt: skip
+    times = {f"{name}_mean": amount for name, amount in profile.mean.items()} | {"wait_s_max": profile.max["wait_s"]}
+    return _row(RankRow, str(path), {**_way(run), **times, "rank": rank, "steps": profile.steps, "load_per_core": load})
 
 
-_NO_DEFAULT: Any = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A JSON object, and where it stands."""
-
-    where: str
-    fields: Any
-
-    def within(self, fields: Any) -> _Line:
-        """An object inside this one."""
-        return _Line(self.where, fields)
-
-    def get(self, key: str, default: Any = _NO_DEFAULT) -> Any:
-        if not isinstance(self.fields, Mapping):
-            raise BadData(f"{self.where}: expected a JSON object, got {type(self.fields).__name__}")
-        found = self.fields.get(key, default)
-        if found is _NO_DEFAULT:
-            raise BadData(f"{self.where}: no {key!r}; there are: {', '.join(map(str, self.fields))}")
-        return found
-
-    def row(self, kind: type[R], **values: Any) -> R:
-        try:
-            return kind.model_validate(values)
-        except ValidationError as error:
-            fault = error.errors(include_url=False, include_context=False)[0]
-            column = ".".join(map(str, fault["loc"]))
-            raise BadData(f"{self.where}: {column}: {fault['msg'].lower()}, got {fault['input']!r}") from None
-
-
-def _lines(path: Path, count: int, what: str, folder: Path) -> Iterator[_Line]:
-    """The lines of a JSONL file, of which there must be so many."""
+def _row(kind: type[R], where: str, values: Mapping[str, Any]) -> R:
+    """A row of these values. Raises BadData, with the place where they stand."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadData(f"{path} cannot be read: {error}") from None
+        return kind.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+        column = ".".join(map(str, fault["loc"]))
+        raise BadData(f"{where}: {column}: {fault['msg'].lower()}, got {fault['input']!r}") from None
+
+
+def _lines(path: Path, count: int, what: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of a JSONL file, of which there must be so many, each an object, and where they stand."""
     found = []
-    for number, text in enumerate(lines, start=1):
-        try:
-            found.append(_Line(f"{path}, line {number}", parse_json(text)))
-        except ValueError as error:
-            raise BadData(f"{path}, line {number}: not JSON: {error}") from None
+    try:
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            where = f"{path}, line {number}"
+            line = parse_json(text)
+            if not isinstance(line, dict):
+                raise BadData(f"{where}: expected a JSON object, got {type(line).__name__}")
+            found.append((where, line))
+    except OSError as error:
+        raise BadData(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise error if isinstance(error, BadData) else BadData(f"{where}: not JSON: {error}") from None
     if len(found) != count:
         raise BadData(f"{path}: expected {count} {what}, got {len(found)}. Remove {folder} and run again")
-    return iter(found)
+    return found
 
 
 def write_table(path: Path, kind: type[TableRow], rows: Sequence[TableRow]) -> None:
     """One line with the names of the columns, and one for each row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(kind.model_fields)
-        writer.writerows(["" if cell is None else cell for cell in row.model_dump().values()] for row in rows)
+        writer = csv.DictWriter(file, list(kind.model_fields), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.model_dump() for row in rows)
 
 
 def read_table(path: Path, kind: type[R]) -> list[R]:
@@ -257,16 +234,11 @@ def read_table(path: Path, kind: type[R]) -> list[R]:
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            lines = list(csv.reader(file))
+            reader = csv.DictReader(file)
+            lines = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadData(f"{path} cannot be read: {error}") from None
-    columns = list(kind.model_fields)
-    if not lines or lines[0] != columns:
-        found = ", ".join(lines[0]) if lines else "none"
-        raise BadData(f"{path}: expected the columns {', '.join(columns)}, got {found}")
-    rows = []
-    for number, cells in enumerate(lines[1:], start=2):
-        if len(cells) != len(columns):
-            raise BadData(f"{path}, line {number}: expected {len(columns)} cells, got {len(cells)}")
-        rows.append(_Line(f"{path}, line {number}", {}).row(kind, **dict(zip(columns, cells, strict=True))))
-    return rows
+    if reader.fieldnames != list(kind.model_fields):
+        found = ", ".join(reader.fieldnames or ["none"])
+        raise BadData(f"{path}: expected the columns {', '.join(kind.model_fields)}, got {found}")
+    return [_row(kind, f"{path}, line {number}", line) for number, line in enumerate(lines, start=2)]

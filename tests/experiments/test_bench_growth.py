@@ -10,9 +10,9 @@ import pytest
 
 from gradbus.experiments.bench import __main__ as bench
 from gradbus.experiments.bench import document
+from gradbus.experiments.bench.__main__ import TITLES
 from gradbus.experiments.bench.growth import draw, fit, lines, text_of
 from gradbus.experiments.bench.results import Measurement, Results, machine, make_run, measurement
-from gradbus.experiments.bench.suite import SCALE
 
 
 def grown(*points: Measurement, part: str = "clients") -> Results:
@@ -70,7 +70,7 @@ def test_a_fixed_cost_hides_growth_that_the_last_points_show() -> None:
 
 def test_growth_becomes_a_table_with_exponents_and_a_picture(tmp_path: Path) -> None:
     results = grown(*points(1.0), *points(0.0, series="memory"))
-    page = document.tables(results)
+    page = document.tables(results, TITLES)
     assert "| cost | 2 | 8 | 32 | exponent | of the last three |" in page
     assert "| time, ms | 2.00 | 8.00 | 32.0 | 1.00 ± 0.00 | 1.00 ± 0.00 |" in page
     pytest.importorskip("matplotlib")
@@ -89,4 +89,4 @@ def test_clients_and_ranks_are_measured_as_they_grow(tmp_path: Path) -> None:
         found = lines(run)
         assert len(found) >= at_least
         assert {line.at for line in found} == {at}
-        assert SCALE[part].title in document.tables(results)
+        assert TITLES[part] in document.tables(results, TITLES)

@@ -26,7 +26,6 @@ def beside_a_sleeper(pids: list[int], timeout_s: float, work: Callable[..., Any]
 def test_functions_and_coroutine_functions_report_in_the_order_in_which_they_were_started() -> None:
     with Processes() as processes:
         pid = processes.start("number", os.getpid)
-        processes.start("killed", os._exit, 1, dies=True)
         processes.start("word", asyncio.sleep, 0.0, "word")
         assert processes.results(60.0) == [pid, "word"]
 

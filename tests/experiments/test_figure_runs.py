@@ -16,7 +16,7 @@ from int8_role import SHAPES, gradients, int8_step
 from gradbus.experiments.bench.processes import run_ranks
 from gradbus.experiments.figures import store as store_module
 from gradbus.experiments.figures.int8_exchange import Int8Exchange
-from gradbus.experiments.figures.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, make_plan
+from gradbus.experiments.figures.plan import CODECS, EXCHANGES, FULL, QUICK, FederatedRun, make_plan, runs_of
 from gradbus.experiments.figures.runs import RunFailed, command, run_federated
 from gradbus.experiments.figures.store import Store, code_version
 from gradbus.runtime.config.data_parallel import DataParallelConfig
@@ -123,10 +123,10 @@ def test_the_version_of_the_code_follows_the_files_that_run(monkeypatch: pytest.
 def test_the_plans_have_what_every_figure_needs_and_share_it() -> None:
     for scale in (FULL, QUICK):
         plan = make_plan(scale)
-        runs = [run for _, run in plan.runs()]
+        runs = [run for _, run in runs_of(plan)]
         shared = len(CODECS) if scale is QUICK else 0  # time is taken from the runs that are evaluated
         assert len(set(runs)) == len(runs) - shared, "a run that differs in nothing is done once"
-        groups: dict[str, Any] = dict(plan.groups)
+        groups: dict[str, Any] = dict(plan)
         assert {run.codec for run in groups["old_bytes"]} == {run.codec for run in groups["timing"]} == set(CODECS)
         seeds = range(scale.seeds)
         assert {(run.codec, run.seed) for run in groups["codecs"]} == {(c, s) for c in CODECS for s in seeds}
