@@ -39,7 +39,7 @@ class RoundRow(TableRow):
     """A round of a federated run. Times in seconds, bytes of all clients together.
 
     Attributes:
-        group: of the plan, see :class:`gradbus.experiments.figures.plan.FigurePlan`.
+        group: of the plan, see :class:`gradbus.experiments.figures.plan.Plan`.
         decode_s: decoding the updates and adding them up. aggregate_s: the server's step. Where the run did not
             record decoding, it is None and part of aggregate_s.
         seconds: from the command to the published model.
