@@ -22,8 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
 	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-pauses \
-	bench-attacks \
-	conformance figures faults soak lock clean distclean
+	bench-attacks conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
 FETCH_UV :=
