@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,12 @@ from gradbus.experiments.run.lifecycle import stopping
 from gradbus.runtime.choices import import_object
 from gradbus.runtime.errors import ConfigError
 
-_METHODS = ("build_model", "prepare", "train", "evaluate")
-_SHARD_METHODS = ("build_model", "prepare_shard", "num_batches", "batches", "loss", "evaluate_shard")
 
+class _Configured:
+    """What a task of a client and of a rank have in common. ``note``: one line about the data, once they are loaded."""
 
-class ConfiguredTask:
-    """A task made from settings. Implements :class:`gradbus.actors.federated.task.FederatedTask`.
-
-    Attributes:
-        note: one line about the data, once they are loaded.
-    """
+    methods: ClassVar[tuple[str, ...]]
+    protocol: ClassVar[str]
 
     def __init__(self, settings: TaskSettings) -> None:
         """Import what the settings name; nothing is loaded yet. Raises ConfigError."""
@@ -42,20 +38,38 @@ class ConfiguredTask:
         self.note = ""
         torch.set_num_threads(settings.threads)
         with _settings_errors():
-            self._task: FederatedTask = _make(settings, _METHODS, "gradbus.models.Task")
+            self._task: Any = self._make()
 
-    def load(self, *, to_train: bool = False) -> None:
-        """Load the data, and for a client what training needs, before any other process waits for it.
+    def _make(self) -> Any:
+        settings = self._settings
+        if settings.task is None:
+            return _classification(settings)
+        made = _call(settings.task, settings.task_options, key="task.task")
+        lacking = [name for name in self.methods if not callable(getattr(made, name, None))]
+        if lacking:
+            raise ConfigError(
+                f"task.task {settings.task!r}: what it returns, {type(made).__name__}, has no {', '.join(lacking)}; "
+                f"see {self.protocol}"
+            )
+        return made
 
-        Raises:
-            NoData, ConfigError.
-        """
-        self.note = _load(self._task)
-        if to_train:
-            models.load_optimizers()
+    def load(self) -> None:
+        """Load the data, before any other process waits for it. Raises NoData, ConfigError."""
+        if isinstance(self._task, models.ClassificationTask):
+            with _settings_errors():
+                self.note = self._task.data.note or self._task.data.name
 
     def build_model(self) -> nn.Module:
-        return self._task.build_model()
+        model: nn.Module = self._task.build_model()
+        return model
+
+
+class ConfiguredTask(_Configured):
+    """A task of a controller and its clients. Implements :class:`gradbus.actors.federated.task.FederatedTask`."""
+
+    methods = ("build_model", "prepare", "train", "evaluate")
+    protocol = "gradbus.models.Task"
+    _task: FederatedTask
 
     def prepare(self, client_id: int, num_clients: int) -> None:
         with _settings_errors():
@@ -70,42 +84,23 @@ class ConfiguredTask:
             return self._task.evaluate(model)
 
 
-class ConfiguredShardTask:
-    """A task of a worker made from settings. Implements :class:`gradbus.actors.DataParallelTask`.
+class ConfiguredShardTask(_Configured):
+    """A task of a rank. Implements :class:`gradbus.actors.DataParallelTask`."""
 
-    Attributes:
-        note: one line about the data, once they are loaded.
-    """
-
-    def __init__(self, settings: TaskSettings) -> None:
-        """Import what the settings name; nothing is loaded yet. Raises ConfigError."""
-        self.note = ""
-        torch.set_num_threads(settings.threads)
-        with _settings_errors():
-            self._task: DataParallelTask = _make(settings, _SHARD_METHODS, "gradbus.actors.DataParallelTask")
-
-    def load(self) -> None:
-        """Load the data, before any other process waits for it.
-
-        Raises:
-            NoData, ConfigError.
-        """
-        self.note = _load(self._task)
+    methods = ("build_model", "prepare_shard", "num_batches", "batches", "loss", "evaluate_shard")
+    protocol = "gradbus.actors.DataParallelTask"
+    _task: DataParallelTask
 
     def facts(self) -> dict[str, Any]:
         """Facts of the data that must be equal on all ranks, or they would take other samples than agreed."""
-        task = self._task
+        task: object = self._task
         if not isinstance(task, models.ClassificationTask):
             return {}
         data = task.data
-        test = 0 if data.test is None else len(data.test)
         return {
-            "task.data": data.name, "training samples": len(data.train), "test samples": test,
-            "task.batch_size": task.batch_size,
+            "task.data": data.name, "training samples": len(data.train),
+            "test samples": 0 if data.test is None else len(data.test), "task.batch_size": task.batch_size,
         }  # fmt: skip
-
-    def build_model(self) -> nn.Module:
-        return self._task.build_model()
 
     def prepare_shard(self, rank: int, world: int) -> None:
         with _settings_errors():
@@ -140,44 +135,16 @@ def _stop_if_asked(*_: Any) -> None:
         raise models.TrainingStopped(0)
 
 
-def _load(task: object) -> str:
-    """Load the data of a task whose data are known here; one line about them."""
-    if not isinstance(task, models.ClassificationTask):
-        return ""
-    with _settings_errors():
-        return task.data.note or task.data.name
-
-
-def _make(settings: TaskSettings, methods: Sequence[str], protocol: str) -> Any:
-    """Make the task, and check that it has these methods."""
-    if settings.task is None:
-        return _classification(settings)
-    made = _call(settings.task, settings.task_options, key="task.task")
-    lacking = [name for name in methods if not callable(getattr(made, name, None))]
-    if lacking:
-        raise ConfigError(
-            f"task.task {settings.task!r}: what it returns, {type(made).__name__}, has no {', '.join(lacking)}; "
-            f"see {protocol}"
-        )
-    return made
-
-
 def _classification(settings: TaskSettings) -> models.ClassificationTask:
     model = _function(settings.model, key="task.model")
     if settings.model_options:
         model = partial(model, **settings.model_options)
+    train_fn = None if settings.train_fn is None else _train_fn(settings.train_fn)
     return models.ClassificationTask(
-        model,
-        _source(settings),
-        settings.partition,
-        settings.num_clients,
-        batch_size=settings.batch_size,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        seed=settings.seed,
-        device=settings.device,
-        train_fn=None if settings.train_fn is None else _train_fn(settings.train_fn),
-    )
+        model, _source(settings), settings.partition, settings.num_clients, train_fn=train_fn,
+        batch_size=settings.batch_size, momentum=settings.momentum, weight_decay=settings.weight_decay,
+        seed=settings.seed, device=settings.device,
+    )  # fmt: skip
 
 
 def _train_fn(spec: str) -> Callable[..., Any]:
@@ -239,7 +206,7 @@ def _call(spec: str, options: dict[str, Any], *, key: str) -> Any:
 
 @contextlib.contextmanager
 def _settings_errors() -> Iterator[None]:
-    """Turn errors that our own code raises in the block into errors of the settings."""
+    """Turn errors that gradbus itself raises in the block into errors of the settings."""
     try:
         yield
     except models.DataMissing as error:
@@ -253,6 +220,6 @@ def _settings_errors() -> Iterator[None]:
 
 
 def _is_our_own(error: ValueError) -> bool:
-    """Whether only our own functions were on the stack where it was raised."""
+    """Whether only functions of gradbus were on the stack where it was raised."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return all(str(frame.f_globals.get("__name__", "")).partition(".")[0] == "gradbus" for frame in frames)

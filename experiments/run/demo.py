@@ -7,12 +7,11 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gradbus.experiments.cli.choices import LogLevel, LoopName
 from gradbus.experiments.cli.exit_codes import ClientsGone, ExitCode, NoData
@@ -157,140 +156,91 @@ async def run_demo(
     config.write_text(planned.client.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
     # Its clients are its own children: it knows when one of them ends, and that the others are on their way.
     log_file = screen.log_file(run.log, hidden=["still waiting"])
+    over = False
 
-    async with ClientProcesses() as clients:
-        for number in range(options.clients):
-            flags = ["--id", str(number), "--loop", options.loop, "--log-level", options.level]
-            await clients.start(str(number), ["client", str(config), *flags], run.path / f"client-{number}.log")
+    async def client(number: int) -> int:
+        """A client process, which does not outlive this: its exit code."""
+        flags = ["--id", str(number), "--loop", options.loop, "--log-level", options.level]
+        output = run.path / f"client-{number}.log"
+        code = await run_process(["client", str(config), *flags], output)
+        if not over:
+            end = f"signal {-code}" if code < 0 else f"exit code {code}"
+            log.warning("client ended early", client=str(number), end=end, log=str(output))
+            for line in _last_lines(output, 3):
+                log_file.show(f"  client {number}: {readable(line)}")
+        return code
 
-        over = False
+    display = round_display(
+        screen, log_file, f"job {planned.controller.bus.job}", planned.controller.federated.num_clients or 0
+    )
+    clients = [asyncio.create_task(client(number), name=f"client-{number}") for number in range(options.clients)]
+    run_tasks: list[asyncio.Task[Any]] = []
+    try:
         # Importing torch takes seconds: here, beside the clients, which do the same now, and off the loop.
         await off_the_loop(lambda: import_module("gradbus.experiments.run.federated"), "import")
         from gradbus.experiments.run.federated import run_controller
 
-        def ended(client: ClientProcess, code: int) -> None:
-            if not over:
-                end = f"signal {-code}" if code < 0 else f"exit code {code}"
-                log.warning("client ended early", client=client.name, end=end, log=str(client.log))
-                for line in client.last_lines(3):
-                    log_file.show(f"  client {client.name}: {readable(line)}")
-
-        title = f"job {planned.controller.bus.job}"
-        display = round_display(screen, log_file, title, planned.controller.federated.num_clients or 0)
         with screen.logging_to(log_file):
-            rounds = asyncio.create_task(
-                run_controller(planned.controller, run, display, scalars=scalars),
-                name="rounds",
-            )
-            watch = asyncio.create_task(clients.watch(ended), name="watch")
-            try:
-                await asyncio.wait([rounds, watch], return_when=asyncio.FIRST_COMPLETED)
+            rounds = asyncio.create_task(run_controller(planned.controller, run, display, scalars=scalars))
+            all_ended = asyncio.create_task(asyncio.wait(clients))
+            run_tasks += [rounds, all_ended]
+            await asyncio.wait(run_tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not rounds.done():  # where they ended well, the run is about to end
+                well = all(task.result() == ExitCode.OK for task in clients)
+                await asyncio.wait([rounds], timeout=2.0 if well else 0.0)
                 if not rounds.done():
-                    await _await_end(rounds, clients, run)
-                over = True
-                reports = await rounds
-            finally:
-                over = True
-                for task in (rounds, watch):
-                    task.cancel()
-                await asyncio.wait([rounds, watch])
-        await clients.finish(_FINISH_S)
-    return reports
+                    logs = f"their logs are client-*.log in {run.path}"
+                    raise ClientsGone(f"all clients have ended before the run has; {logs}")
+            over = True
+            reports = await rounds
+        await asyncio.wait(clients, timeout=_FINISH_S)
+        return reports
+    finally:
+        over = True
+        for tasks in (run_tasks, clients):  # the controller first, else it would miss its clients
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
 
 
-async def _await_end(rounds: asyncio.Task[Any], clients: ClientProcesses, run: ControllerDirectory) -> None:
-    """All clients have ended: where they ended well, the run is about to end. Raises ClientsGone: it does not."""
-    well = all(client.process.returncode == ExitCode.OK for client in clients.all)
-    await asyncio.wait([rounds], timeout=2.0 if well else 0.0)
-    if not rounds.done():
-        raise ClientsGone(f"all clients have ended before the run has; their logs are client-*.log in {run.path}")
+async def run_process(arguments: Sequence[str], log_file: Path) -> int:
+    """Run ``gradbus ARGUMENTS`` in a new process, its output in ``log_file``. Returns its exit code.
 
-
-@dataclass(frozen=True, slots=True)
-class ClientProcess:
-    """One process. ``log``: the file with its stdout and stderr."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    log: Path
-
-    def last_lines(self, count: int = 5) -> list[str]:
-        """The end of its log."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 8192))
-            return file.read().decode(errors="replace").splitlines()[-count:]
-
-
-class ClientProcesses:
-    """Processes that do not outlive the ``async with`` block.
-
-    Unlike the ranks of a launch they write to log files, not to the terminal, and one that ends early ends no other.
+    Cancelled, this ends the process. That has a session of its own, so that Ctrl-C in the terminal reaches the parent
+    alone. Settings of the environment are in the file that the parent has written for it.
     """
+    environment = {
+        key: text for key, text in os.environ.items() if not (key.startswith("GRADBUS_") and "__" in key)
+    }  # fmt: skip
+    with log_file.open("wb") as output:
+        # -P: Python would put the current directory in front of everything that is installed.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "gradbus", *arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
+        )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.all: list[ClientProcess] = []
-
-    async def __aenter__(self) -> Self:
-        before_abort.append(self._kill)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        try:
-            for client in self._running():
-                with contextlib.suppress(ProcessLookupError):
-                    client.process.terminate()
-            await self.finish(_KILL_AFTER_S)
-            self._kill()
-            await self._wait_all()
-        finally:
-            self._kill()  # also when this wait is cancelled
-            before_abort.remove(self._kill)
-
-    async def start(self, name: str, arguments: Sequence[str], log: Path) -> None:
-        """Run ``gradbus ARGUMENTS`` in a new process, its output in ``log``.
-
-        It gets a session of its own, so that Ctrl-C in the terminal reaches the parent alone, which ends all of them.
-        """
-        # Settings of the environment are in the file that the parent has written for it.
-        environment = {key: text for key, text in os.environ.items() if not _is_setting(key)}
-        with log.open("wb") as output:
-            # -P: Python would put the current directory in front of everything that is installed.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "gradbus", *arguments,
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
-            )  # fmt: skip
-        self.all.append(ClientProcess(name, process, log))
-
-    async def watch(self, ended: Callable[[ClientProcess, int], None]) -> None:
-        """Call ``ended`` with each process that ends and its exit code. Returns when all have ended."""
-
-        async def wait(client: ClientProcess) -> None:
-            ended(client, await client.process.wait())
-
-        async with asyncio.TaskGroup() as group:
-            for client in self.all:
-                group.create_task(wait(client), name=f"watch-{client.name}")
-
-    async def finish(self, timeout_s: float) -> None:
-        """Wait for all to end by themselves, for so long at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._wait_all()
-
-    async def _wait_all(self) -> None:
-        for client in self.all:
-            await client.process.wait()
-
-    def _running(self) -> list[ClientProcess]:
-        return [client for client in self.all if client.process.returncode is None]
-
-    def _kill(self) -> None:
-        for client in self._running():
+    def kill() -> None:
+        if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                client.process.kill()
+                process.kill()
+
+    before_abort.append(kill)
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            process.terminate()
+            async with asyncio.timeout(_KILL_AFTER_S):
+                await process.wait()
+        raise
+    finally:
+        kill()
+        await process.wait()
+        before_abort.remove(kill)
 
 
-def _is_setting(name: str) -> bool:
-    return name.startswith("GRADBUS_") and "__" in name
+def _last_lines(path: Path, count: int) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        return file.read().decode(errors="replace").splitlines()[-count:]

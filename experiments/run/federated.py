@@ -17,6 +17,7 @@ from gradbus.experiments.run.configured_task import ConfiguredTask
 from gradbus.experiments.run.lifecycle import off_the_loop
 from gradbus.experiments.run.live import Display
 from gradbus.experiments.rundir.directory import ControllerDirectory
+from gradbus.models import load_optimizers
 from gradbus.runtime.logs import get_logger
 
 log = get_logger("cli")
@@ -105,7 +106,8 @@ async def run_client(file: ClientFile, client_id: int) -> ClientSummary:
         As :meth:`gradbus.Client.run`; NoData, ConfigError.
     """
     task = ConfiguredTask(file.task)
-    await off_the_loop(lambda: task.load(to_train=True), "load")
+    await off_the_loop(task.load, "load")
+    await off_the_loop(load_optimizers, "load")
     log.info("client starts", client=client_id, job=file.bus.job, data=task.note or None)
     async with open_bus(file.bus) as bus:
         summary = await Client(bus, task, client_id=client_id, config=file.client).run()
