@@ -48,7 +48,7 @@ class PskKeys:
         """See :class:`Keys`. Raises FrameError: ``other level``, ``other key``."""
         key = self.current
         if header.level != key.level:
-            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
+            raise envelope.other_level()
         if header.key_id != key.key_id or header.epoch != key.epoch:
             raise FrameError(
                 "other key",

@@ -78,6 +78,11 @@ def parse(view: memoryview) -> EnvelopeHeader:
     return EnvelopeHeader(level, epoch, size, counter, session, key_id, moment)
 
 
+def other_level() -> FrameError:
+    """Return the error for an envelope of another security level."""
+    return FrameError("other level", "an envelope of another level of security: all members must use the same")
+
+
 def nonce(counter: int) -> bytes:
     """The nonce of an envelope: 96 bits, never used twice with one key."""
     return counter.to_bytes(12, "big")

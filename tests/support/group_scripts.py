@@ -21,7 +21,7 @@ import gradbus
 from gradbus.runtime.collectives import ALGORITHMS, Group
 from gradbus.runtime.collectives.reductions import shard_bounds
 from gradbus.runtime.errors import CollectiveTimeout, JoinRefused, PeerLost
-from gradbus.runtime.security.identity import rank_keys
+from gradbus.runtime.security.identity import key_epoch
 
 # Every collective
 
@@ -269,7 +269,7 @@ async def lives(rank: Rank) -> None:
 async def known_ranks(rank: Rank) -> None:
     """All-reduce until that fails, tell how, and then, where rank 0 and 1 are left, go on as a pair until the keys of
     before are worth nothing any more."""
-    rank_keys.FORMER_S = 4.0  # a process that stands still for seconds goes on with the key of before
+    key_epoch.FORMER_RANKS_S = 4.0  # a process that stands still for seconds goes on with the key of before
     async with rank.join() as group:
         pair = group.subgroup([0, 1]) if rank.rank < 2 else contextlib.nullcontext()
         async with pair as left:

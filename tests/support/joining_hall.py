@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.encryption import SessionCipher, StreamDecryptor
-from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, Role
 from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.key import NodeKey, new_node_key
-from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.identity.key_epoch import RankKeys
+from gradbus.runtime.security.identity.key_messages import CONTROL
 
 JOB = "mnist"
 SERVER, ONE, TWO, STRANGER = (new_node_key(name) for name in ("server", "robot-1", "robot-2", "stranger"))
 LIST = AllowList(
     (Entry(ONE.name, "client", ONE.public, ((0, 3),)), Entry(TWO.name, "client", TWO.public, ((7, 7),)))
 )  # fmt: skip
-UPDATES, CONTROL, COMMANDS, MODELS = "train/client_update", key_epoch.CONTROL, key_epoch.COMMANDS, key_epoch.MODELS
+UPDATES = "train/client_update"
 
 
 def stamped(key: NodeKey, data: bytes, to: NodeKey = SERVER) -> bytes:

@@ -7,20 +7,22 @@ a key of the allow list leaves no state behind but a counter.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
-from gradbus.runtime.security.identity import handshake, key_epoch
+from gradbus.runtime.security.identity import handshake, key_messages
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
 from gradbus.runtime.security.identity.controller_signatures import BroadcastSigner
 from gradbus.runtime.security.identity.duplicate_controllers import EarlierControllers
-from gradbus.runtime.security.identity.handshake import Stamps
+from gradbus.runtime.security.identity.handshake import Secrets, Stamps
 from gradbus.runtime.security.identity.join_messages import (
     JOIN_TOPIC,
     MAGIC,
@@ -31,21 +33,9 @@ from gradbus.runtime.security.identity.join_messages import (
     SignedMessage,
     parse,
 )
-from gradbus.runtime.security.identity.joining_nodes import (
-    MAX_OWN_RANKS,
-    MAX_PENDING_EACH,
-    PENDING_S,
-    AdmittedNode,
-    PendingHandshake,
-    PendingHandshakes,
-    member_id,
-    most_processes,
-    with_tag,
-)
 from gradbus.runtime.security.identity.key import NodeKey, public_text
-from gradbus.runtime.security.identity.key_epoch import KeyRotation
-from gradbus.runtime.security.identity.rank_keys import RankKeys
-from gradbus.runtime.security.identity.rate_limits import AuditEvents, TokenBucket
+from gradbus.runtime.security.identity.key_epoch import GRACE_S, KeyRotation, RankKeys
+from gradbus.runtime.security.identity.rate_limits import AuditEvents, TokenBucket, TokenBuckets
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
 from gradbus.runtime.wire.messages import new_incarnation
 
@@ -58,6 +48,90 @@ SHARE_PER_S, SHARE_AT_ONCE = 4, 16
 OTHERS_PER_S, OTHERS_AT_ONCE = 50, 100  # signatures of keys that are not on the list
 DUPLICATES_PER_S, DUPLICATES_AT_ONCE = 20, 50  # signatures of other controllers with this key
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 20, 50  # to unknown keys, and as many to known ones
+_MAX_SHARES = 8192  # an allow list has up to 4096 nodes
+PENDING_S = 5.0  # so long a Welcome waits for its Confirm
+MAX_PENDING = 1024
+MAX_PENDING_EACH = 4  # of one name: recordings of its earlier starts may be among them
+MAX_OWN_RANKS = 1024  # as many as a group has at most
+STARTS_PER_RANK = 2  # processes of a worker's key at a time: after a crash the earlier ones are not known to be dead
+
+
+@dataclass(slots=True, eq=False)
+class PendingHandshake:
+    """A Hello that the controller has answered with a Welcome; the Confirm is outstanding.
+
+    Attributes:
+        was_checked: a Confirm with its tag was received, and its signature checked.
+    """
+
+    entry: Entry
+    signed: SignedMessage
+    hello: JoinHello
+    secrets: Secrets
+    welcome_signature: bytes
+    until_s: float
+    was_checked: bool = False
+
+
+class PendingHandshakes(dict[tuple[str, bytes], PendingHandshake]):
+    """The pending handshakes, by name and session: a node chooses its session id, and could choose that of another."""
+
+    def add(self, pending: PendingHandshake, each: int) -> None:
+        """Add a handshake, of ``each`` at most with one name. The earliest start of the name makes room: it is dead."""
+        key = pending.hello.name, pending.hello.session
+        self.pop(key, None)
+        same = [one for one in self if one[0] == key[0]]
+        if len(same) >= each:
+            del self[min(same, key=lambda one: self[one].hello.start)]
+        elif len(self) >= MAX_PENDING:
+            del self[next(iter(self))]
+        self[key] = pending
+
+
+@dataclass(slots=True, eq=False)
+class AdmittedNode:
+    """A node that the controller has admitted.
+
+    Attributes:
+        incoming, outgoing: streams under its pairwise keys.
+        participant: GUID prefix of its DDS participant, as announced by it.
+    """
+
+    entry: Entry
+    hello: SignedMessage
+    session: bytes
+    start: int
+    attempt: int
+    incoming: InboundStreams
+    outgoing: OutboundStreams
+    last_seen_s: float
+    participant: bytes = b""
+
+    @property
+    def id(self) -> str:
+        """Its member id, see :func:`member_id`."""
+        return member_id(self.entry.role, self.entry.name, self.session)
+
+
+def member_id(role: str, name: str, session: bytes) -> str:
+    """Return the name of a node among the members. Processes that share the key of a worker are distinct members."""
+    return f"{name}/{session.hex()}" if role == "worker" else name
+
+
+def most_processes(entry: Entry) -> int:
+    """Return how many processes may share the key of an entry: one per rank, and as many possibly dead ones."""
+    if entry.role != "worker":
+        return 1
+    return STARTS_PER_RANK * min(MAX_OWN_RANKS, sum(last - first + 1 for first, last in entry.ids))
+
+
+@dataclass(slots=True, eq=False)
+class _Inbound:
+    """The streams under one pairwise key of a member; ``until_s``: until when its envelopes are accepted."""
+
+    member: AdmittedNode
+    streams: InboundStreams
+    until_s: float = float("inf")
 
 
 class Admission:
@@ -67,8 +141,9 @@ class Admission:
         session: random id of this start. refusal: why this controller must stop; empty: it may run.
         dropped: counts of rejected messages, by reason.
         ranks: in a job of ranks, the keys that this process itself encrypts with; None: a federated run.
-        on_removed: called with the sessions of removed processes.
+        retained: by topic, the number of newest envelopes that DDS retains.
         participant: GUID prefix of this process's DDS participant.
+        on_removed: called with the sessions of removed processes. on_refused: called when :attr:`refusal` is set.
     """
 
     def __init__(
@@ -80,44 +155,39 @@ class Admission:
         self.key = key
         self.session = secrets.token_bytes(envelope.SESSION_BYTES)
         self.start = new_incarnation()
-        self.participant = bytes(key_epoch.PARTICIPANT_BYTES)
+        self.participant = bytes(key_messages.PARTICIPANT_BYTES)
         self.refusal = ""
         self.dropped: Counter[str] = Counter()
         self.events = AuditEvents()
-        self.speaker = BroadcastSigner(job, key, self.session)
+        self.signer = BroadcastSigner(job, key, self.session)
         self.allowed = allowed
-        self.retained: dict[str, int] = {}  # by topic, the number of newest envelopes that DDS retains
+        self.retained: dict[str, int] = {}
+        self.members: dict[str, AdmittedNode] = {}  # by member id
+        self._inbound: dict[bytes, _Inbound] = {}  # by key id
         self._label = label
-        self._members: dict[str, AdmittedNode] = {}
-        self._by_key: dict[bytes, tuple[AdmittedNode, InboundStreams]] = {}
         self._pending = PendingHandshakes()
         self._stamps = Stamps(job, key)
         self._checks = TokenBucket(CHECKS_PER_S, CHECKS_AT_ONCE)
-        self._shares: dict[bytes, TokenBucket] = {}  # by public key
+        self._shares = TokenBuckets(SHARE_PER_S, SHARE_AT_ONCE, _MAX_SHARES)
         self._others = TokenBucket(OTHERS_PER_S, OTHERS_AT_ONCE)
         self._duplicate_checks = TokenBucket(DUPLICATES_PER_S, DUPLICATES_AT_ONCE)
-        self._refusals = {known: TokenBucket(REFUSALS_PER_S, REFUSALS_AT_ONCE) for known in (False, True)}
+        self._refusals = TokenBuckets(REFUSALS_PER_S, REFUSALS_AT_ONCE, 2)
         self._leads_since_s = now_s
         self._duplicates = EarlierControllers(job, key, self.session, self.start, self._stamps)
         self.rotation = KeyRotation(job, self.session, now_s)
         self.ranks = ranks
         self.on_removed: Callable[[set[bytes]], None] = lambda sessions: None
         self.on_refused: Callable[[], None] = lambda: None
-        self._removed: deque[bytes] = deque(maxlen=key_epoch.MAX_REMOVED)
+        self._removed: deque[bytes] = deque(maxlen=key_messages.MAX_REMOVED)
         # Processes on the controller's own machine may share its key; all but one of them join like any node.
         self._own = Entry(key.name, "worker", key.public, ((0, MAX_OWN_RANKS - 1),))
         if ranks is not None:
             ranks.take(self.group.key, self.session, now_s)
 
     @property
-    def members(self) -> dict[str, AdmittedNode]:
-        """The admitted nodes, by member id."""
-        return self._members
-
-    @property
     def participants(self) -> set[bytes]:
         """GUID prefixes of the members' DDS participants, as announced by them. Thread-safe."""
-        return {member.participant for member in list(self._members.values()) if member.participant}
+        return {member.participant for member in list(self.members.values()) if member.participant}
 
     @property
     def group(self) -> OutboundStreams:
@@ -132,7 +202,7 @@ class Admission:
     @property
     def is_busy(self) -> bool:
         """Whether an answer is pending, so that :meth:`tick` should be called often."""
-        return bool(self._pending) or self.rotation.is_running or self._duplicates.is_busy
+        return bool(self._pending) or self.rotation.next is not None or self._duplicates.is_busy
 
     # Encryption
 
@@ -144,10 +214,10 @@ class Admission:
         if self.ranks is not None:
             raise RuntimeError("a job of ranks encrypts with SessionCipher alone: a nonce would be used twice")
         if to is None:
-            if topic != key_epoch.MODELS:
-                parts = self.speaker.signed(topic, parts)
+            if topic != key_messages.MODELS:
+                parts = self.signer.signed(topic, parts)
             return self.group.envelope(topic, parts)
-        member = self._members.get(self.allowed.owner_of(to) or "")
+        member = self.members.get(self.allowed.owner_of(to) or "")
         return None if member is None else member.outgoing.envelope(topic, parts)
 
     def open(self, topic: str, data: Any, now_s: float) -> tuple[memoryview, Entry] | None:
@@ -164,19 +234,17 @@ class Admission:
         header = envelope.parse(view)
         if header.session == self.session:
             return None
-        member, streams = self._streams(header, now_s)
-        plain = streams.open(topic, header, view)
-        member.last_seen_s = now_s
-        return plain, member
+        inbound = self._inbound_of(header, now_s)
+        plain = inbound.streams.open(topic, header, view)
+        inbound.member.last_seen_s = now_s
+        return plain, inbound.member
 
-    def _streams(self, header: EnvelopeHeader, now_s: float) -> tuple[AdmittedNode, InboundStreams]:
+    def _inbound_of(self, header: EnvelopeHeader, now_s: float) -> _Inbound:
         if header.level == envelope.PSK:
-            raise FrameError("other level", "an envelope of another level of security: all members must use the same")
-        known = self._by_key.get(header.key_id)
-        if known is None or (known[1] is known[0].former and now_s > known[0].former_until_s):
-            raise FrameError(
-                "no key", "an envelope of a process that has not joined, or was made before it had to anew"
-            )
+            raise envelope.other_level()
+        known = self._inbound.get(header.key_id)
+        if known is None or now_s > known.until_s:
+            raise FrameError("no key", "an envelope of a process that has not joined, or was made before it rejoined")
         return known
 
     # The handshake
@@ -188,27 +256,28 @@ class Admission:
             FrameError: the message is rejected; ``reason`` is the name to count it by.
         """
         if data[:4] != MAGIC:
-            opened = self._open(JOIN_TOPIC, data, now_s)
-            word = None if opened is None else key_epoch.parse(opened[0])
-            if opened is not None and isinstance(word, key_epoch.KeyAck):
-                self.rotation.acknowledge(opened[1].id, word.epoch)
-                opened[1].participant = word.participant
-            return self.tick(now_s)
+            return self._receive_ack(data, now_s)
         if self.refusal:
             return []
         signed = parse(data)
         match signed.message:
-            case JoinHello(controller=self.session) as hello if self._may_answer(hello, now_s):
+            # Duplicate controllers always get an answer. Nodes wait, and repeat their Hello, while an earlier
+            # controller may be alive.
+            case JoinHello(controller=self.session) as hello if ROLES[
+                hello.role
+            ] == "controller" or not self._duplicates.holds_up(now_s):
                 return self._receive_hello(signed, hello, now_s)
             case JoinConfirm(controller=self.session) as confirm if not self._duplicates.holds_up(now_s):
                 return self._receive_confirm(signed, confirm, now_s)
-            case JoinRefusal(to=self.session) as refusal if self._may_go(now_s) and self._duplicates.is_answer(refusal):
+            case JoinRefusal(to=self.session) as refusal if self._may_yield(now_s) and self._duplicates.is_answer(
+                refusal
+            ):
                 self._stamps.check(signed, self.key.public)
                 self._check(signed, self.key.public, self._duplicate_checks, now_s)
                 self.refusal = refusal.why
                 self._duplicates.stop()
                 self.on_refused()
-            case Beacon(public=self.key.public) as beacon if self._may_go(now_s) and self._duplicates.is_news(
+            case Beacon(public=self.key.public) as beacon if self._may_yield(now_s) and self._duplicates.is_news(
                 beacon, now_s
             ):
                 self._check(signed, self.key.public, self._duplicate_checks, now_s)
@@ -216,6 +285,16 @@ class Admission:
             case _:
                 pass  # for others
         return []
+
+    def _receive_ack(self, data: memoryview, now_s: float) -> list[bytes]:
+        opened = self._open(JOIN_TOPIC, data, now_s)
+        if opened is not None:
+            plain, member = opened
+            message = key_messages.parse(plain)
+            if isinstance(message, key_messages.KeyAck):
+                self.rotation.acknowledge(member.id, message.epoch)
+                member.participant = message.participant
+        return self.tick(now_s)
 
     def _check(self, signed: SignedMessage, public: bytes, bucket: TokenBucket, now_s: float) -> None:
         self._take(bucket, now_s)
@@ -227,12 +306,11 @@ class Admission:
 
     def _share_of(self, public: bytes) -> TokenBucket:
         """Return the token bucket of a key of the allow list, or of this controller's own."""
-        share = self._shares.get(public)
-        if share is None:
-            entry = self._own if public == self.key.public else self.allowed.of_key(public)
-            count = 1 if entry is None else most_processes(entry)
-            share = self._shares[public] = TokenBucket(SHARE_PER_S * count, SHARE_AT_ONCE * count)
-        return share
+        entry = self._own if public == self.key.public else self.allowed.of_key(public)
+        return self._shares.of(public, 1 if entry is None else most_processes(entry))
+
+    def _is_known(self, public: bytes) -> bool:
+        return public == self.key.public or self.allowed.of_key(public) is not None
 
     def _check_hello(self, signed: SignedMessage, hello: JoinHello, now_s: float) -> None:
         """Check that the holder of the key in a Hello has sent it. A known key must show a stamp first, which is cheap:
@@ -241,36 +319,30 @@ class Admission:
         Raises:
             FrameError: ``stamp``, ``signature``: it is forged. ``busy``: no check is left.
         """
-        is_known = hello.public == self.key.public or self.allowed.has_key(hello.public)
-        if (
-            not is_known or hello.pinned != self.key.public
-        ):  # a node that expects another controller makes no stamp for this one
+        if not self._is_known(hello.public) or hello.pinned != self.key.public:
+            # A node that expects another controller makes no stamp for this one.
             self._check(signed, hello.public, self._others, now_s)
             return
         self._stamps.check(signed, hello.public)
         self._take(self._share_of(hello.public), now_s)
         self._check(signed, hello.public, self._checks, now_s)
 
-    def _may_go(self, now_s: float) -> bool:
+    def _may_yield(self, now_s: float) -> bool:
         """Whether an earlier live start may take the job. Not once this one has led it for a while: an earlier one that
         shows up then was suspended, and its members are here."""
-        return not self._members or now_s - self._leads_since_s < LEADS_S
-
-    def _may_answer(self, hello: JoinHello, now_s: float) -> bool:
-        """Whether to answer a Hello now. Duplicate controllers always get an answer; nodes wait, and repeat their
-        Hello, while an earlier controller may be alive."""
-        return ROLES[hello.role] == "controller" or not self._duplicates.holds_up(now_s)
+        return not self.members or now_s - self._leads_since_s < LEADS_S
 
     def _receive_hello(self, signed: SignedMessage, hello: JoinHello, now_s: float) -> list[bytes]:
-        known = self._members.get(member_id(ROLES[hello.role], hello.name, hello.session))
-        newest = max(
-            known.attempt if known is not None and known.session == hello.session else 0,
-            self._pending.attempt(hello.name, hello.session),
-        )
+        known = self.members.get(member_id(ROLES[hello.role], hello.name, hello.session))
+        waiting = self._pending.get((hello.name, hello.session))
+        newest = 0 if waiting is None else waiting.hello.attempt
+        if known is not None and known.session == hello.session:
+            newest = max(newest, known.attempt)
         if hello.attempt <= newest:
             raise FrameError("replay", f"a hello of {hello.name} that was received before")
         self._check_hello(signed, hello, now_s)
-        entry = self._entry_of(hello)
+        is_own = self.ranks is not None and ROLES[hello.role] == "worker" and hello.public == self.key.public
+        entry = self._own if is_own else self.allowed.get(hello.name)
         why = self._refusal_reason(hello, entry, known, now_s)
         if entry is None or why:
             return self._refuse(signed, hello, why, now_s)
@@ -281,10 +353,6 @@ class Admission:
         pending = PendingHandshake(entry, signed, hello, shared, welcome[-64:], now_s + PENDING_S)
         self._pending.add(pending, max(MAX_PENDING_EACH, most_processes(entry)))
         return [self._stamps.stamped(welcome, hello.public, signed)]
-
-    def _entry_of(self, hello: JoinHello) -> Entry | None:
-        is_own = self.ranks is not None and ROLES[hello.role] == "worker" and hello.public == self.key.public
-        return self._own if is_own else self.allowed.get(hello.name)
 
     def _refusal_reason(self, hello: JoinHello, entry: Entry | None, known: AdmittedNode | None, now_s: float) -> str:
         """Return why this node is refused; empty: it is admitted."""
@@ -311,11 +379,9 @@ class Admission:
 
     def _refuse(self, signed: SignedMessage, hello: JoinHello, why: str, now_s: float) -> list[bytes]:
         self.dropped["refused"] += 1
-        known = hello.public == self.key.public or self.allowed.has_key(hello.public)
+        known = self._is_known(hello.public)
         self.events.refused_limited(hello.name, why, known=known, now_s=now_s)
-        if not self._refusals[known].take(now_s):
-            return []
-        return [self._refusal_to(signed, why)]
+        return [self._refusal_to(signed, why)] if self._refusals.of(known).take(now_s) else []
 
     def _refusal_to(self, asked: SignedMessage, why: str) -> bytes:
         hello = asked.message
@@ -324,10 +390,11 @@ class Admission:
         return self._stamps.stamped(handshake.signed(self.job, self.key, refusal), hello.public)
 
     def _receive_confirm(self, signed: SignedMessage, confirm: JoinConfirm, now_s: float) -> list[bytes]:
-        waiting = self._pending.of(confirm.session)
+        waiting = [one for (_, session), one in self._pending.items() if session == confirm.session]
         if not waiting:
             raise FrameError("replay", "a confirm that answers no pending handshake")
-        pending = with_tag(waiting, confirm.tag)  # before any costly check: forgeries have no valid tag
+        # Before any costly check: only the answered node and the controller can compute the tag.
+        pending = next((one for one in waiting if hmac.compare_digest(one.secrets.tag, confirm.tag)), None)
         if pending is None:
             raise FrameError("signature", "a confirm that was made without the keys of its exchange")
         # The tag can be read on the wire: forgeries that copy it use up the share of this node alone.
@@ -335,68 +402,68 @@ class Admission:
             self._take(self._share_of(pending.hello.public), now_s)
         pending.was_checked = True
         handshake.check_confirm(self.job, signed, pending.signed, pending.secrets, pending.welcome_signature)
-        self._pending.take(pending)
+        del self._pending[pending.hello.name, pending.hello.session]
         return self._admit(pending, now_s)
 
     def _admit(self, pending: PendingHandshake, now_s: float) -> list[bytes]:
-        hello = pending.hello
-        name, role = pending.entry.name, pending.entry.role
+        hello, entry = pending.hello, pending.entry
         up = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.up)
         down = SharedKey(self.job, envelope.MEMBER, 0, pending.secrets.down)
         member = AdmittedNode(
-            pending.entry, pending.signed, hello.session, hello.start, hello.attempt,
+            entry, pending.signed, hello.session, hello.start, hello.attempt,
             InboundStreams(up, hello.session), OutboundStreams(down, self.session), now_s,
         )  # fmt: skip
-        known = self._members.get(member.id)
-        if not self._members:
+        known = self.members.get(member.id)
+        is_same = known is not None and known.session == hello.session  # the same process with new keys
+        if not self.members:
             self._leads_since_s = now_s
-        said = []
+        answers = []
         if known is not None:
-            self._forget_keys(known)
-            if known.session == hello.session:  # the same process with new keys
-                member.former, member.former_until_s = known.incoming, now_s + key_epoch.GRACE_S
-                self._by_key[known.incoming.key.key_id] = member, known.incoming
+            self._drop_keys(known)
+            if is_same:
+                self._inbound[known.incoming.key.key_id] = _Inbound(member, known.incoming, now_s + GRACE_S)
             else:  # the replaced process may still run: it must stop
-                said.append(self._refusal_of(known, f"{name} has joined with another process: one process, one key"))
-        self._by_key[up.key_id] = member, member.incoming
-        self._members[member.id] = member
-        if known is None or known.session != hello.session:
-            self.events.joined(name, role)
-        if role == "worker" and known is None:
-            said += self._make_room(pending.entry)
-        return said + [self._grant(member, streams) for streams in self.rotation.keys_for(member.id)]
+                why = f"{entry.name} has joined with another process: one process, one key"
+                answers.append(self._refusal_to(known.hello, why))
+        self._inbound[up.key_id] = _Inbound(member, member.incoming)
+        self.members[member.id] = member
+        if not is_same:
+            self.events.joined(entry.name, entry.role)
+        if entry.role == "worker" and known is None:
+            answers += self._make_room(entry)
+        return answers + [self._grant(member, streams) for streams in self.rotation.keys_for(member.id)]
 
     def _make_room(self, entry: Entry) -> list[bytes]:
         """Drop the earliest process of a node with too many: as a rule that one is dead."""
-        same = [member for member in self._members.values() if member.entry.name == entry.name]
+        same = [member for member in self.members.values() if member.entry.name == entry.name]
         if len(same) <= most_processes(entry):
             return []
         oldest = min(same, key=lambda member: member.start)
-        del self._members[oldest.id]
-        self._forget_keys(oldest)
-        return [self._refusal_of(oldest, f"{entry.name} has joined with more processes than it has ranks")]
+        self._drop(oldest)
+        return [self._refusal_to(oldest.hello, f"{entry.name} has joined with more processes than it has ranks")]
 
-    def _refusal_of(self, member: AdmittedNode, why: str) -> bytes:
-        """Return the refusal of a node that was a member until now."""
-        return self._refusal_to(member.hello, why)
+    def _drop(self, member: AdmittedNode) -> None:
+        del self.members[member.id]
+        self._drop_keys(member)
 
-    def _forget_keys(self, member: AdmittedNode) -> None:
-        for streams in (member.incoming, member.former):
-            if streams is not None:
-                self._by_key.pop(streams.key.key_id, None)
+    def _drop_keys(self, member: AdmittedNode) -> None:
+        self._inbound = {key_id: one for key_id, one in self._inbound.items() if one.member is not member}
 
     def _grant(self, member: AdmittedNode, group: OutboundStreams) -> bytes:
         """Return the key grant of an epoch for one member, encrypted."""
+        key = group.key
+        message: key_messages.KeyMessage
         if self.ranks is not None:
-            ids = member.entry.ids
-            to_ranks = key_epoch.RankKeyGrant(group.key.epoch, group.key.secret, ids, tuple(self._removed))
-            return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(to_ranks),))
-        floors = [max(0, group.last.get(topic, 0) - self.retained.get(topic, 0)) for topic in key_epoch.TOPICS]
-        said = (max(0, self.speaker.last_of.get(key_epoch.COMMANDS, 0) - 1), self.speaker.last)
-        word = key_epoch.KeyGrant(
-            group.key.epoch, group.key.secret, (floors[0], floors[1], floors[2]), said, self.participant
-        )  # fmt: skip
-        return member.outgoing.seal(JOIN_TOPIC, (key_epoch.pack(word),))
+            message = key_messages.RankKeyGrant(key.epoch, key.secret, member.entry.ids, tuple(self._removed))
+        else:
+            last, retained = group.last, self.retained
+            commands, models, controls = (
+                max(0, last.get(topic, 0) - retained.get(topic, 0)) for topic in key_messages.TOPICS
+            )
+            signed = max(0, self.signer.last_of.get(key_messages.COMMANDS, 0) - 1), self.signer.last
+            floors = commands, models, controls
+            message = key_messages.KeyGrant(key.epoch, key.secret, floors, signed, self.participant)
+        return member.outgoing.seal(JOIN_TOPIC, (key_messages.pack(message),))
 
     # Changes of the allow list, and time
 
@@ -404,51 +471,43 @@ class Admission:
         """Apply a new allow list: members that are not on it as before are refused, and a new key epoch begins."""
         self.allowed = allowed
         self._shares.clear()
-        gone = [member for member in self._members.values() if not self._is_allowed(member.entry)]
-        self._pending.keep(lambda one: self._is_allowed(one.entry))
-        said = []
+        gone = [member for member in self.members.values() if not self._is_allowed(member.entry)]
+        for key in [key for key, one in self._pending.items() if not self._is_allowed(one.entry)]:
+            del self._pending[key]
+        answers = []
         for member in gone:
-            del self._members[member.id]
-            self._forget_keys(member)
+            self._drop(member)
             why = f"{member.entry.name} has been taken off the allow list of the controller, or is another there"
             self.events.refused(member.entry.name, why)
-            said.append(self._refusal_of(member, why))
+            answers.append(self._refusal_to(member.hello, why))
         if gone:
             # A node chooses its own session id, and could choose that of another in order to have it removed.
-            removed = (
-                {member.session for member in gone}
-                - {member.session for member in self._members.values()}
-                - {self.session}
-            )
+            spared = {member.session for member in self.members.values()} | {self.session}
+            removed = {member.session for member in gone} - spared
             self._removed += removed
             self.on_removed(removed)
             names = dict.fromkeys(member.entry.name for member in gone)
-            self.rotation.begin(set(self._members), now_s, f"{', '.join(names)} removed")
-        return said + self.tick(now_s)
+            self.rotation.begin(set(self.members), now_s, f"{', '.join(names)} removed")
+        return answers + self.tick(now_s)
 
     def _is_allowed(self, entry: Entry) -> bool:
         return entry is self._own or self.allowed.get(entry.name) == entry
 
     def tick(self, now_s: float) -> list[bytes]:
         """Advance timers; returns the messages to send."""
-        said = self._duplicates.tick(now_s)
-        self._pending.keep(lambda one: now_s <= one.until_s)
-        for member in self._members.values():
-            if member.former is not None and now_s > member.former_until_s:
-                self._by_key.pop(member.former.key.key_id, None)
-                member.former = None
-        due = self.rotation.tick(set(self._members), now_s)
-        if self.ranks is not None:
-            self._keep_up(self.ranks, now_s)
+        probes = self._duplicates.tick(now_s)
+        for key in [key for key, one in self._pending.items() if now_s > one.until_s]:
+            del self._pending[key]
+        for key_id in [key_id for key_id, one in self._inbound.items() if now_s > one.until_s]:
+            del self._inbound[key_id]
+        due = self.rotation.tick(set(self.members), now_s)
+        if self.ranks is not None:  # this process takes in the keys that the others are granted, and switches with them
+            for streams in (self.group, self.rotation.next):
+                if streams is not None:
+                    self.ranks.take(streams.key, self.session, now_s)
+            self.ranks.use(self.group.key)
+            self.ranks.tick(now_s)
         if self.rotation.switched:
             self.events.rotated(*self.rotation.switched)
             self.rotation.switched = None
-        return said + [self._grant(self._members[name], streams) for name, streams in due if name in self._members]
-
-    def _keep_up(self, ranks: RankKeys, now_s: float) -> None:
-        """Apply the keys that the others are granted, and their switch, to this process as well."""
-        for streams in (self.group, self.rotation.next):
-            if streams is not None:
-                ranks.take(streams.key, self.session, now_s)
-        ranks.use(self.group.key)
-        ranks.tick(now_s)
+        return probes + [self._grant(self.members[name], streams) for name, streams in due if name in self.members]

@@ -145,10 +145,6 @@ class AllowList:
         """The node of this name."""
         return self._by_name.get(name)
 
-    def has_key(self, public: bytes) -> bool:
-        """Whether some node has this key."""
-        return public in self._keys
-
     def of_key(self, public: bytes) -> Entry | None:
         """The node that has this key."""
         return self._keys.get(public)

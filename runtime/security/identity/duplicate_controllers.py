@@ -15,20 +15,20 @@ from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_messages import Beacon, JoinHello, JoinRefusal
 from gradbus.runtime.security.identity.key import NodeKey
 
-PROBES, PROBE_S = 20, 0.1  # so often, and so fast, one is asked
-AGAIN_S = 30.0  # one that did not answer, and still says that it is there, is asked again: it may have been busy
+PROBES, PROBE_S = 20, 0.1  # number and interval of the Hellos to one controller
+AGAIN_S = 30.0  # interval until one that did not answer, and still announces itself, is asked again
 MAX_DUPLICATES = 16
-HOLD_S = 3.0  # so long nobody is let in because of them: who has many recordings could keep this one asking
+HOLD_S = 3.0  # longest delay of admissions: many recordings could keep this controller asking
 
 
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """The probe of one other controller."""
+    """The probe of one other controller; ``left``: Hellos that are still to be sent."""
 
     start: int
     data: bytes
     digest: bytes
-    said_s: float
+    sent_s: float
     left: int = PROBES
 
 
@@ -36,14 +36,14 @@ class EarlierControllers:
     """Probes the earlier controllers on behalf of one start of a controller."""
 
     def __init__(self, job: str, key: NodeKey, session: bytes, start: int, stamps: Stamps) -> None:
-        """``stamps``: the stamps of this controller."""
+        """``session``, ``start``, ``stamps``: of this controller."""
         self._job = job
         self._stamps = stamps
         self._key = key
         self._session = session
         self._start = start
         self._probes: dict[bytes, _Probe] = {}  # by session of the other one
-        self._asked_s: float | None = None  # for the first time
+        self._first_asked_s: float | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -52,7 +52,7 @@ class EarlierControllers:
 
     def holds_up(self, now_s: float) -> bool:
         """Whether admissions are delayed, until another controller has had time to answer."""
-        return self._asked_s is not None and now_s - self._asked_s < HOLD_S and self.is_busy
+        return self._first_asked_s is not None and now_s - self._first_asked_s < HOLD_S and self.is_busy
 
     def is_news(self, beacon: Beacon, now_s: float) -> bool:
         """Whether to probe the sender of a beacon, provided that its signature is valid."""
@@ -60,7 +60,7 @@ class EarlierControllers:
             return False
         known = self._probes.get(beacon.session)
         if known is not None:
-            return not known.left and now_s - known.said_s > AGAIN_S
+            return not known.left and now_s - known.sent_s > AGAIN_S
         return len(self._probes) < MAX_DUPLICATES or self._least[0] < (True, beacon.start)
 
     @property
@@ -72,8 +72,8 @@ class EarlierControllers:
         """Return the Hello that probes the sender of a beacon."""
         if beacon.session not in self._probes and len(self._probes) >= MAX_DUPLICATES:
             del self._probes[self._least[1]]
-        if self._asked_s is None:
-            self._asked_s = now_s
+        if self._first_asked_s is None:
+            self._first_asked_s = now_s
         public = self._key.public
         hello = JoinHello(
             self._session, beacon.session, self._start, 1, secrets.token_bytes(32), bytes(32), public,
@@ -95,9 +95,7 @@ class EarlierControllers:
 
     def tick(self, now_s: float) -> list[bytes]:
         """Return the Hellos that are due for repetition."""
-        said = []
-        for probe in self._probes.values():
-            if probe.left and now_s - probe.said_s >= PROBE_S:
-                probe.said_s, probe.left = now_s, probe.left - 1
-                said.append(probe.data)
-        return said
+        due = [probe for probe in self._probes.values() if probe.left and now_s - probe.sent_s >= PROBE_S]
+        for probe in due:
+            probe.sent_s, probe.left = now_s, probe.left - 1
+        return [probe.data for probe in due]

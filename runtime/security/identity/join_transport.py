@@ -95,6 +95,7 @@ class JoinTransport:
         self._writer = node.plain_writer(JOIN)
         party.participant = node.prefix
         if isinstance(party, Admission):
+            party.dropped = thread.rejected
             events = party.events
             events.joined = lambda name, role: _log(log.info, "joined", node=name, role=role)
             events.refused = lambda name, why: _log(log.warning, "join refused", node=name, reason=why)

@@ -24,7 +24,7 @@ from gradbus.runtime.security.identity.allow_list import AllowListWatcher, Entry
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_transport import JoinTransport
 from gradbus.runtime.security.identity.key import public_text
-from gradbus.runtime.security.identity.rank_keys import RankKeys
+from gradbus.runtime.security.identity.key_epoch import RankKeys
 from gradbus.runtime.security.membership import SharedKeyMembership
 from gradbus.runtime.security.peers import Release
 from gradbus.runtime.security.streams import OutboundEnvelope

@@ -61,8 +61,8 @@ def identity_membership(job: str, security: Security) -> JobMembership:
     """Return the membership of this process. Raises ConfigError, as :func:`read_identity`."""
     from gradbus.runtime.security.identity.admission import Admission
     from gradbus.runtime.security.identity.join_client import JoinClient
+    from gradbus.runtime.security.identity.key_epoch import RankKeys
     from gradbus.runtime.security.identity.membership import ClientMembership, ControllerMembership, RankMembership
-    from gradbus.runtime.security.identity.rank_keys import RankKeys
 
     key, pinned, watcher = _read(security)
     if not _gives_keys(security, key, pinned):

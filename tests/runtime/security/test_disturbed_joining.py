@@ -6,22 +6,16 @@ import contextlib
 import secrets
 
 import pytest
-from joining_hall import COMMANDS, JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall, stamped
+from joining_hall import JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall, stamped
 
 from gradbus.runtime.errors import FrameError, JobTaken
-from gradbus.runtime.security.identity import (
-    admission,
-    beacons,
-    duplicate_controllers,
-    handshake,
-    joining_nodes,
-    rate_limits,
-)
+from gradbus.runtime.security.identity import admission, duplicate_controllers, handshake, join_client, rate_limits
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
 from gradbus.runtime.security.identity.join_client import FIRST_S, LONGEST_S, SILENT_S, JoinClient
 from gradbus.runtime.security.identity.join_messages import Beacon, JoinConfirm, JoinHello
 from gradbus.runtime.security.identity.key import NodeKey, new_node_key
+from gradbus.runtime.security.identity.key_messages import COMMANDS
 from gradbus.runtime.security.identity.membership import ControllerMembership
 
 TRUE, OTHER = 1, 99  # handles of DDS writers: the controller's, and a stranger's
@@ -33,7 +27,7 @@ def newcomer() -> JoinClient:
 
 def test_a_beacon_that_was_not_checked_in_a_flood_of_others_is_taken_when_it_is_said_again() -> None:
     hall, node = Hall(), newcomer()
-    for number in range(beacons.CHECKS_AT_ONCE):
+    for number in range(join_client.CHECKS_AT_ONCE):
         forged = handshake.signed(JOB, STRANGER, Beacon(secrets.token_bytes(16), number, STRANGER.public))
         node.receive_beacon(memoryview(forged), OTHER + number, hall.now_s)
     with pytest.raises(FrameError, match="more beacons came"):
@@ -48,11 +42,11 @@ def test_a_beacon_that_was_not_checked_in_a_flood_of_others_is_taken_when_it_is_
 def test_a_beacon_that_a_stranger_says_too_is_there_as_long_as_its_controller() -> None:
     hall, node = Hall(), newcomer()
     assert len(node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)) == 1  # this Hello is lost
-    for number in range(beacons.MAX_SOURCES):
+    for number in range(join_client.MAX_SOURCES):
         assert node.receive_beacon(memoryview(hall.controller.beacon), OTHER + number, hall.now_s) == []
     assert node.tick(hall.now_s + 10.0, lambda source: source == TRUE) == []  # all is full of strangers' writers
     node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)  # it says it again
-    for number in range(beacons.MAX_SOURCES - 1):
+    for number in range(join_client.MAX_SOURCES - 1):
         node.receive_beacon(memoryview(hall.controller.beacon), OTHER + number, hall.now_s)
     assert len(node.tick(hall.now_s + 20.0, lambda source: source == TRUE)) == 1
 
@@ -60,7 +54,7 @@ def test_a_beacon_that_a_stranger_says_too_is_there_as_long_as_its_controller() 
 def test_saying_a_beacon_again_brings_neither_checks_nor_hellos() -> None:
     hall, node = Hall(), newcomer()
     said = 0
-    for number in range(2 * beacons.CHECKS_AT_ONCE):
+    for number in range(2 * join_client.CHECKS_AT_ONCE):
         said += len(node.receive_beacon(memoryview(hall.controller.beacon), number, hall.now_s))
     assert said == 1
 
@@ -112,7 +106,7 @@ def test_a_hello_to_the_true_controller_that_was_lost_among_recordings_is_soon_s
     hall, node = Hall(), newcomer()
     said = node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)
     assert len(said) == 1  # and lost
-    for number in range(beacons.MAX_BEACONS):
+    for number in range(join_client.MAX_BEACONS):
         node.receive_beacon(recording(1 + number), OTHER + number, hall.now_s)
     hall.nodes.append(node)
     began_s = hall.now_s
@@ -144,7 +138,7 @@ def test_recorded_hellos_of_earlier_starts_do_not_push_out_the_one_that_lives() 
     hall, node = Hall(), newcomer()
     (hello,) = node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)
     (welcome,) = hall.controller.receive(memoryview(hello), hall.now_s)
-    for number in range(2 * joining_nodes.MAX_PENDING_EACH):
+    for number in range(2 * admission.MAX_PENDING_EACH):
         former = newcomer()
         former.start = node.start - 1 - number
         (recorded,) = former.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)
@@ -286,13 +280,13 @@ def test_a_stranger_with_many_names_fills_no_log_and_takes_no_answer_from_those_
 
     names = [NodeKey(f"stranger-{number}", STRANGER.private) for number in range(300)]
     assert sum(map(refused, names)) == admission.REFUSALS_AT_ONCE
-    assert told == [key.name for key in names[: rate_limits.TOLD_AT_ONCE]]
+    assert told == [key.name for key in names[: rate_limits.REFUSED_AT_ONCE]]
     observer = ROLES.index("observer")
     assert refused(ONE, observer) == refused(SERVER, ROLES.index("controller")) == 1
-    assert told[rate_limits.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[rate_limits.REFUSED_AT_ONCE :] == [ONE.name, SERVER.name]
     hall.now_s += 5.0
     assert refused(ONE, observer) == 1
-    assert told[rate_limits.TOLD_AT_ONCE :] == [ONE.name, SERVER.name]
+    assert told[rate_limits.REFUSED_AT_ONCE :] == [ONE.name, SERVER.name]
 
 
 def test_two_hundred_nodes_that_come_at_once_are_let_in_by_a_controller_that_is_slow() -> None:

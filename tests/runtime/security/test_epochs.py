@@ -6,13 +6,14 @@ import hashlib
 import os
 
 import pytest
-from joining_hall import COMMANDS, CONTROL, JOB, LIST, MODELS, ONE, SERVER, TWO, UPDATES, Hall, upload
+from joining_hall import CONTROL, JOB, LIST, ONE, SERVER, TWO, UPDATES, Hall, upload
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.security.identity.allow_list import without
 from gradbus.runtime.security.identity.controller_signatures import check_model, check_payload, sign_model
 from gradbus.runtime.security.identity.join_client import JoinClient
+from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
 from gradbus.runtime.security.streams import OutboundStreams, StreamEncryptor
 from gradbus.runtime.wire.frames import CONTROLLER, FrameKey, Kind
 
@@ -42,7 +43,7 @@ def test_what_the_controller_has_signed_once_cannot_be_said_again_by_a_member() 
     hall = Hall(ONE)
     one = hall.nodes[0]
     assert one.keys is not None
-    sample = hall.controller.speaker.signed(CONTROL, (b"the run is over",))
+    sample = hall.controller.signer.signed(CONTROL, (b"the run is over",))
     forger = OutboundStreams(hall.controller.group.key, hall.controller.session).encryptor(CONTROL)
     assert hall.heard(one, CONTROL, bytes(forger.seal(sample))) == "the run is over"
     assert hall.heard(one, CONTROL, bytes(forger.seal(sample))) == "replay"

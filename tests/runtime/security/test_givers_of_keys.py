@@ -6,7 +6,7 @@ import secrets
 
 from joining_hall import JOB, ONE, RANKS, SERVER, TWO, RankHall, everybody_hears_everybody
 
-from gradbus.runtime.security.identity import handshake, rank_keys
+from gradbus.runtime.security.identity import handshake, key_epoch
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import Beacon
@@ -32,9 +32,9 @@ def test_to_a_giver_that_was_started_anew_all_go_over_together() -> None:
     assert hall.keys(one).current.key_id == before
     assert hall.hears(two, hall.says(one, b"before")) == "before"
     gone_over(hall, two, hall.controller, 2)
-    hall.later(rank_keys.SETTLE_S / 2)
+    hall.later(key_epoch.SETTLE_S / 2)
     assert hall.hears(one, hall.says(two, b"between")) == "between"
-    hall.later(rank_keys.SETTLE_S)
+    hall.later(key_epoch.SETTLE_S)
     assert hall.keys(one).current.key_id == hall.keys(two).current.key_id == hall.keys(hall.controller).current.key_id
     everybody_hears_everybody(hall)
 
@@ -49,7 +49,7 @@ def test_who_goes_back_to_the_giver_before_goes_on_with_the_key_that_all_others_
     assert hall.keys(one).accepts(second.group.key.key_id)
     gone_over(hall, one, hall.controller, 1)
     for _ in range(10):
-        hall.later(rank_keys.SETTLE_S / 4)
+        hall.later(key_epoch.SETTLE_S / 4)
         everybody_hears_everybody(hall)
     assert hall.keys(one).current is before
 
@@ -59,10 +59,10 @@ def test_who_has_gone_over_already_goes_back_to_the_key_that_all_others_have() -
     one, _ = hall.nodes
     before = hall.keys(one).current
     gone_over(hall, one, hall.new_controller(RANKS), 2)
-    hall.later(rank_keys.SETTLE_S + 0.1)
+    hall.later(key_epoch.SETTLE_S + 0.1)
     assert hall.keys(one).current is not before
     gone_over(hall, one, hall.controller, 1)
-    hall.later(rank_keys.SETTLE_S + 0.1)
+    hall.later(key_epoch.SETTLE_S + 0.1)
     everybody_hears_everybody(hall)
 
 
@@ -75,7 +75,7 @@ def test_who_hears_of_a_third_giver_at_once_goes_over_to_that_one_and_not_to_the
     assert hall.keys(one).current is before
     assert hall.keys(one).accepts(second.group.key.key_id)  # some may seal with it
     hall.controller = third
-    hall.later(rank_keys.SETTLE_S + 0.1)
+    hall.later(key_epoch.SETTLE_S + 0.1)
     everybody_hears_everybody(hall)
 
 
@@ -96,7 +96,7 @@ def test_a_second_giver_of_keys_that_was_started_by_mistake_leads_nobody_away() 
     hall.meet(newcomer)
     hall.later(1.0)
     for _ in range(3):
-        hall.later(rank_keys.SETTLE_S)
+        hall.later(key_epoch.SETTLE_S)
         everybody_hears_everybody(hall)
 
 

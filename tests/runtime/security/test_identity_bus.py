@@ -218,8 +218,9 @@ def test_who_is_not_let_in_and_finds_nobody_says_why(opens: Callable[..., Any], 
     known.new("stranger")
 
     async def main() -> None:
-        async with opens("server"), opens("stranger", role="observer") as bus:
+        async with opens("server") as server, opens("stranger", role="observer") as bus:
             await eventually(lambda: bus.standing.refusal)
+            assert server.rejected["refused"] >= 1
             with bus.subscribe(TrainCmd), pytest.raises(BarrierTimeout, match="stranger is not on the allow list"):
                 await bus.matched(lambda: bus.matched_writers(TrainCmd) > 0, timeout_s=0.01)
 

@@ -9,32 +9,19 @@ from types import FunctionType, ModuleType
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from joining_hall import (
-    COMMANDS,
-    CONTROL,
-    JOB,
-    LIST,
-    MODELS,
-    ONE,
-    SERVER,
-    STRANGER,
-    TWO,
-    UPDATES,
-    Hall,
-    stamped,
-    upload,
-)
+from joining_hall import CONTROL, JOB, LIST, ONE, SERVER, STRANGER, TWO, UPDATES, Hall, stamped, upload
 
 from gradbus.runtime.dds.idl_types import FrameType
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
-from gradbus.runtime.security.identity import admission, beacons, handshake, join_client, joining_nodes, key_epoch
+from gradbus.runtime.security.identity import admission, handshake, join_client, key_messages
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, WITH_IDS, AllowList, Entry, Role
 from gradbus.runtime.security.identity.handshake import Stamps
 from gradbus.runtime.security.identity.join_client import ASK_S, JoinClient
 from gradbus.runtime.security.identity.join_messages import JOIN_TOPIC, VERSION, Beacon, JoinHello, JoinWelcome, parse
 from gradbus.runtime.security.identity.key import NodeKey
+from gradbus.runtime.security.identity.key_messages import COMMANDS, MODELS
 from gradbus.runtime.security.identity.membership import ControllerMembership
 from gradbus.runtime.security.streams import OutboundStreams, SharedKey
 from gradbus.runtime.wire import control, frames
@@ -185,7 +172,7 @@ def test_welcomes_that_others_make_up_do_not_keep_a_node_from_taking_the_true_on
 def test_beacons_that_one_writer_makes_up_do_not_hide_that_of_the_controller() -> None:
     hall = Hall()
     node = JoinClient(JOB, ONE, SERVER.public, "client")
-    for number in range(4 * beacons.CHECKS_AT_ONCE):
+    for number in range(4 * join_client.CHECKS_AT_ONCE):
         forged = handshake.signed(JOB, STRANGER, Beacon(number.to_bytes(16, "little"), number, SERVER.public))
         with pytest.raises(FrameError):
             node.receive_beacon(memoryview(forged), 99, hall.now_s)
@@ -202,8 +189,8 @@ def test_recordings_of_hellos_are_answered_once_and_few_wait_for_their_confirm()
         assert hall.controller.receive(memoryview(hello), hall.now_s)
         with pytest.raises(FrameError, match="received before"):
             hall.controller.receive(memoryview(hello), hall.now_s)
-    assert len(hall.controller._pending) == joining_nodes.MAX_PENDING_EACH
-    hall.later(joining_nodes.PENDING_S + 0.1)
+    assert len(hall.controller._pending) == admission.MAX_PENDING_EACH
+    hall.later(admission.PENDING_S + 0.1)
     assert not hall.controller.is_busy
     assert hall.controller.members == {}
 
@@ -232,9 +219,9 @@ def test_a_recording_of_a_whole_joining_and_of_a_round_is_worth_nothing() -> Non
         except FrameError as error:
             assert error.reason in {"replay", "no key", "join"}  # noqa: PT017 - what is for others raises nothing
     assert again.taken(UPDATES, said[-2]) == again.taken(CONTROL, said[-1]) == "no key"
-    assert [again.heard(again.nodes[0], topic, data) for topic, data in zip(key_epoch.TOPICS, told, strict=True)] == [
-        "no key"
-    ] * 3
+    assert [
+        again.heard(again.nodes[0], topic, data) for topic, data in zip(key_messages.TOPICS, told, strict=True)
+    ] == ["no key"] * 3
 
 
 def test_a_node_that_was_restarted_replaces_its_former_start_whose_envelopes_die() -> None:
@@ -270,7 +257,7 @@ def test_of_two_processes_with_one_key_file_the_earlier_one_is_told_that_it_is_o
     assert not later.refusal
     attempt = hall.controller.members["robot-1"].attempt
     hall.controller.events.joined = lambda name, role: pytest.fail("it is the same process")
-    later._lacks = True  # it joins anew, and stays in
+    later.lacks_key = True  # it joins anew, and stays in
     hall.later(3.0)
     assert hall.controller.members["robot-1"].attempt == attempt + 1
     assert not later.refusal
@@ -283,7 +270,7 @@ def test_a_node_that_is_made_to_think_that_it_lacks_a_key_asks_less_and_less_oft
     member = hall.controller.members["robot-1"]
     asked_s, attempt = [], member.attempt
     while len(asked_s) < 6:
-        one._note_lack()
+        one.note_lack()
         hall.later(0.5)
         if hall.controller.members["robot-1"].attempt != attempt:
             attempt = hall.controller.members["robot-1"].attempt
@@ -293,7 +280,7 @@ def test_a_node_that_is_made_to_think_that_it_lacks_a_key_asks_less_and_less_oft
         assert least <= pause < least + 2.0
     hall.controller.rotation.begin({"robot-1"}, hall.now_s, "a test")
     hall.later(1.0)
-    one._note_lack()
+    one.note_lack()
     asked_s.append(hall.now_s)
     hall.later(ASK_S + 1.0)
     assert hall.controller.members["robot-1"].attempt == attempt + 1

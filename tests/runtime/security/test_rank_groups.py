@@ -23,7 +23,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobTaken, JoinRefused, PeerLost
 from gradbus.runtime.security import Security
-from gradbus.runtime.security.identity import rank_keys
+from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.wire.messages import Control
 
 _numbers = count()
@@ -152,7 +152,7 @@ def test_processes_of_one_machine_share_its_key_and_a_rank_that_the_list_does_no
 def test_when_the_giver_of_the_keys_is_gone_those_who_are_in_go_on_and_with_its_next_start_all_are_there_again(
     opens: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_keys, "FORMER_S", 0.5)
+    monkeypatch.setattr(key_epoch, "FORMER_RANKS_S", 0.5)
 
     async def main() -> None:
         async with opens("host-1", 1) as one, opens("host-2", 2) as two:

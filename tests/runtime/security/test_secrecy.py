@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from joining_hall import JOB, ONE, SERVER, TWO, Hall
 
-from gradbus.runtime.security.identity import key_epoch
+from gradbus.runtime.security.identity import key_messages
 from gradbus.runtime.security.identity.join_client import JoinClient
 
 
@@ -16,10 +16,10 @@ def test_no_secret_is_in_what_objects_say_of_themselves() -> None:
     late.receive(memoryview(welcome), hall.now_s)  # both wait for the last step
     assert late._asked is not None
     assert late._asked.secrets is not None
-    (waiting,) = hall.controller._pending.of(late.session)
+    (waiting,) = hall.controller._pending.values()
     group = hall.controller.group.key
-    handed = key_epoch.parse(
-        memoryview(key_epoch.pack(key_epoch.KeyGrant(group.epoch, group.secret, (1, 2, 3), (4, 5))))
+    handed = key_messages.parse(
+        memoryview(key_messages.pack(key_messages.KeyGrant(group.epoch, group.secret, (1, 2, 3), (4, 5))))
     )
     said = repr([handed, group, waiting, *(vars(party) for party in (hall.controller, late, hall.nodes[0]))])
     for secrets in (late._asked.secrets, waiting.secrets):

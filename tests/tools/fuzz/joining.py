@@ -7,7 +7,7 @@ import functools
 
 from fuzz.target import Target, must
 from gradbus.runtime.errors import ConfigError, FrameError
-from gradbus.runtime.security.identity import join_messages, key_epoch
+from gradbus.runtime.security.identity import join_messages, key_messages
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, parse_allow_list
 from gradbus.runtime.security.identity.controller_signatures import BroadcastVerifier
@@ -50,9 +50,12 @@ def _read_joining(data: bytes) -> None:
         not controller.members and not controller.is_busy and client.keys is None, "a forgery has left something behind"
     )
     with contextlib.suppress(FrameError):
-        must(key_epoch.pack(key_epoch.parse(memoryview(data))) == data, "a word about keys comes back as another one")
+        must(
+            key_messages.pack(key_messages.parse(memoryview(data))) == data,
+            "a word about keys comes back as another one",
+        )
     try:
-        BroadcastVerifier(_JOB, server.public, bytes(16)).verify(key_epoch.CONTROL, memoryview(data))
+        BroadcastVerifier(_JOB, server.public, bytes(16)).verify(key_messages.CONTROL, memoryview(data))
     except FrameError:
         return
     must(False, "a word that the controller has not signed was taken")
@@ -66,9 +69,10 @@ def _joining_seeds() -> list[bytes]:
         JoinWelcome(some, some, 7, 5, key, key), JoinConfirm(controller.session, some, key),
         JoinRefusal(some, some, key, "no"),
     ]  # fmt: skip
-    to_ranks = key_epoch.RankKeyGrant(3, key, ((0, 3), (9, 9)), (some, some))
+    to_ranks = key_messages.RankKeyGrant(3, key, ((0, 3), (9, 9)), (some, some))
     words = [
-        key_epoch.pack(word) for word in (key_epoch.KeyAck(3), key_epoch.KeyGrant(3, key, (1, 2, 3), (4, 5)), to_ranks)
+        key_messages.pack(word)
+        for word in (key_messages.KeyAck(3), key_messages.KeyGrant(3, key, (1, 2, 3), (4, 5)), to_ranks)
     ]
     packed = [join_messages.pack(message) + bytes(64) for message in messages]
     packed += [one + bytes(join_messages.STAMP_BYTES) for one in packed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,12 @@ from joining_hall import CONTROL, JOB, ONE, RANKS, SERVER, STRANGER, TWO, RankHa
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.envelope import parse as parse_header
-from gradbus.runtime.security.identity import key_epoch, rank_keys
+from gradbus.runtime.security.identity import key_epoch, key_messages
+from gradbus.runtime.security.identity.admission import most_processes
 from gradbus.runtime.security.identity.allow_list import AllowList, Entry, with_entry, without
 from gradbus.runtime.security.identity.join_client import JoinClient
 from gradbus.runtime.security.identity.join_messages import JoinHello, parse
-from gradbus.runtime.security.identity.joining_nodes import most_processes
-from gradbus.runtime.security.identity.key_epoch import RankKeyGrant
+from gradbus.runtime.security.identity.key_messages import RankKeyGrant
 from gradbus.runtime.security.identity.membership import ClientMembership
 from gradbus.runtime.security.streams import StreamEncryptor
 from gradbus.runtime.wire.messages import Control
@@ -101,8 +102,8 @@ def test_who_is_removed_can_neither_read_nor_speak_nor_come_as_somebody_new() ->
     )  # with the new key: so one uses it, too
     hall.later(0.1)
     assert hall.hears(two, hall.says(one, b"secret")) == "no key"
-    for _ in range(rank_keys.LOOKS + 1):
-        hall.later(rank_keys.FORMER_S / rank_keys.LOOKS)
+    for _ in range(key_epoch.LOOKS + 1):
+        hall.later(key_epoch.FORMER_RANKS_S / key_epoch.LOOKS)
     assert hall.hears(hall.controller, late) == "no key"
 
 
@@ -243,7 +244,7 @@ def test_who_stood_still_for_long_opens_what_came_meanwhile_with_the_former_key(
     for _ in range(10):
         hall.later(0.3)
     assert hall.keys(two).current is not hall.keys(two).of(parse_header(memoryview(late)))
-    hall.later(10 * rank_keys.FORMER_S)  # before it takes what lies there, it looks at the clock
+    hall.later(10 * key_epoch.FORMER_RANKS_S)  # before it takes what lies there, it looks at the clock
     assert hall.hears(two, late) == "on its way"
 
 
@@ -279,13 +280,13 @@ def test_what_ranks_are_handed_is_read_as_it_was_written_and_nothing_else_is(
     ids: list[tuple[int, int]], removed: list[bytes], data: st.DataObject
 ) -> None:
     word = RankKeyGrant(7, secrets.token_bytes(32), tuple(ids), tuple(removed))
-    packed = key_epoch.pack(word)
-    assert key_epoch.parse(memoryview(packed)) == word._replace(removed=word.removed[-256:])
+    packed = key_messages.pack(word)
+    assert key_messages.parse(memoryview(packed)) == replace(word, removed=word.removed[-256:])
     assert word.secret.hex() not in repr(word)
     cut = data.draw(st.integers(0, len(packed) - 1))
-    for wrong in (packed[:cut], packed + b"x", bytes([key_epoch.VERSION + 1]) + packed[1:]):
+    for wrong in (packed[:cut], packed + b"x", bytes([key_messages.VERSION + 1]) + packed[1:]):
         with pytest.raises(FrameError):
-            key_epoch.parse(memoryview(wrong))
+            key_messages.parse(memoryview(wrong))
 
 
 def test_ranks_and_clients_of_one_list_do_not_get_into_each_others_way() -> None:
