@@ -54,7 +54,7 @@ class FrameError(GradbusError, ValueError):
         self.reason = reason
 
 
-class JobTaken(GradbusError):
+class JobInUse(GradbusError):
     """The job has a controller already; the text says which."""
 
 
@@ -93,15 +93,15 @@ class BarrierTimeout(GradbusError, TimeoutError):
     """
 
     def __init__(
-        self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float, doubt: str = "",
-        hint: str = "",
+        self, what: str, *, missing: Sequence[int], ready: int, needed: int, timeout_s: float,
+        misconfiguration: str = "", hint: str = "",
     ) -> None:  # fmt: skip
-        """``doubt``: what else was noticed and may be the reason, see ``Bus.doubt``. ``hint``: what to do, see
+        """``misconfiguration``: the likely reason, see ``Bus.misconfiguration``. ``hint``: what to do, see
         ``Reach.advice``."""
         names = f", missing {list(missing)}" if missing else ""
         super().__init__(
             f"{what}: {ready} of {needed} ready after {timeout_s:g} s{names}. "
-            + (f"It was heard that {doubt}. " if doubt else "")
+            + (f"Likely reason: {misconfiguration}. " if misconfiguration else "")
             + (hint or "Start the missing ones, with the same job, domain and network settings")
         )
         self.missing = tuple(missing)

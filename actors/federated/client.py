@@ -102,14 +102,14 @@ class Client:
 
     def _open(self) -> None:
         """Off the loop: building a model and reading residuals take their time."""
-        self._bus.standing.check_client()
+        self._bus.access_policy.check_client()
         self._model = FlatModel(self._task.build_model())
         residuals = ResidualStore(self._config.state_dir, self.client_id)
         self._training = LocalTraining(
             self._task, self._identity, self._model, residuals, self._bus.memory, self._probe, self._config.rule
         )  # fmt: skip
-        self._replica = ModelReplica(self._model.dim, probe=self._probe, standing=self._bus.standing)
-        self._frozen = ModelReplica(self._model.frozen_dim, standing=self._bus.standing, frozen=True)
+        self._replica = ModelReplica(self._model.dim, probe=self._probe, access_policy=self._bus.access_policy)
+        self._frozen = ModelReplica(self._model.frozen_dim, access_policy=self._bus.access_policy, frozen=True)
         self._memory = SharedModelReader(self._bus.memory, self._replica, self._decode, self.client_id)
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
 
@@ -337,9 +337,11 @@ class Client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
-        doubt = self._bus.doubt
-        self._session.check_controller(doubt, self._bus.reach.advice(one=True))
-        self._waiting.look(f"the controller of job {self._bus.job!r}", began_s=self._session.heard_s, doubt=doubt)
+        misconfiguration = self._bus.misconfiguration
+        self._session.check_controller(misconfiguration, self._bus.reach.advice(one=True))
+        self._waiting.look(
+            f"the controller of job {self._bus.job!r}", began_s=self._session.heard_s, misconfiguration=misconfiguration
+        )
 
     async def _train_and_send(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, group: asyncio.TaskGroup
@@ -388,7 +390,7 @@ class Client:
 
     def _same_session(self, session: int) -> bool:
         """Whether the controller is still this one. Raises BarrierTimeout: there is none any more."""
-        self._session.check_controller(self._bus.doubt, self._bus.reach.advice(one=True))
+        self._session.check_controller(self._bus.misconfiguration, self._bus.reach.advice(one=True))
         return self._session.is_current(session)
 
     async def _report_failure(self, welcome: Welcome, command: TrainCmd, error: Exception) -> None:

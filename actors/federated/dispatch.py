@@ -20,7 +20,7 @@ from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
-from gradbus.runtime.errors import BusClosed, GradbusError, JobTaken
+from gradbus.runtime.errors import BusClosed, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
 from gradbus.runtime.wire.control import Hello, Leave, ModelRequest, Refused, TrainingFailure, UploadRequest, Welcome
@@ -110,7 +110,7 @@ class Dispatcher:
                 raise BusClosed("the bus was closed under a running controller: stop the controller first") from None
             try:
                 await self._handle(message, group)
-            except JobTaken:
+            except JobInUse:
                 raise
             except GradbusError as error:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradbus.codecs import CodecError, add_into, parse
 from gradbus.runtime.compute import ComputeThread
-from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
@@ -36,14 +36,14 @@ class ModelReplica:
     """
 
     def __init__(
-        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None, standing: Standing | None = None,
-        frozen: bool = False,
+        self, dim: int, *, max_bytes: int | None = None, probe: Probe | None = None,
+        access_policy: AccessPolicy | None = None, frozen: bool = False,
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``frozen``: this is what no round changes, and not what every round does.
-        ``probe``: records the models. ``standing``: says whether they are the controller's."""
+        ``probe``: records the models. ``access_policy``: says whether they are the controller's."""
         self._probe = probe or no_probe()
-        self._standing = standing or Standing()
+        self._access_policy = access_policy or AccessPolicy()
         self._dim = dim
         self._limit = max_bytes
         self._max_bytes = 8 * dim + 4096 if max_bytes is None else max_bytes
@@ -129,7 +129,7 @@ class ModelReplica:
     def _is_published(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
         """Whether the controller has signed for it, where models are signed: before anything changes for it."""
         try:
-            self._standing.check_model(key, flags, total_bytes)
+            self._access_policy.check_model(key, flags, total_bytes)
         except FrameError as error:
             self._drop(error)
             return False

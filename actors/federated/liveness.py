@@ -19,7 +19,7 @@ from gradbus.actors.federated.rounds import Round
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.errors import BusError, JobTaken, WriteTimeout
+from gradbus.runtime.errors import BusError, JobInUse, WriteTimeout
 from gradbus.runtime.logs import get_logger, process_name
 from gradbus.runtime.wire.control import RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
@@ -81,7 +81,7 @@ class DuplicateControllers:
         self._identity = identity
         self._heard: dict[int, int] = {}
 
-    def observe(self, message: Message) -> JobTaken | None:
+    def observe(self, message: Message) -> JobInUse | None:
         """The error that names the holder of the job, once another controller is certain."""
         if not isinstance(message, Control) or message.sender != CONTROLLER:
             return None
@@ -96,12 +96,12 @@ class DuplicateControllers:
         if self._heard[other] < _TIMES:
             return None
         status = message.body
-        return JobTaken(
+        return JobInUse(
             f"job {self._job!r} has a controller already: {status.host or 'of an unknown host'}, {status.phase}, round "
             f"{status.round_id} of run {status.run_id:016x}. Stop that one first, or choose another job (bus.job)"
         )
 
-    def observe_early(self, message: Message) -> JobTaken | None:
+    def observe_early(self, message: Message) -> JobInUse | None:
         """The same while two that began together both wait for clients: the one that began first goes on."""
         earlier = isinstance(message, Control) and message.incarnation < self._identity.incarnation
         return self.observe(message) if earlier else None
@@ -116,7 +116,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
             in one call into C may hold its interpreter for seconds.
 
     Raises:
-        JobTaken: somebody does.
+        JobInUse: somebody does.
         ConfigError: this process is not the controller, as its key says.
     """
     duplicates = DuplicateControllers(bus.job, identity)
@@ -126,7 +126,7 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
     until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s, hangs_after_s)
     with bus.subscribe(Control, TrainCmd) as inbox:
         while True:
-            bus.standing.check_controller()
+            bus.access_policy.check_controller()
             now_s = time.monotonic()
             heard_s, looked_s = heard_s + min(now_s - looked_s, _TICK_S), now_s
             if heard_s >= until_s:  # also where clients talk without a pause
@@ -154,7 +154,7 @@ def tolerate_write_timeout(what: str, round_id: int) -> Iterator[None]:
 
 
 async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
-    """Announce for a while that all rounds of this run are done, to clients that missed it. Raises JobTaken: the job
+    """Announce for a while that all rounds of this run are done, to clients that missed it. Raises JobInUse: the job
     is another controller's by now."""
     identity = Identity(CONTROLLER, new_incarnation())
     await claim_job(bus, identity, heartbeat_s)
@@ -229,7 +229,7 @@ class LivenessMonitor:
         """
         until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:
-            with contextlib.suppress(BusError, JobTaken):  # of a job that is another's it is not the end
+            with contextlib.suppress(BusError, JobInUse):  # of a job that is another's it is not the end
                 await self._context.publish(RunEnded(self._context.run_id, ok, reason[:4096], final))
             if (not self._registry.count_live() and not linger) or time.monotonic() >= until_s:
                 return

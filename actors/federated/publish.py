@@ -289,10 +289,12 @@ class ModelPublisher:
 
     async def _sign(self, message: _OutgoingModel) -> None:
         """Where models are signed, nobody gets one that is not. Its signature is the name of its frames."""
-        standing = self._context.bus.standing
+        access_policy = self._context.bus.access_policy
         async with message.signing:
-            if standing.signs_models and not message.key.name:
-                name = await self._context.compute.run(standing.sign_model, message.key, message.flags, message.payload)
+            if access_policy.signs_models and not message.key.name:
+                name = await self._context.compute.run(
+                    access_policy.sign_model, message.key, message.flags, message.payload
+                )
                 message.key = message.key._replace(name=name)
 
     async def _send(self, message: _OutgoingModel, only: Sequence[int] | None = None) -> None:

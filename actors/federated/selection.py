@@ -63,10 +63,10 @@ class StartCondition:
             return now_s >= self._grace_until_s
         self._grace_until_s = None
         if now_s >= self._deadline_at_s:
-            what, doubt, hint = self._describe()
+            what, misconfiguration, hint = self._describe()
             raise BarrierTimeout(
                 what, missing=self.missing(ready), ready=len(ready), needed=self._minimum, timeout_s=self._timeout_s,
-                doubt=doubt, hint=hint,
+                misconfiguration=misconfiguration, hint=hint,
             )  # fmt: skip
         return False
 
@@ -109,11 +109,13 @@ class ParticipantSelection:
         condition = StartCondition(
             minimum=config.min_clients, expected=config.num_clients, now_s=time.monotonic(),
             timeout_s=config.start_timeout_s, grace_s=config.start_grace_s, excused=out,
-            describe=lambda: (f"round {round_id} cannot start{kept_out}: clients", bus.doubt, bus.reach.advice()),
+            describe=lambda: (
+                f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration, bus.reach.advice()
+            ),
         )  # fmt: skip
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
         while not condition.may_start(ready := sorted({*accepted, *self.ready(round_id)}), time.monotonic()):
-            waiting.look(self._absent(condition.missing(ready)), doubt=bus.doubt)
+            waiting.look(self._absent(condition.missing(ready)), misconfiguration=bus.misconfiguration)
             # No event tells when our own side has matched, which may be after the client's last message.
             await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.heartbeat_s))
         if len(ready) < (config.num_clients or 0) - len(out):

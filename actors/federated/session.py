@@ -132,13 +132,21 @@ class ControllerSession:
         """When a controller was heard last, by ``time.monotonic``; before that, when it was first waited for."""
         return self._heard_s
 
-    def check_controller(self, doubt: str, hint: str = "") -> None:
-        """Raises BarrierTimeout: no controller for too long. ``doubt``: what the bus has noticed, for its text, and
-        ``hint`` what to do."""
+    def check_controller(self, misconfiguration: str, hint: str = "") -> None:
+        """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
+        and ``hint``: what to do."""
         self.listen()
         limit_s = self._controller_timeout_s
         if time.monotonic() - self._heard_s > limit_s:
-            raise BarrierTimeout("controller", missing=(), ready=0, needed=1, timeout_s=limit_s, doubt=doubt, hint=hint)
+            raise BarrierTimeout(
+                "controller",
+                missing=(),
+                ready=0,
+                needed=1,
+                timeout_s=limit_s,
+                misconfiguration=misconfiguration,
+                hint=hint,
+            )
 
 
 class ClientStatus:

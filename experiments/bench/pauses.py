@@ -36,7 +36,7 @@ from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import Group, join_group
 from gradbus.runtime.dds.discovery import discovery_ports, goodbye
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.security import Security
 from gradbus.runtime.wire.messages import Control
@@ -338,7 +338,7 @@ def forge_goodbyes(times: int, every_s: float) -> Disturbance:
 
 def _prefixes(domain: int, processes: Collection[int]) -> list[bytes]:
     """The GUID prefixes of the participants of these processes."""
-    node = Node(domain_id=domain, partition="outsider", network=gradbus.NetworkConfig())
+    node = Participant(domain_id=domain, partition="outsider", network=gradbus.NetworkConfig())
     try:
         until_s = time.monotonic() + START_S
         while True:

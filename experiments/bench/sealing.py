@@ -239,7 +239,7 @@ async def _rank(member: SealingProcess) -> list[TimedBlock]:
         for level in LEVELS:
             bus = await opened.enter_async_context(member.connect(level))
             if member.case.checksums:
-                bus._node.leaves_machine = True  # for its frames, that is what decides
+                bus._participant.leaves_machine = True  # for its frames, that is what decides
             joining = gradbus.join_group(bus, rank=member.number, world=2)
             groups.append(await opened.enter_async_context(joining))
             (port,) = bus._ports

@@ -77,12 +77,15 @@ async def look_for(settings: BusSettings, *, wait_s: float, say: Callable[[str],
     seen = [
         PeerContact(peer, packets.of(peer), measurements.of(peer), packets.unreachable.get(peer, "")) for peer in peers
     ]
-    findings = [judge_peer(own, one, wait_s=wait_s, doubt=measurements.doubt, settings=settings) for one in seen]
+    findings = [
+        judge_peer(own, one, wait_s=wait_s, misconfiguration=measurements.misconfiguration, settings=settings)
+        for one in seen
+    ]
     return findings + _not_in_peers(own, peers, packets, measurements)
 
 
 def judge_peer(
-    own: DoctorIdentity, contact: PeerContact, *, wait_s: float, doubt: str, settings: BusSettings
+    own: DoctorIdentity, contact: PeerContact, *, wait_s: float, misconfiguration: str, settings: BusSettings
 ) -> Finding:
     """The finding about a peer, with what to check where its measurement is missing or failed."""
     name, remote, peer = f"peer {contact.address}", contact.datagrams, contact.bus
@@ -118,7 +121,7 @@ def judge_peer(
     if peer is not None and peer.fault:
         fault = f"{peer.fault}. Are large datagrams lost? Try --network network on both"
         return Finding(name, f"{peer.host}: broken off", Severity.BAD, fault)
-    hint = f". Received samples show that {doubt}" if doubt else ""
+    hint = f". Received samples show that {misconfiguration}" if misconfiguration else ""
     if peer is not None and not peer.sees_us:
         cure = (
             f"DDS samples of {host} come here, and this machine's do not get there{hint}. Check its firewall: {ports}"

@@ -61,14 +61,15 @@ class PeerMeasurements:
     """The measurements of one doctor with all others on the bus.
 
     Attributes:
-        found: other doctors, by the random number of each. doubt: the bus's hint at others with different settings.
+        found: other doctors, by the random number of each. misconfiguration: the bus's hint at others with different
+            settings.
     """
 
     number: int
     host: str
     address: str
     found: dict[int, BusPeer] = field(default_factory=dict)
-    doubt: str = ""
+    misconfiguration: str = ""
     _opened_ns: int = field(default_factory=time.monotonic_ns)  # the same clock for all processes of a machine
     _answers: dict[tuple[int, str], asyncio.Future[None]] = field(default_factory=dict)
     _received: dict[int, int] = field(default_factory=dict)  # bytes of the payload that comes, by sender
@@ -92,7 +93,7 @@ class PeerMeasurements:
 
     async def _announce(self, bus: Bus, link: Link) -> None:
         while True:
-            self.doubt = bus.doubt
+            self.misconfiguration = bus.misconfiguration
             facts = {"host": self.host, "address": self.address, "opened_ns": self._opened_ns}
             await _publish(link, "here", **facts, sees=sorted(self.found))
             await asyncio.sleep(_ANNOUNCE_S)

@@ -93,7 +93,7 @@ async def end_again(file: ControllerFile, run_id: int) -> None:
     """The run is finished and stays as it is: end clients that still wait for its controller.
 
     Raises:
-        JobTaken: another controller commands this job by now. BusError: there is no bus.
+        JobInUse: another controller commands this job by now. BusError: there is no bus.
     """
     async with open_bus(file.bus) as bus:
         await announce_run_ended(bus, run_id, heartbeat_s=file.federated.heartbeat_s)

@@ -23,7 +23,7 @@ from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.runtime.collectives.status import period_s
 from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
-from gradbus.runtime.dds.topics import Overheard
+from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line
 from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, RankStatus, Status
@@ -233,7 +233,7 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
     """
     observer = Observer()
     async with open_bus(settings, observes=True) as bus:
-        with bus.subscribe(Overheard) as inbox:
+        with bus.subscribe(BestEffortControl) as inbox:
             until_s = time.monotonic() + timeout_s
             first_s = 0.0
             with contextlib.suppress(TimeoutError):
@@ -244,7 +244,7 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
                         first_s = first_s or time.monotonic()
                         until_s = first_s + max(listen_s, observer.listen_s)
             if not first_s:
-                why = bus.standing.refusal or _about_key(bus.rejected) or bus.doubt
+                why = bus.access_policy.refusal or _about_key(bus.rejected) or bus.misconfiguration
                 raise NoJob(
                     f"no job {settings.job!r} was found within {timeout_s:g} s, in domain {settings.domain} on "
                     f"{settings.interface}, profile {settings.network}. Is it running, and are these its settings "

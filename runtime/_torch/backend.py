@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import DistBackendError
 
-from gradbus.runtime.errors import BarrierTimeout, BusError, JobTaken, JoinRefused
+from gradbus.runtime.errors import BarrierTimeout, BusError, JobInUse, JoinRefused
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
 from gradbus.torch.formation import WORLD, Rendezvous
@@ -66,7 +66,7 @@ class DdsBackend(Backend):
         try:
             place = Rendezvous(store, rank, size, label, self._timeout_s, all_ranks[rank] if all_ranks else rank)
             self.group = TorchGroup.form(place, self.queue.watch)
-        except (BarrierTimeout, BusError, JoinRefused, JobTaken) as error:
+        except (BarrierTimeout, BusError, JoinRefused, JobInUse) as error:
             raise DistBackendError(f"[Rank {rank}] {error}") from error
         self.queue.engine = self.group.engine
         self.queue.later = self.group.later

@@ -24,19 +24,19 @@ from gradbus.runtime import forks
 from gradbus.runtime.bus.participant_factory import (
     check_job,
     closed_on_error,
-    node_maker,
-    open_node,
+    open_participant,
+    participant_maker,
     profile_config,
     short_switch_interval,
 )
-from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Sample, Sender
 from gradbus.runtime.bus.subscription import Subscription, Subscriptions
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.network import NetworkConfig, Profile
-from gradbus.runtime.dds.participant import Node, Periodic, Waiter, Writer
+from gradbus.runtime.dds.participant import Participant, Periodic, WaitSet, Writer
 from gradbus.runtime.dds.topics import READABLE, TOPICS
 from gradbus.runtime.errors import BarrierTimeout, BusClosed, ConfigError, GradbusError
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -57,27 +57,31 @@ _MAX_SENDERS = 4096  # whose end is announced when the bus closes
 class Bus:
     """One participant of one job. Made by :func:`connect`. ``memory``: what passes by DDS, between its processes."""
 
-    def __init__(self, job: str, node: Node, loop: asyncio.AbstractEventLoop, stall_timeout_s: float) -> None:
+    def __init__(
+        self, job: str, participant: Participant, loop: asyncio.AbstractEventLoop, stall_timeout_s: float
+    ) -> None:
         self.job = job
         self.stall_timeout_s = stall_timeout_s
-        self.memory = PayloadMemory(switched_on=node.shared_memory)
-        self.lease_s = node.lease_s  # after so long a silence others elsewhere are gone
-        self.standing = node.standing  # what its security says of this process
-        self.reach = node.reach  # who can be met on it
+        self.memory = PayloadMemory(switched_on=participant.shared_memory)
+        self.lease_s = participant.lease_s  # after so long a silence others elsewhere are gone
+        self.access_policy = participant.access_policy  # what its security says of this process
+        self.reach = participant.reach  # who can be met on it
         self.faults: Faults | None = None  # of a test
-        self._node = node
+        self._participant = participant
         self._loop = loop
-        self._receiver = Receiver(Waiter(node), loop, self._on_matched, self._on_fault, lease_s=node.lease_s)
+        self._receiver = Receiver(
+            WaitSet(participant), loop, self._on_matched, self._on_fault, lease_s=participant.lease_s
+        )
         self._thread = self._receiver.thread
-        self._thread.add_periodic(Periodic(node.look_around, LOOK_AROUND_S))
+        self._thread.add_periodic(Periodic(participant.look_around, LOOK_AROUND_S))
         self._sender = Sender()
         self._slots = asyncio.Semaphore(_MAX_JOBS)
         self._writers: dict[type[Any], Writer] = {}
         self._channels: dict[type[Any], Channel] = {}
         self._subscriptions = Subscriptions(self._receiver.consumed, self._receiver.handover)
-        self._ports: list[FramePort] = []
+        self._ports: list[RawEndpoints] = []
         self._port_bytes: Counter[str] = Counter()  # of ports that are closed
-        self._flags = int(frames.Flags.NONE if node.needs_crc else frames.Flags.HEAD_CRC)
+        self._flags = int(frames.Flags.NONE if participant.needs_crc else frames.Flags.HEAD_CRC)
         self._groups: set[str] = set()
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
         self._match_waiters: list[asyncio.Future[None]] = []
@@ -87,9 +91,9 @@ class Bus:
         self._made_in = forks.generation
         self._thread.start()
         try:
-            node.start(self._receiver)
+            participant.start(self._receiver)
             self._sender.start()
-        except BaseException:  # whoever closes the node now must be the only one in DDS
+        except BaseException:  # whoever closes the participant now must be the only one in DDS
             self._thread.stop()
             self._thread.join(1.0)
             raise
@@ -97,10 +101,11 @@ class Bus:
     # Sending
 
     def open_writer(self, kind: type[Any], *, retained_samples: int = 1) -> None:
-        """Make the writer of a topic, so that readers can match it. ``retained_samples``: see Node.topic_writer."""
+        """Make the writer of a topic, so that readers can match it. ``retained_samples``: see
+        :meth:`.Participant.topic_writer`."""
         if kind not in self._writers:
             self._check_open()
-            writer = self._node.topic_writer(TOPICS[kind], retained_samples=retained_samples)
+            writer = self._participant.topic_writer(TOPICS[kind], retained_samples=retained_samples)
             self._writers[kind] = writer
             self._receiver.add(writer)
 
@@ -195,14 +200,14 @@ class Bus:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def frame_port(self) -> FramePort:
-        """Topics of frames past the subscriptions, for who can take them on the receive thread; see FramePort."""
+    def raw_endpoints(self) -> RawEndpoints:
+        """Topics of frames past the subscriptions, for who can take them on the receive thread; see RawEndpoints."""
         self._check_open()
-        port = FramePort(self._node, self._receiver, self._sender, self.stall_timeout_s, self._port_closed)
+        port = RawEndpoints(self._participant, self._receiver, self._sender, self.stall_timeout_s, self._port_closed)
         self._ports.append(port)
         return port
 
-    def _port_closed(self, port: FramePort) -> None:
+    def _port_closed(self, port: RawEndpoints) -> None:
         self._ports.remove(port)
         self._port_bytes.update(port.inline_bytes)
 
@@ -210,7 +215,7 @@ class Bus:
         """Register a rank of a group. Raises ConfigError: this bus holds one already. It does not receive its own
         samples on the topics of a group, so two ranks of one bus would wait for each other for ever."""
         self._check_open()
-        self.standing.check_rank()
+        self.access_policy.check_rank()
         if group in self._groups:
             raise ConfigError(f"this bus already holds a rank of group {group!r}: open another bus for a second one")
         self._groups.add(group)
@@ -229,7 +234,7 @@ class Bus:
         self._check_open()
         for kind in kinds:
             if kind not in self._channels:
-                reader = self._node.topic_reader(READABLE[kind])
+                reader = self._participant.topic_reader(READABLE[kind])
                 channel = self._channels[kind] = Channel(reader, partial(self._deliver, kind))
                 self._receiver.add(channel)
         return self._subscriptions.open(kinds, only)
@@ -267,7 +272,9 @@ class Bus:
                         with contextlib.suppress(ValueError):  # it was woken, and so is no longer listed
                             self._match_waiters.remove(waiter)
         except TimeoutError:
-            raise BarrierTimeout(what, missing=(), ready=0, needed=1, timeout_s=timeout_s, doubt=self.doubt) from None
+            raise BarrierTimeout(
+                what, missing=(), ready=0, needed=1, timeout_s=timeout_s, misconfiguration=self.misconfiguration
+            ) from None
 
     def _on_fault(self) -> None:
         """The receive thread has ended: nothing will come any more, so all that wait get the error."""
@@ -285,7 +292,7 @@ class Bus:
     @property
     def fast_path(self) -> bool:
         """Whether samples go through libddsc without the GIL; False: through the binding."""
-        return self._node.fast
+        return self._participant.fast
 
     @property
     def rejected(self) -> Counter[str]:
@@ -293,10 +300,10 @@ class Bus:
         return Counter(self._receiver.rejected)
 
     @property
-    def doubt(self) -> str:
+    def misconfiguration(self) -> str:
         """Why this process is not admitted, or which samples of this job could not be decoded: the first thing to look
         at when no peer is found. Empty: nothing."""
-        return self.standing.refusal or self._receiver.rejections.doubt
+        return self.access_policy.refusal or self._receiver.rejections.misconfiguration
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -348,12 +355,12 @@ class Bus:
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 
-    def _shut_down(self, finished: asyncio.Future[None], ports: list[FramePort]) -> None:
+    def _shut_down(self, finished: asyncio.Future[None], ports: list[RawEndpoints]) -> None:
         for port in ports:
             port.stop_writing()
         self._thread.join(3.0)
         self._sender.join(3.0)
-        self._node.close()
+        self._participant.close()
         self._post(_finish, finished)
 
 
@@ -416,11 +423,13 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
         network = profile_config(network, interface or LOOPBACK, peers, lease_s=lease_s, shared_memory=shared_memory)
     injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
-        node = await open_node(node_maker(job, domain=domain, network=network, fast=fast, security=security))
-        async with closed_on_error(node):
-            bus = Bus(job, node, asyncio.get_running_loop(), stall_timeout_s)
+        participant = await open_participant(
+            participant_maker(job, domain=domain, network=network, fast=fast, security=security)
+        )
+        async with closed_on_error(participant):
+            bus = Bus(job, participant, asyncio.get_running_loop(), stall_timeout_s)
         if injector is not None:  # what is opened from now on; the security's own messages pass unharmed
-            node.make_writer = injector.make_writer
+            participant.make_writer = injector.make_writer
             bus.faults = injector.faults
         try:
             yield bus

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradbus.runtime.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.settings import Level, Security, level_in_force, other_users
@@ -46,9 +46,9 @@ def profile_config(
     )
 
 
-def node_maker(
+def participant_maker(
     job: str, *, domain: int, network: NetworkConfig, fast: bool | None, security: Level | Security
-) -> Callable[[], Node]:
+) -> Callable[[], Participant]:
     """What opens the participant of a job, protected as ``security`` says.
 
     Raises:
@@ -62,7 +62,7 @@ def node_maker(
     place: dict[str, Any] = {"domain_id": domain, "partition": job, "network": network, "fast": fast}
     if level == "none":
         exposed = leaves_machine(document) or has_peers_elsewhere(document)
-        return partial(_open_node, exposed=exposed, **place)
+        return partial(_open_unprotected, exposed=exposed, **place)
     from gradbus.runtime.security.endpoints import EncryptedNode  # loads cryptography
 
     if level == "identity":
@@ -82,38 +82,38 @@ def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> Job
     return SharedKeyMembership(SessionCipher(PskKeys(job, *load_key(level, key_file))))
 
 
-def _open_node(*, exposed: bool, network: NetworkConfig, **place: Any) -> Node:
+def _open_unprotected(*, exposed: bool, network: NetworkConfig, **place: Any) -> Participant:
     """Without protection. Says who can read and join in, if that is anybody."""
     who = "anybody there" if exposed else "other users of this machine"
     others = [] if exposed else other_users()
     if exposed or others:
         users = {"users": others} if others else {}
         log.warning("not protected", interface=network.interface, effect=f"{who} can read and join in", **users)
-    return Node(network=network, **place)
+    return Participant(network=network, **place)
 
 
-async def open_node(make: Callable[[], Node]) -> Node:
+async def open_participant(make: Callable[[], Participant]) -> Participant:
     """Open a participant off the loop: with the self-test it takes some tens of milliseconds."""
     opening = asyncio.get_running_loop().run_in_executor(None, make)
     try:
-        node = await asyncio.shield(opening)
+        participant = await asyncio.shield(opening)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):  # it is not wanted any more, whatever comes of it
-            node = await opening
-            await asyncio.to_thread(node.close)
+            participant = await opening
+            await asyncio.to_thread(participant.close)
         raise
-    if node.fast_path_fault is not None:
-        log.warning("slow path", reason=node.fast_path_fault, effect="large messages hold the GIL")
-    return node
+    if participant.fast_path_fault is not None:
+        log.warning("slow path", reason=participant.fast_path_fault, effect="large messages hold the GIL")
+    return participant
 
 
 @contextlib.asynccontextmanager
-async def closed_on_error(node: Node) -> AsyncIterator[None]:
+async def closed_on_error(participant: Participant) -> AsyncIterator[None]:
     """Close a participant of which no bus has come: its place among others of this process would stay taken."""
     try:
         yield
     except BaseException:
-        await asyncio.to_thread(node.close)
+        await asyncio.to_thread(participant.close)
         raise
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from gradbus.runtime.bus.receiver import Channel, Receiver
 from gradbus.runtime.bus.sender import Job, Pause, Sender
 from gradbus.runtime.bus.wait_loop import WaitLoop
-from gradbus.runtime.dds.participant import Node, Writer
+from gradbus.runtime.dds.participant import Participant, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.errors import BusClosed
 from gradbus.runtime.wire.frames import Frame
@@ -29,24 +29,24 @@ _LAST_WRITE_S = 0.1  # for a loop that has no time: a write gives up after 10 ms
 Parts = tuple[Any, ...]
 
 
-class FramePort:
-    """Readers and writers that belong together and are closed together. Made by ``Bus.frame_port``."""
+class RawEndpoints:
+    """Readers and writers that belong together and are closed together. Made by ``Bus.raw_endpoints``."""
 
     def __init__(
-        self, node: Node, receiver: Receiver, sender: Sender, stall_timeout_s: float,
-        closed: Callable[[FramePort], None],
+        self, participant: Participant, receiver: Receiver, sender: Sender, stall_timeout_s: float,
+        closed: Callable[[RawEndpoints], None],
     ) -> None:  # fmt: skip
         """``closed``: called once, when nothing goes through it any more."""
-        self._node = node
+        self._participant = participant
         self._receiver = receiver
         self._sender = sender
         self._stall_timeout_s = stall_timeout_s
-        self._closed: Callable[[FramePort], None] | None = closed
+        self._closed: Callable[[RawEndpoints], None] | None = closed
         # On one machine the bytes pass through its memory alone, as those of any other program do. To check them would
         # take a quarter of the time of a collective of some MB.
-        self.needs_crc = node.leaves_machine and node.needs_crc
-        self.is_sealed = not node.needs_crc  # what it writes
-        self.shared_memory = node.shared_memory
+        self.needs_crc = participant.leaves_machine and participant.needs_crc
+        self.is_sealed = not participant.needs_crc  # what it writes
+        self.shared_memory = participant.shared_memory
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
         self._counting = threading.RLock()
@@ -58,14 +58,14 @@ class FramePort:
     def open_reader(self, topic: Topic, take: Callable[[Frame], None]) -> Channel:
         """Read a topic. ``take`` gets every well-formed frame, on the receive thread or on one that does its work while
         it waits (see :attr:`wait_loop`); it must not wait. If it raises, that is counted, and the frame is lost."""
-        channel = Channel(self._node.topic_reader(topic), _nobody, take=take)
+        channel = Channel(self._participant.topic_reader(topic), _nobody, take=take)
         self._channels.append(channel)
         self._receiver.add(channel)
         return channel
 
     def open_writer(self, topic: Topic, *, retained_samples: int = 1) -> Writer:
         """Write a topic. ``retained_samples``: of a topic that is retained, the newest that DDS keeps."""
-        writer = self._node.topic_writer(topic, retained_samples=retained_samples)
+        writer = self._participant.topic_writer(topic, retained_samples=retained_samples)
         self._writers.append(writer)
         self._receiver.add(writer)
         return writer

@@ -15,7 +15,7 @@ from gradbus.runtime.bus.liveness import Liveness
 from gradbus.runtime.bus.wait_loop import IDLE_S, WaitLoop
 from gradbus.runtime.dds import peer_processes
 from gradbus.runtime.dds.idl_types import SampleError
-from gradbus.runtime.dds.participant import Periodic, Reader, Waiter, Writer
+from gradbus.runtime.dds.participant import Periodic, Reader, WaitSet, Writer
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.logs import get_logger
@@ -31,10 +31,10 @@ _BATCH_IN_TIME = 2  # where the time is limited, as on the thread of the loop
 class _Endpoints:
     """The readers and writers that are in the wait set, by number. For the thread."""
 
-    def __init__(self, waiter: Waiter) -> None:
+    def __init__(self, waiter: WaitSet) -> None:
         self._waiter = waiter
         self._by_number: dict[int, Channel | Writer] = {}
-        self._next = Waiter.WOKEN + 1
+        self._next = WaitSet.WOKEN + 1
         self.channels: list[Channel] = []
         self.writers: list[Writer] = []
 
@@ -79,7 +79,7 @@ class Receiver:
     that does its work while it waits."""
 
     def __init__(
-        self, waiter: Waiter, loop: asyncio.AbstractEventLoop, on_matched: Callable[[], None],
+        self, waiter: WaitSet, loop: asyncio.AbstractEventLoop, on_matched: Callable[[], None],
         on_fault: Callable[[], None], *, lease_s: float,
     ) -> None:  # fmt: skip
         """Args:
@@ -176,7 +176,7 @@ class Receiver:
     def _handle(self, numbers: list[int], until_s: float) -> bool:
         if not numbers:
             return False
-        is_woken = Waiter.WOKEN in numbers
+        is_woken = WaitSet.WOKEN in numbers
         channels: Collection[Channel]
         changed: Collection[Channel | Writer]
         after_drain = endings = 0
@@ -391,25 +391,25 @@ class DroppedSamples:
 
     Attributes:
         counts: by reason.
-        doubt: what was wrong with samples of processes that are set up in another way.
+        misconfiguration: what was wrong with samples of processes that are set up in another way.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.doubt = ""
+        self.misconfiguration = ""
         self._doubted_s = -DOUBT_S
 
     def refused(self, error: FrameError) -> None:
         """A sample is no message. What makes us doubt that its sender is set up as we are, is said if it is news:
         anybody can send such samples, as many as he likes."""
         self.counts[error.reason] += 1
-        if error.reason not in _DOUBTS or str(error) == self.doubt:
+        if error.reason not in _DOUBTS or str(error) == self.misconfiguration:
             return
-        self.doubt = str(error)
+        self.misconfiguration = str(error)
         if time.monotonic() > self._doubted_s + DOUBT_S:
             self._doubted_s = time.monotonic()
             with contextlib.suppress(Exception):  # its stream is the host's
-                log.warning("samples are not understood", reason=error.reason, why=self.doubt)
+                log.warning("samples are not understood", reason=error.reason, why=self.misconfiguration)
 
     def failed(self, topic: str) -> None:
         """Who takes the frames of a topic has raised. A mistake of ours: one frame must not end the whole bus. Called

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from gradbus.runtime.dds.participant import Periodic, Waiter
+from gradbus.runtime.dds.participant import Periodic, WaitSet
 from gradbus.runtime.spinning import SPINNING
 
 # How long the thread leaves the wait to others before it asks whether they are done; the latter when threads have
@@ -31,7 +31,7 @@ class WaitLoop(threading.Thread):
     """Waits for a wait set and handles what it reports, one turn after the other, on one thread at a time."""
 
     def __init__(
-        self, waiter: Waiter, handle: Callable[[list[int], float], bool], *, failed: Callable[[], None],
+        self, waiter: WaitSet, handle: Callable[[list[int], float], bool], *, failed: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:  # fmt: skip
         """Args:

@@ -365,7 +365,7 @@ async def join_group(
     Raises:
         ConfigError: rank, world or name are wrong, or the ranks do not fit together.
         BarrierTimeout: some ranks have not come; ``.missing``.
-        JoinRefused, JobTaken: with security 'identity', this process may not take part.
+        JoinRefused, JobInUse: with security 'identity', this process may not take part.
         BusClosed: the bus was closed. BusError: DDS refused something.
     """
     if not isinstance(world, int) or not 1 <= world <= MAX_WORLD:

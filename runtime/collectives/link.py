@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gradbus.runtime.bus.raw_endpoints import FramePort, Parts
+from gradbus.runtime.bus.raw_endpoints import Parts, RawEndpoints
 from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.bus.wait_loop import SPIN_S
 from gradbus.runtime.collectives.chunk_sender import ChunkSender, FrameTemplate
@@ -49,7 +49,12 @@ class GroupLink(ProgressEngine):
     """
 
     def __init__(
-        self, port: FramePort, group: str, identity: Identity, world: int, shared: SharedMemoryTransport | None = None
+        self,
+        port: RawEndpoints,
+        group: str,
+        identity: Identity,
+        world: int,
+        shared: SharedMemoryTransport | None = None,
     ) -> None:
         """Open the writers. Frames come in from :meth:`listen` on."""
         self._port = port

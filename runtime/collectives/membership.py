@@ -69,7 +69,7 @@ class Membership:
             self._inbox = bus.subscribe(Control)
             undo.callback(self._inbox.close)
             bus.open_writer(Control)
-            self._port = bus.frame_port()
+            self._port = bus.raw_endpoints()
             undo.callback(self._port.abandon)
             self._shared = self._open_shared(rank, world)
             self._link = GroupLink(self._port, group, self.identity, world, self._shared)
@@ -88,7 +88,7 @@ class Membership:
             self._probes_told = False
             self.reporter = StatusReporter(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
             self._reporting: asyncio.Task[None] | None = None
-            self._no_more_refused = bus.standing.when_refused(self._on_refused)
+            self._no_more_refused = bus.access_policy.when_refused(self._on_refused)
             undo.callback(self._no_more_refused)
             self._link.listen(self.engine.receive)  # last: frames may come at once, and need what is above
             undo.pop_all()
@@ -136,7 +136,7 @@ class Membership:
             BarrierTimeout: they are not within ``timeout_s``; ``.missing``.
             ConfigError: the ranks do not fit together, or this node may not be this one.
             BusError: the bus is closed, or DDS does not take what this rank sends.
-            JoinRefused, JobTaken: this process may not take part.
+            JoinRefused, JobInUse: this process may not take part.
         """
         self._note_change()  # a rank alone has formed its group
         waiting = WaitLog(log, self._bus.reach, group=self.formation.group, rank=self.formation.me.rank)
@@ -146,11 +146,11 @@ class Membership:
                 while not self._is_formed:
                     self._check()
                     if _OF_ALL.fullmatch(self.formation.group):
-                        self._bus.standing.check_ids(self.formation.me.rank)
+                        self._bus.access_policy.check_ids(self.formation.me.rank)
                     self._changed.clear()
                     wait_s = await self._send_due()
                     missing, reason = self._missing_and_reason()
-                    waiting.look(missing, reason=reason, doubt=self._bus.doubt)
+                    waiting.look(missing, reason=reason, misconfiguration=self._bus.misconfiguration)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
                             await self._changed.wait()
@@ -217,13 +217,13 @@ class Membership:
         what = f"group {formation.group!r}, rank {formation.me.rank}" + (f" ({reason})" if reason else "")
         return BarrierTimeout(
             what, missing=missing, ready=formation.world - len(missing), needed=formation.world, timeout_s=timeout_s,
-            doubt=self._bus.doubt, hint=self._bus.reach.advice(),
+            misconfiguration=self._bus.misconfiguration, hint=self._bus.reach.advice(),
         )  # fmt: skip
 
     def _missing_and_reason(self) -> tuple[list[int], str]:
         """Ranks that this rank waits for, and what is known of why."""
         missing, unlinked = self.formation.missing, self.formation.unlinked
-        reason = self._bus.standing.absence
+        reason = self._bus.access_policy.absence
         if not missing and unlinked:
             not_linked = f"ranks {list(unlinked)} were heard, but data does not get through both ways"
             reason = f"{not_linked}; {reason}" if reason else not_linked

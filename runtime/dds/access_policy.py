@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradbus.runtime.errors import ConfigError, GradbusError, JobTaken, JoinRefused
+from gradbus.runtime.errors import ConfigError, GradbusError, JobInUse, JoinRefused
 from gradbus.runtime.wire.frames import FrameKey
 
 NO_RANKS = (
@@ -14,12 +14,12 @@ NO_RANKS = (
 )
 
 
-def job_taken(why: str) -> JobTaken:
+def job_in_use(why: str) -> JobInUse:
     """The error of a controller that must not go on."""
-    return JobTaken(f"{why}. Stop that one first, or choose another job (bus.job)")
+    return JobInUse(f"{why}. Stop that one first, or choose another job (bus.job)")
 
 
-class Standing:
+class AccessPolicy:
     """Of a process whose security knows no single members: everybody may be anything, and models are not signed.
 
     Attributes:
@@ -45,14 +45,14 @@ class Standing:
         return lambda: None
 
     def check_controller(self) -> None:
-        """Raise ConfigError: this process cannot be the controller of its job. Raise JobTaken: another one is."""
+        """Raise ConfigError: this process cannot be the controller of its job. Raise JobInUse: another one is."""
         if self.role not in ("", "controller"):
             raise ConfigError(
                 f"this process joins as {self.role}, for its key is not bus.controller_key: the controller's key_file "
                 f"is the one of which 'gradbus keys show' prints that key"
             )
         if self.refusal:
-            raise job_taken(self.refusal)
+            raise job_in_use(self.refusal)
 
     def check_client(self) -> None:
         """Raise ConfigError: this process cannot be a client. Raise JoinRefused: the controller does not let it in."""

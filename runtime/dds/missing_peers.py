@@ -143,14 +143,14 @@ class WaitLog:
 
     def look(
         self, missing: Any, *, began_s: float | None = None, elsewhere: bool | None = None, reason: str = "",
-        doubt: str = "",
+        misconfiguration: str = "",
     ) -> None:  # fmt: skip
         """Write the line if it is time.
 
         Args:
             missing: who. began_s: when the wait began, by ``time.monotonic``, where that changes.
             elsewhere: as for :meth:`Reach.advice`. reason: what is known of why.
-            doubt: what was heard of others that are set up in another way, see ``Bus.doubt``.
+            misconfiguration: what was heard of others that are set up in another way, see ``Bus.misconfiguration``.
         """
         if began_s is not None and began_s != self._began_s:
             self._began_s, self._next_s = began_s, began_s + EVERY_S
@@ -158,7 +158,7 @@ class WaitLog:
         if now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
-        known = [text for text in (reason, f"It was heard that {doubt}" if doubt else "") if text]
+        known = [text for text in (reason, f"Likely reason: {misconfiguration}" if misconfiguration else "") if text]
         one = isinstance(missing, str) or len(missing) == 1
         self._log.warning(
             "still waiting", **self._facts, missing=missing, waited_s=round(now_s - self._began_s),

@@ -25,8 +25,8 @@ from cyclonedds.core import (
     ReadCondition,
     SampleState,
     ViewState,
-    WaitSet,
 )
+from cyclonedds.core import WaitSet as DdsWaitSet
 from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic as DdsTopic
@@ -34,7 +34,7 @@ from cyclonedds.util import duration
 
 from gradbus.runtime import forks
 from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
-from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.exclusion import Claim, Exclusion
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.log_sink import dds_log
@@ -282,7 +282,7 @@ class IoThread(Protocol):
         """Move the next call of a function to an earlier time."""
 
 
-class Node:
+class Participant:
     """Entities of a job, on a participant that it may share. Not thread-safe: one thread makes and closes it."""
 
     def __init__(self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None) -> None:
@@ -298,16 +298,16 @@ class Node:
         """
         self.needs_crc = True  # over the payload of frames
         self.lease_s = network.effective_lease_s
-        self.standing = Standing()
+        self.access_policy = AccessPolicy()
         self.make_writer: Callable[[Topic, Any, bool], Writer] = Writer  # tests put in one on which things go wrong
         malloc.keep_memory()
         xml = build_xml(network, user_document=os.environ.get("CYCLONEDDS_URI"))
         self._lease = domains.acquire(domain_id, xml, partition)
         self._partition = partition
-        self.participant = self._lease.entity
+        self.entity = self._lease.entity
         self.prefix = self._lease.prefix
         self.fast = False
-        self.topics = domains.Topics(self.participant, self._new_topic)
+        self.topics = domains.Topics(self.entity, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
         self._writers: set[Writer] = set()
         self._readers: set[Reader] = set()
@@ -320,9 +320,9 @@ class Node:
         self.reach = Reach.of(domain_id, network)
         try:
             qos = Qos(Policy.Partition(partitions=[partition]))
-            self._publisher = self.keep(Publisher(self.participant, qos=qos))
-            self._subscriber = self.keep(Subscriber(self.participant, qos=qos))
-            self.fast_path_fault = None if fast is False else _self_test(self.participant)
+            self._publisher = self.keep(Publisher(self.entity, qos=qos))
+            self._subscriber = self.keep(Subscriber(self.entity, qos=qos))
+            self.fast_path_fault = None if fast is False else _self_test(self.entity)
             self.fast = self.fast_path_fault is None if fast is None else fast
         except DDSException as error:
             self.close()
@@ -488,17 +488,17 @@ def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
         one.deleted()
 
 
-class Waiter:
+class WaitSet:
     """Sleeps until an entity has something to say. ``wake`` may be called from any thread."""
 
     WOKEN = 0  # the number that stands for a call of ``wake``
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, participant: Participant) -> None:
         """Raises BusError: DDS does not give what it takes."""
         self._made_in = forks.generation
         with domains.made_by_dds("a wait set"):
-            self._guard = node.keep(GuardCondition(node.participant))
-            self._entity = node.keep(WaitSet(node.participant))
+            self._guard = participant.keep(GuardCondition(participant.entity))
+            self._entity = participant.keep(DdsWaitSet(participant.entity))
             self._waitset = libddsc.WaitSet(self._entity)
             self._waitset.attach(self._guard, self.WOKEN)
 
@@ -556,7 +556,7 @@ def _run_self_test(participant: Any) -> str | None:
         made += [subscriber, publisher]
         reader = DataReader(subscriber, dds_topic, qos=reliable)
         writer = DataWriter(publisher, dds_topic, qos=reliable)
-        waitset = WaitSet(participant)
+        waitset = DdsWaitSet(participant)
         made.append(waitset)
         waitset.attach(ReadCondition(reader, _ANY))
         return libddsc.self_test(reader, writer, lambda: bool(waitset.wait(duration(seconds=1))))

@@ -80,7 +80,7 @@ def _control(sample: Any) -> Control:
     return Control(key.sender, key.incarnation, control.decode(frame.data), key.transfer, key.name)
 
 
-class Overheard:
+class BestEffortControl:
     """What a bus subscribes to that only looks on: gives Control messages, some of which may be missing. Nobody waits
     for such a reader, whatever becomes of its process."""
 
@@ -94,7 +94,7 @@ TOPICS: dict[type[Any], Topic] = {
     Control: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, overwrites=True),
 }
 READABLE: dict[type[Any], Topic] = TOPICS | {
-    Overheard: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, reliable=False),
+    BestEffortControl: Topic("train/control", "Frame", False, False, 4096, 1024, 0.01, True, _control, reliable=False),
 }
 """What a bus may subscribe to: each topic, and a second way to read one of them."""
 

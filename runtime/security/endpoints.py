@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import IoThread, Node, Reader, Writer
+from gradbus.runtime.dds.participant import IoThread, Participant, Reader, Writer
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.foreign_readers import ForeignReaders
 from gradbus.runtime.security.peers import Release
@@ -46,7 +46,7 @@ class Decrypt(Protocol):
         """Return the content; None: it is for another process. Raises FrameError: the envelope is rejected."""
 
 
-class JobMembership(Standing, ABC):
+class JobMembership(AccessPolicy, ABC):
     """What a process may do and read in its job, and the keys for it: the one thing in which security levels differ.
 
     Attributes:
@@ -74,7 +74,7 @@ class JobMembership(Standing, ABC):
 
         Raises:
             JoinRefused: the controller refuses this process, or has removed it.
-            JobTaken: this process is a controller, and another one holds the job.
+            JobInUse: this process is a controller, and another one holds the job.
         """
 
     @abstractmethod
@@ -191,17 +191,17 @@ class EncryptedReader(_MatchedWithKey, Reader):
         self._released.append((sample, source))
 
 
-class EncryptedNode(Node):
+class EncryptedNode(Participant):
     """DDS participant of a process with a membership."""
 
     def __init__(
         self, *, domain_id: int, partition: str, network: NetworkConfig, fast: bool | None = None,
         membership: Callable[[], JobMembership],
     ) -> None:  # fmt: skip
-        """See :class:`~gradbus.runtime.dds.participant.Node`. ``membership``: makes that of this process."""
+        """See :class:`~gradbus.runtime.dds.participant.Participant`. ``membership``: makes that of this process."""
         self.membership = membership()
         super().__init__(domain_id=domain_id, partition=partition, network=network, fast=fast)
-        self.standing = self.membership
+        self.access_policy = self.membership
         self.needs_crc = False  # the tag of the envelope replaces it, and a checksum takes longer than encryption
 
     def start(self, thread: IoThread) -> None:
@@ -210,7 +210,7 @@ class EncryptedNode(Node):
         ForeignReaders(self, thread, self.membership.participants, knows_all=self.membership.knows_all)
 
     def topic_writer(self, topic: Topic, *, retained_samples: int = 1) -> EncryptedWriter:
-        """See :meth:`.dds.Node.topic_writer`."""
+        """See :meth:`.dds.Participant.topic_writer`."""
         self.membership.check_topic(topic)
         wire = super().topic_writer(wire_topic(topic), retained_samples=retained_samples)
         if topic.retained:
@@ -218,7 +218,7 @@ class EncryptedNode(Node):
         return EncryptedWriter(topic, wire, self.fast, self.membership)
 
     def topic_reader(self, topic: Topic) -> EncryptedReader:
-        """See :meth:`.dds.Node.topic_reader`."""
+        """See :meth:`.dds.Participant.topic_reader`."""
         self.membership.check_topic(topic)
         return EncryptedReader(topic, super().topic_reader(wire_topic(topic)), self.membership)
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 from gradbus.runtime import forks
 from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
 from gradbus.runtime.dds.libddsc import MatchedReader
-from gradbus.runtime.dds.participant import IoThread, Node, Periodic, Writer
+from gradbus.runtime.dds.participant import IoThread, Participant, Periodic, Writer
 from gradbus.runtime.logs import get_logger
 
 IDLE_S = 1.0  # between two looks while no writer has guests
@@ -102,7 +102,7 @@ class ForeignReaders:
     )  # of this process: a guest here may be a member there
     _all_lock: ClassVar[Any] = forks.new_lock()  # each has a thread of its own
 
-    def __init__(self, node: Node, thread: IoThread, members: Members, *, knows_all: bool = True) -> None:
+    def __init__(self, node: Participant, thread: IoThread, members: Members, *, knows_all: bool = True) -> None:
         """Begin to look, on the receive thread. ``knows_all``: this process knows all members, so that many guests are
         too many, and who is shut out is none of them."""
         self._node = node

@@ -19,7 +19,7 @@ from outsider import Outsider
 import gradbus
 from gradbus.actors.federated.rounds import CLIENT_LOST
 from gradbus.models import NoopTask
-from gradbus.runtime.errors import JobTaken
+from gradbus.runtime.errors import JobInUse
 from gradbus.runtime.security import Security
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_second_controller_with_the_same_key_is_told_who_holds_the_job(known: 
         ]
         clients[0].wait_for("training", round=1)
         error = federation.controller(**_RULES, security=known.security("server")).wait_for("error")
-        assert error["kind"] == "JobTaken"
+        assert error["kind"] == "JobInUse"
         assert re.search(rf"the job is held by the controller \S+:{first.process.pid}\. Stop that one", error["text"])
         gate.touch()
         assert finish([first, *clients]) == plain_weights()
@@ -193,7 +193,7 @@ def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says
     async def main() -> None:
         async with asyncio.timeout(20), gradbus.connect(**place), gradbus.connect(**place) as bus:
             config = gradbus.FederatedConfig(rounds=1, heartbeat_s=0.1)
-            with pytest.raises(JobTaken, match=r"the job is held by the controller \S+\. Stop that one first"):
+            with pytest.raises(JobInUse, match=r"the job is held by the controller \S+\. Stop that one first"):
                 await gradbus.Controller(bus, NoopTask(100), config).run()
 
     asyncio.run(main())

@@ -106,7 +106,7 @@ def test_a_doctor_without_an_answer_names_what_to_check(hosts: tuple[Host, Host]
 
 def judged(remote: RemoteDoctor | None, met: BusPeer | None, **more: Any) -> Finding:
     seen = PeerContact("192.0.2.2", remote, met, more.pop("unreachable", ""))
-    return judge_peer(CARD, seen, wait_s=5.0, doubt=more.pop("doubt", ""), settings=SETTINGS)
+    return judge_peer(CARD, seen, wait_s=5.0, misconfiguration=more.pop("misconfiguration", ""), settings=SETTINGS)
 
 
 def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
@@ -117,7 +117,7 @@ def test_what_is_known_of_a_peer_decides_what_is_said() -> None:
     lost = judged(replace(remote, largest_there=60), None)
     assert "large datagrams are lost" in lost.value
     assert "1400 B do not get through: 60 B there" in lost.cure
-    passed = judged(remote, None, doubt="two has another key")
+    passed = judged(remote, None, misconfiguration="two has another key")
     assert passed.value == "two: DDS does not get through"
     assert "Received samples show that two has another key" in passed.cure
     one_way = judged(None, BusPeer("two", "192.0.2.2"))

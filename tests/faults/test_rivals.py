@@ -22,7 +22,7 @@ import gradbus
 from gradbus.actors.federated import liveness as duplicate_controller
 from gradbus.actors.federated.liveness import DuplicateControllers, claim_job
 from gradbus.experiments.history.reader import read_history
-from gradbus.runtime.errors import JobTaken
+from gradbus.runtime.errors import JobInUse
 from gradbus.runtime.wire.control import Leave, RunEnded, Status
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Identity, PeerGone, TrainCmd
@@ -39,7 +39,7 @@ def test_a_controller_that_is_heard_twice_holds_the_job_and_the_error_says_where
     rivals = DuplicateControllers("mnist", Identity(CONTROLLER, 9))
     assert rivals.observe(said(7, STATUS)) is None
     error = rivals.observe(said(7, STATUS))
-    assert isinstance(error, JobTaken)
+    assert isinstance(error, JobInUse)
     assert "job 'mnist' has a controller already: there:17, training, round 3" in str(error)
 
 
@@ -60,7 +60,7 @@ def test_of_two_that_begin_together_the_later_one_gives_way() -> None:
     for _ in range(2):
         for_the_earlier, for_the_later = earlier.observe_early(said(9, STATUS)), later.observe_early(said(8, STATUS))
     assert for_the_earlier is None
-    assert isinstance(for_the_later, JobTaken)
+    assert isinstance(for_the_later, JobInUse)
 
 
 async def _claim(*, heartbeat_s: float, speaks_after_s: float, leaves_after_s: float) -> tuple[float, str]:
@@ -94,7 +94,7 @@ async def _claim(*, heartbeat_s: float, speaks_after_s: float, leaves_after_s: f
             error = ""
             try:
                 await claim_job(bus, Identity(CONTROLLER, 9), heartbeat_s)
-            except JobTaken as taken:
+            except JobInUse as taken:
                 error = str(taken)
             for task in tasks:
                 task.cancel()
@@ -115,7 +115,7 @@ class Silence:
     """A bus, and its inbox, on which a controller is heard only when this process, which has stood still, goes on."""
 
     def __init__(self) -> None:
-        self.job, self.standing = "mnist", SimpleNamespace(check_controller=lambda: None)
+        self.job, self.access_policy = "mnist", SimpleNamespace(check_controller=lambda: None)
         self.now_s, self.turns = 100.0, 0
 
     def writes(self, message: type) -> bool:
@@ -140,7 +140,7 @@ class Silence:
 def test_a_process_that_stood_still_while_it_should_listen_listens_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence()
     monkeypatch.setattr(duplicate_controller, "time", SimpleNamespace(monotonic=lambda: silence.now_s))
-    with pytest.raises(JobTaken):
+    with pytest.raises(JobInUse):
         asyncio.run(claim_job(silence, Identity(CONTROLLER, 9), 0.5))  # type: ignore[arg-type]
 
 
@@ -168,7 +168,7 @@ def test_a_second_controller_is_refused_while_the_first_one_trains_or_waits_and_
     assert second.wait() == 3
     for refused, where in ((waiting, "waiting"), (second, "training, round 1")):
         (error,) = refused.all("error")
-        assert error["kind"] == "JobTaken"
+        assert error["kind"] == "JobInUse"
         assert f":{first.process.pid}, {where}" in error["text"]
     gate.touch()
     first.wait_for("done")

@@ -38,7 +38,7 @@ async def reads(bus: Bus, kind: type[Any], count: int = 1) -> None:
 
 def topics_of(bus: Bus) -> list[str]:
     """Names of the topics that are open, but for the one on which processes prove that they are alive."""
-    return [name for name in bus._node.topics.names if name != CHALLENGE_TOPIC]
+    return [name for name in bus._participant.topics.names if name != CHALLENGE_TOPIC]
 
 
 async def payload_from(inbox: Subscription, key: FrameKey, max_bytes: int) -> memoryview:

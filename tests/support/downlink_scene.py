@@ -24,7 +24,7 @@ from gradbus.actors.federated.state import RunContext
 from gradbus.codecs import Codec
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
-from gradbus.runtime.dds.access_policy import Standing
+from gradbus.runtime.dds.access_policy import AccessPolicy
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, read
 from gradbus.runtime.testing.journal import History
@@ -53,7 +53,7 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.memory = PayloadMemory(switched_on=True)
-        self.standing = Standing()
+        self.access_policy = AccessPolicy()
         self.said: list[ModelAvailable] = []
         self.sent: list[Sent] = []
         self.writers: list[tuple[type, int]] = []

@@ -109,7 +109,7 @@ def bus_and_group() -> None:
     stack = contextlib.AsyncExitStack()
     os.environ["GRADBUS_KEY"] = new_job_key().text
     buses, groups = loop.run(two_ranks(stack, security=Security(level="psk")))
-    seal = buses[0]._node.membership.cipher
+    seal = buses[0]._participant.membership.cipher
     encryptor, early = seal.encryptor("t"), seal.encryptor("t").envelope((b"payload",))
     message = Status(1, 2, "training", 3, 4)
     say("before", works=loop.run(still_works(groups, "before")))

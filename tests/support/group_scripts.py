@@ -300,7 +300,7 @@ async def known_ranks(rank: Rank) -> None:
 
 def keys_of(group: Group) -> Any:
     """Of a bus with keys of its own."""
-    return group._bus._node.membership.keys  # type: ignore[attr-defined]
+    return group._bus._participant.membership.keys  # type: ignore[attr-defined]
 
 
 def current_epoch(group: Group) -> int:

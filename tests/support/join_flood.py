@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security.identity import handshake
 from gradbus.runtime.security.identity.join_messages import (
@@ -68,7 +68,7 @@ def said(job: str, server: Beacon, name: str, public: bytes, others: list[JoinHe
 
 def main() -> None:
     job, domain, name, public = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
-    node = Node(domain_id=domain, partition=job, network=NetworkConfig(), fast=True)
+    node = Participant(domain_id=domain, partition=job, network=NetworkConfig(), fast=True)
     deaf = {topic.name: replace(topic, ignore_local=True) for topic in (JOIN, BEACON)}
     readers = [node.topic_reader(topic) for topic in deaf.values()]
     writers = {topic.name: node.topic_writer(replace(topic, retained=False)) for topic in deaf.values()}

@@ -13,15 +13,15 @@ from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication
 from cyclonedds.core import Policy
 
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import _TYPES, Node
+from gradbus.runtime.dds.participant import _TYPES, Participant
 from gradbus.runtime.dds.topics import Topic
 
 
 def main(domain: int, participants: int) -> None:
-    watcher = Node(domain_id=domain, partition="nobody's", network=NetworkConfig())
-    publications = BuiltinDataReader(watcher.participant, BuiltinTopicDcpsPublication)
+    watcher = Participant(domain_id=domain, partition="nobody's", network=NetworkConfig())
+    publications = BuiltinDataReader(watcher.entity, BuiltinTopicDcpsPublication)
     types = {kind.__idl__.idl_transformed_typename.replace(".", "::"): name for name, kind in _TYPES.items()}
-    nodes: dict[str, list[Node]] = {}
+    nodes: dict[str, list[Participant]] = {}
     seen: set[tuple[str, str]] = set()
     readers = []
     print("watching", flush=True)
@@ -34,7 +34,8 @@ def main(domain: int, participants: int) -> None:
             seen.add((partition, sample.topic_name))
             if partition not in nodes:
                 nodes[partition] = [
-                    Node(domain_id=domain, partition=partition, network=NetworkConfig()) for _ in range(participants)
+                    Participant(domain_id=domain, partition=partition, network=NetworkConfig())
+                    for _ in range(participants)
                 ]
             topic = Topic(
                 sample.topic_name, types[sample.type_name], True, False, 4, 0, 0.1, False, lambda sample: sample

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gradbus.runtime.dds import libddsc
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node, Writer
+from gradbus.runtime.dds.participant import Participant, Writer
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.envelope import MAGIC
@@ -39,7 +39,7 @@ class Outsider:
         self._patience_s = patience_s
         self._random = random.Random(0)
         network = NetworkConfig(lease_s=lease_s)  # those of one process share it
-        self._node = Node(domain_id=domain, partition=job, network=network, fast=True)
+        self._node = Participant(domain_id=domain, partition=job, network=network, fast=True)
         deaf = [replace(wire_topic(topic), ignore_local=True) for topic in topics]  # to itself
         self._readers = [self._node.topic_reader(topic) for topic in deaf]
         self.writers: dict[str, Writer] = {

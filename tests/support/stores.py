@@ -18,7 +18,7 @@ from dds_domains import new_domain
 from patience import until
 
 from gradbus.runtime.bus.background import BusThread, release
-from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
 from gradbus.runtime.wire.messages import new_incarnation
@@ -142,8 +142,8 @@ class RawRank(AbstractContextManager["RawRank"]):
         release(self.thread)
 
 
-async def _port_of(thread: BusThread) -> FramePort:
-    return thread.bus.frame_port()
+async def _port_of(thread: BusThread) -> RawEndpoints:
+    return thread.bus.raw_endpoints()
 
 
 @contextmanager

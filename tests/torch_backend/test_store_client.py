@@ -39,12 +39,12 @@ class Bus:
     def __init__(self, answer: Callable[[int], Message | None]) -> None:
         self.said: list[Message] = []
         self.answer = answer
-        self.standing = SimpleNamespace(refusal="", absence="")
-        self.doubt = ""
+        self.access_policy = SimpleNamespace(refusal="", absence="")
+        self.misconfiguration = ""
         self.reach = Reach.of(0, NetworkConfig())
         self.take: Callable[[Frame], None] = lambda frame: None
 
-    def frame_port(self) -> Any:
+    def raw_endpoints(self) -> Any:
         return self
 
     def open_reader(self, topic: str, take: Callable[[Frame], None]) -> None:

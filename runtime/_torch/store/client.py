@@ -75,7 +75,7 @@ class StoreClient:
         self._news: asyncio.Queue[tuple[int, Message, str]] = asyncio.Queue(_MAX_NEWS)
         self.pending = PendingRequests()
         self._watcher: asyncio.Task[None] | None = None
-        self._port = bus.frame_port()
+        self._port = bus.raw_endpoints()
         self._reader = self._port.open_reader(store_topic(self.incarnation), self._take)
         self._writer = self._port.open_writer(store_topic())
         if not self._port.is_sealed:  # a sealed rank 0 cannot answer, but greets: that makes the doubt of the bus
@@ -99,9 +99,9 @@ class StoreClient:
             async with asyncio.timeout(timeout_s):
                 while not self._arbiter:
                     now_s = time.monotonic()
-                    waiting.look([0], reason=heard or self._nobody(), doubt=self._bus.doubt)
-                    if self._bus.standing.refusal:
-                        raise DistNetworkError(f"{self._name}: rank {self._rank}: {self._bus.standing.refusal}")
+                    waiting.look([0], reason=heard or self._nobody(), misconfiguration=self._bus.misconfiguration)
+                    if self._bus.access_policy.refusal:
+                        raise DistNetworkError(f"{self._name}: rank {self._rank}: {self._bus.access_policy.refusal}")
                     if now_s >= next_s:  # an answer that says no is none to ask again for at once
                         next_s = now_s + JOIN_S
                         if self._writer.matched:
@@ -125,10 +125,10 @@ class StoreClient:
                     if held_s is not None and time.monotonic() - held_s > patience_s:
                         raise DistNetworkError(f"{self._name}: {heard}")
         except TimeoutError:
-            doubt = f" It was heard that {self._bus.doubt}." if self._bus.doubt else ""
+            misconfiguration = f" Likely reason: {self._bus.misconfiguration}." if self._bus.misconfiguration else ""
             raise DistNetworkError(
                 f"{self._name}: rank {self._rank} could not join within {timeout_s:g} s: {heard or self._nobody()}."
-                f"{doubt} {self._bus.reach.advice()}"
+                f"{misconfiguration} {self._bus.reach.advice()}"
             ) from None
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{self._rank}")
 
@@ -145,7 +145,7 @@ class StoreClient:
 
     def _nobody(self) -> str:
         what = "there is a rank 0, which does not answer" if self._writer.matched else "there is no rank 0"
-        absence = self._bus.standing.absence
+        absence = self._bus.access_policy.absence
         return f"{what}. Here that is {absence}" if absence else what
 
     # Requests
@@ -221,7 +221,7 @@ class StoreClient:
                     with contextlib.suppress(BarrierTimeout):
                         await self._bus.matched(lambda: is_gone() or reachable.in_doubt, timeout_s=_LOOK_S)
             gone = f"rank 0 on {self._arbiter_host} is gone, and the keys with it. Start all ranks anew"
-            self._fail(self._bus.standing.refusal or gone)
+            self._fail(self._bus.access_policy.refusal or gone)
         except BusError as error:
             self._fail(str(error))
 

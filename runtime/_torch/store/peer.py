@@ -86,7 +86,7 @@ class StorePeer:
         self._heard_s = time.monotonic()
         self._seen = False  # DDS has matched its inbox
         self._reachable = Reachability(process, bus.lease_s)
-        self._port = bus.frame_port()
+        self._port = bus.raw_endpoints()
         self.writer: Writer = self._port.open_writer(store_topic(incarnation))
 
     # Whether it is there

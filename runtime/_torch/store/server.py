@@ -76,7 +76,7 @@ class StoreServer:
         self._left = asyncio.Event()  # somebody has
         self._removals: set[asyncio.Task[None]] = set()
         self._backlog = Backlog(_MAX_FRAMES)
-        self._port = bus.frame_port()
+        self._port = bus.raw_endpoints()
         self._port.open_reader(store_topic(), self._take)
         self._others = self._port.open_writer(store_topic())  # its own reader takes what it writes, too
         self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{name}")
@@ -202,9 +202,9 @@ class StoreServer:
         try:
             while True:
                 if self._absent and not self.closing:
-                    waiting.look(self._absent[:16], doubt=self._bus.doubt)
-                if self._bus.standing.refusal:
-                    self._fail(self._bus.standing.refusal)
+                    waiting.look(self._absent[:16], misconfiguration=self._bus.misconfiguration)
+                if self._bus.access_policy.refusal:
+                    self._fail(self._bus.access_policy.refusal)
                     return
                 if self._is_contested:
                     here = ArbiterStatus(not self._absent, self._host)
@@ -232,7 +232,7 @@ class StoreServer:
 
     def _has_news(self) -> bool:
         here = [peer.look() for peer in self._peers.values()]  # all of them: it notes who has been seen
-        return self._is_contested or self._is_in_doubt or not all(here) or bool(self._bus.standing.refusal)
+        return self._is_contested or self._is_in_doubt or not all(here) or bool(self._bus.access_policy.refusal)
 
     def _forget(self, peer: StorePeer) -> None:
         """It has left, or its process is gone."""

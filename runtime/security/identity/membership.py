@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from gradbus.runtime.dds.access_policy import NO_RANKS, job_taken
+from gradbus.runtime.dds.access_policy import NO_RANKS, job_in_use
 from gradbus.runtime.dds.participant import IoThread
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import ConfigError, FrameError, GradbusError, JoinRefused
@@ -72,7 +72,7 @@ class ControllerMembership(JobMembership):
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
         if self.party.refusal:
-            raise job_taken(self.party.refusal)
+            raise job_in_use(self.party.refusal)
         # The last part of a control message is its body, which this process has made.
         to = control.addressee(sample[-1]) if topic == _CONTROL else None
         return self.party.seal(topic, sample, to)
@@ -215,7 +215,7 @@ class RankMembership(SharedKeyMembership):
 
     @property
     def _error(self) -> GradbusError:
-        return job_taken(self.refusal) if isinstance(self.party, Admission) else JoinRefused(self.refusal, "process")
+        return job_in_use(self.refusal) if isinstance(self.party, Admission) else JoinRefused(self.refusal, "process")
 
     @property
     def refusal(self) -> str:

@@ -27,7 +27,7 @@ from gradbus.experiments.run import status
 from gradbus.experiments.run.status import Observer, lines_of, observe, settings_of
 from gradbus.models import NoopTask
 from gradbus.runtime.config.federated import BusSettings
-from gradbus.runtime.dds.topics import Overheard
+from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 from gradbus.runtime.wire.control import PROTOCOL, Body, GroupHello, GroupLeave, Hello, Leave, RankStatus, Status
@@ -229,8 +229,8 @@ def test_nobody_waits_for_the_one_that_looks_on() -> None:
     async def main() -> None:
         domain = new_domain()
         async with gradbus.connect(job="o", domain=domain) as bus, gradbus.connect(job="o", domain=domain) as watching:
-            with watching.subscribe(Overheard):
-                reader = watching._channels[Overheard].reader.entity
+            with watching.subscribe(BestEffortControl):
+                reader = watching._channels[BestEffortControl].reader.entity
                 assert reader.get_qos()[Policy.Reliability] == Policy.Reliability.BestEffort
                 bus.open_writer(Control)
                 await bus.matched(lambda: bus.matched_readers(Control) == 1, timeout_s=10.0)

@@ -219,7 +219,7 @@ def test_writers_whose_samples_a_process_does_not_take_do_not_add_up_when_a_bus_
 
     async def main() -> float:
         async with gradbus.connect(**place, security="none") as bus:
-            port = bus.frame_port()
+            port = bus.raw_endpoints()
             opened = [port.open_writer(collective_topic(f"group-{number}")) for number in range(writers)]
             await bus.matched(lambda: all(writer.matched for writer in opened), timeout_s=50)
             key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, 0, "x", 0)

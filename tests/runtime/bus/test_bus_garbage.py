@@ -16,7 +16,7 @@ from patience import eventually
 import gradbus
 from gradbus.runtime.dds import libddsc
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node, Writer
+from gradbus.runtime.dds.participant import Participant, Writer
 from gradbus.runtime.dds.topics import TOPICS
 from gradbus.runtime.wire import control, frames
 from gradbus.runtime.wire.control import Leave
@@ -40,14 +40,16 @@ class Stranger:
     """A participant of the job that is no bus: it writes whatever it likes."""
 
     def __init__(self, place: dict[str, Any], *, fast: bool = True) -> None:
-        self._node = Node(domain_id=place["domain"], partition=place["job"], network=NetworkConfig(), fast=fast)
-        self.writers: dict[type[Any], Writer] = {kind: self._node.topic_writer(TOPICS[kind]) for kind in TOPICS}
+        self._participant = Participant(
+            domain_id=place["domain"], partition=place["job"], network=NetworkConfig(), fast=fast
+        )
+        self.writers: dict[type[Any], Writer] = {kind: self._participant.topic_writer(TOPICS[kind]) for kind in TOPICS}
 
     def __enter__(self) -> Stranger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._node.close()
+        self._participant.close()
 
     async def matched(self) -> None:
         for writer in self.writers.values():

@@ -150,7 +150,7 @@ def test_a_loop_that_polls_is_held_for_a_bounded_time_by_what_has_piled_up_and_t
                 loop.call_soon_threadsafe(all_taken.set)
 
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-            port, away = one.frame_port(), other.frame_port()
+            port, away = one.raw_endpoints(), other.raw_endpoints()
             port.open_reader(topic, take)
             writer = away.open_writer(topic, retained_samples=count)
             await other.matched(lambda: writer.matched == 1, timeout_s=20)
@@ -162,7 +162,7 @@ def test_a_loop_that_polls_is_held_for_a_bounded_time_by_what_has_piled_up_and_t
             for _ in range(100):
                 port.spin(lambda: bool(takers))
             polled = len(takers)
-            port.resume()
+            port.wake_io_thread()
             await all_taken.wait()
             assert 0 < polled <= 8
             assert set(takers[:polled]) == {threading.get_ident()}

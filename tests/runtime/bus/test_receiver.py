@@ -131,7 +131,7 @@ def test_frames_that_nobody_can_deal_with_are_counted_and_those_after_them_arriv
             loop.call_soon_threadsafe(good.set)
 
         async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
-            port, away = one.frame_port(), other.frame_port()
+            port, away = one.raw_endpoints(), other.raw_endpoints()
             port.open_reader(topic, take)
             writer = away.open_writer(topic)
             await other.matched(lambda: writer.matched == 1, timeout_s=20)

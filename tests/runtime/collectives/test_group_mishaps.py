@@ -14,7 +14,7 @@ from patience import eventually
 
 import gradbus
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.bus.raw_endpoints import FramePort
+from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.bus.receiver import Channel
 from gradbus.runtime.collectives import Group, membership
 from gradbus.runtime.collectives.engine import wire_name
@@ -40,15 +40,15 @@ def test_a_frame_that_comes_as_soon_as_a_reader_is_open_does_no_harm(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be for who was this rank before."""
-    open_reader = FramePort.open_reader
+    open_reader = RawEndpoints.open_reader
     key = FrameKey(Kind.COLLECTIVE, 77, 0, 1, 5, 0, wire_name("x", "barrier", ""))
     ((head, data),) = frames.split(key, b"", world=2)
 
-    def opened(self: FramePort, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+    def opened(self: RawEndpoints, topic: Topic, take: Callable[[Frame], None]) -> Channel:
         take(frames.parse(head + bytes(data)))
         return open_reader(self, topic, take)
 
-    monkeypatch.setattr(FramePort, "open_reader", opened)
+    monkeypatch.setattr(RawEndpoints, "open_reader", opened)
 
     async def script(group: Group) -> None:
         assert group.stats.dropped == {"foreign group": 2}
@@ -76,7 +76,7 @@ async def assert_all_is_heard(bus: Bus, other: Bus) -> None:
 def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
     run: Run, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: FramePort, topic: Topic, take: Callable[[Frame], None]) -> Channel:
+    def refuse(self: RawEndpoints, topic: Topic, take: Callable[[Frame], None]) -> Channel:
         raise BusError("no reader")
 
     async def main() -> None:
@@ -84,7 +84,7 @@ def test_a_group_that_cannot_be_opened_leaves_nothing_and_can_be_joined_later(
             gradbus.connect(**place, lease_s=LEASE_S) as bus, gradbus.connect(**place, lease_s=LEASE_S) as other
         ):  # fmt: skip
             with monkeypatch.context() as patch:
-                patch.setattr(FramePort, "open_reader", refuse)
+                patch.setattr(RawEndpoints, "open_reader", refuse)
                 with pytest.raises(BusError, match="no reader"):
                     async with gradbus.join_group(bus, rank=0, world=2):
                         raise AssertionError("not reached")
@@ -255,7 +255,7 @@ def test_a_port_whose_close_is_cancelled_during_a_write_is_closed_in_any_case(ru
 
     async def main() -> None:
         async with gradbus.connect(**place) as bus:
-            port = bus.frame_port()
+            port = bus.raw_endpoints()
             port.open_reader(topic, lambda frame: None)
             writer = port.open_writer(topic)
 

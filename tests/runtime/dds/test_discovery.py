@@ -17,7 +17,7 @@ from patience import until
 
 from gradbus.runtime.dds import discovery, peer_processes
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import Participant
 
 COUNT = 60
 
@@ -47,9 +47,9 @@ def announcement(prefix: bytes, user_data: str, host: str) -> bytes:
 
 
 @contextmanager
-def node() -> Iterator[tuple[Node, int]]:
+def node() -> Iterator[tuple[Participant, int]]:
     domain = new_domain()
-    made = Node(domain_id=domain, partition=f"crowd-{os.getpid()}", network=NetworkConfig())
+    made = Participant(domain_id=domain, partition=f"crowd-{os.getpid()}", network=NetworkConfig())
     try:
         yield made, domain
     finally:

@@ -77,7 +77,7 @@ def test_a_domain_that_is_not_in_use_any_more_takes_another_configuration() -> N
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(dds, "Subscriber"), (dds, "_self_test"), (bus_module, "Waiter"), (bus_module, "Sender")]
+    ("module", "name"), [(dds, "Subscriber"), (dds, "_self_test"), (bus_module, "WaitSet"), (bus_module, "Sender")]
 )
 def test_a_bus_that_cannot_be_opened_leaves_nothing(module: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -153,12 +153,12 @@ def test_a_reader_or_writer_that_dds_does_not_give_is_an_error_of_the_bus_and_le
 def test_the_receive_thread_of_a_bus_that_cannot_be_opened_has_ended_before_it_leaves_dds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    close, left = dds.Node.close, list[str]()
+    close, left = dds.Participant.close, list[str]()
 
     def fail(*_: object) -> None:
         raise BusError("no greeting")
 
-    def note(node: dds.Node) -> None:
+    def note(node: dds.Participant) -> None:
         left.extend(thread.name for thread in threading.enumerate() if thread.name == "gradbus-receive")
         close(node)
 
@@ -167,7 +167,7 @@ def test_the_receive_thread_of_a_bus_that_cannot_be_opened_has_ended_before_it_l
             pass
 
     monkeypatch.setattr(EncryptedNode, "start", fail)
-    monkeypatch.setattr(dds.Node, "close", note)
+    monkeypatch.setattr(dds.Participant, "close", note)
     with pytest.raises(BusError, match="no greeting"):
         asyncio.run(open_one())
     assert left == []
@@ -196,10 +196,10 @@ def test_processes_of_one_number_in_other_containers_are_kept_out_of_the_self_te
 CLOSES_LATE = """
 import os, threading
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.runtime.dds.participant import Node
+from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.security.identity.join_transport import JOIN
 
-node = Node(domain_id=DOMAIN, partition=f"late-{os.getpid()}", network=NetworkConfig())
+node = Participant(domain_id=DOMAIN, partition=f"late-{os.getpid()}", network=NetworkConfig())
 node.topic_reader(JOIN)
 
 def close():

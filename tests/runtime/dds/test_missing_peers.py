@@ -78,11 +78,11 @@ def test_a_line_comes_every_so_often_and_not_before(monkeypatch: pytest.MonkeyPa
     waiting = WaitLog(log, Reach.of(0, NetworkConfig()), group="g", rank=1)
     for _ in range(250):
         now_s[0] += 0.1
-        waiting.look([0], reason="it is late", doubt="it has another key")
+        waiting.look([0], reason="it is late", misconfiguration="it has another key")
     assert [(line["event"], line["group"], line["missing"], line["waited_s"]) for line in log.lines] == [
         ("still waiting", "g", [0], 10), ("still waiting", "g", [0], 20),
     ]  # fmt: skip
-    assert log.lines[0]["hint"].startswith("it is late. It was heard that it has another key. Start it. ")
+    assert log.lines[0]["hint"].startswith("it is late. Likely reason: it has another key. Start it. ")
 
 
 def test_a_group_says_whom_it_waits_for_and_its_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

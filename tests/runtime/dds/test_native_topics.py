@@ -39,7 +39,7 @@ def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_cyclones_own(bus: Bus) -> bool:
     with bus.subscribe(Control):
-        (kind,) = {isinstance(used.entity, native_topics.CTopic) for used in bus._node.topics._used.values()}
+        (kind,) = {isinstance(used.entity, native_topics.CTopic) for used in bus._participant.topics._used.values()}
         return kind
 
 
@@ -74,7 +74,7 @@ def test_jobs_that_share_a_participant_each_have_their_own_kind(run: Run, fast: 
 
     async def main() -> None:
         async with gradbus.connect(**place, fast=fast) as one, gradbus.connect(**elsewhere, fast=not fast) as other:
-            assert one._node.participant is other._node.participant
+            assert one._participant.participant is other._participant.participant
             assert (is_cyclones_own(one), is_cyclones_own(other)) == (fast, not fast)
             async with gradbus.connect(**place) as reader, gradbus.connect(**elsewhere) as second_reader:
                 for bus, inbox in ((one, reader.subscribe(ModelBlob)), (other, second_reader.subscribe(ModelBlob))):
@@ -164,7 +164,7 @@ async def matched_pair(place: dict[str, Any]) -> AsyncIterator[tuple[participant
     place = {**place, "fast": True, "security": "none"}
     async with gradbus.connect(**place) as one, gradbus.connect(**place) as other:
         topic = participant.Topic("train/made", "Frame", False, False, 16, 0, 1.0, False, lambda sample: sample)
-        writer, reader = one._node.topic_writer(topic), other._node.topic_reader(topic)
+        writer, reader = one._participant.topic_writer(topic), other._participant.topic_reader(topic)
         await eventually(lambda: writer.entity.get_publication_matched_status().current_count == 1)
         try:
             yield writer, reader

@@ -8,7 +8,7 @@ import secrets
 import pytest
 from joining_hall import JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall, stamped
 
-from gradbus.runtime.errors import FrameError, JobTaken
+from gradbus.runtime.errors import FrameError, JobInUse
 from gradbus.runtime.security.identity import admission, duplicate_controllers, handshake, join_client, rate_limits
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
@@ -257,7 +257,7 @@ def test_a_controller_that_must_not_go_on_lets_nobody_in_and_says_nothing_any_mo
     member = ControllerMembership(hall.controller)
     assert member.encrypt(COMMANDS, (b"go",)) is not None
     hall.controller.refusal = "the job is held by the controller desk:9"
-    with pytest.raises(JobTaken, match=r"held by the controller desk:9\. Stop that one first"):
+    with pytest.raises(JobInUse, match=r"held by the controller desk:9\. Stop that one first"):
         member.encrypt(COMMANDS, (b"go",))
     node = newcomer()
     (hello,) = node.receive_beacon(memoryview(hall.controller.beacon), TRUE, hall.now_s)

@@ -250,7 +250,7 @@ def test_a_member_that_stands_still_is_waited_for_and_not_taken_for_a_stranger(
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
-                await eventually(lambda: len(bus._node.membership.participants()) == 1)  # type: ignore[attr-defined]
+                await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
                 member.send_signal(signal.SIGSTOP)
                 sending = asyncio.create_task(sends_models(bus, 12))
                 done, _ = await asyncio.wait([sending], timeout=2 * foreign_readers.GRACE_S)
@@ -310,8 +310,8 @@ def test_a_member_that_was_shut_out_just_before_its_greeting_was_read_is_found_a
             async with gradbus.connect(**keyed) as bus:
                 bus.open_writer(ModelBlob)
                 await bus.matched(lambda: bus.matched_readers(ModelBlob) == 1, timeout_s=20)
-                await eventually(lambda: len(bus._node.membership.participants()) == 1)  # type: ignore[attr-defined]
-                (member,) = bus._node.membership.participants()  # type: ignore[attr-defined]
+                await eventually(lambda: len(bus._participant.membership.participants()) == 1)  # type: ignore[attr-defined]
+                (member,) = bus._participant.membership.participants()  # type: ignore[attr-defined]
                 watch: Any = bus._receiver.on_new_readers
                 shuts_out = watch.__self__._shut_out
                 bus._receiver.add_periodic(Periodic(lambda: bool(shuts_out({member: ""}, time.monotonic()))))

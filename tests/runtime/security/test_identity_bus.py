@@ -20,7 +20,7 @@ import gradbus
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.dds.idl_types import FrameType, ModelBlobType
 from gradbus.runtime.dds.topics import TOPICS
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobTaken
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, FrameError, JobInUse
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.endpoints import wire_topic
 from gradbus.runtime.security.identity.controller_signatures import check_payload
@@ -61,7 +61,7 @@ def run(main: Any) -> None:
 
 def raw_writer(bus: Bus, kind: type[Any]) -> Any:
     """What a member does that leaves our program aside: a writer of DDS for bytes that it makes itself."""
-    return bus._node.plain_writer(wire_topic(TOPICS[kind]))  # type: ignore[attr-defined]
+    return bus._participant.plain_writer(wire_topic(TOPICS[kind]))  # type: ignore[attr-defined]
 
 
 def matched(writer: Any) -> int:
@@ -82,7 +82,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
                     await bus.matched(lambda bus=bus: bus.matched_readers(ClientUpdate) > 0, timeout_s=10)
-                keys, session = traitor._node.membership.party.keys, victim._node.membership.party.session
+                keys, session = traitor._participant.membership.party.keys, victim._participant.membership.party.session
                 group = next(iter(keys._epochs.values())).key
                 forger = OutboundStreams(group, keys.controller)  # as if it were the controller
                 body = control.encode(RunEnded(1, True, "says the traitor"))
@@ -120,7 +120,7 @@ def test_a_member_can_make_up_neither_commands_nor_words_of_the_controller_nor_u
 
 def check_model(bus: Bus, blob: Any) -> None:
     """What a client looks at: the signature in the name, then the payload."""
-    bus.standing.check_model(blob.frame.key, 0, blob.frame.total_bytes)
+    bus.access_policy.check_model(blob.frame.key, 0, blob.frame.total_bytes)
     check_payload(blob.frame.key, blob.frame.data)
 
 
@@ -133,18 +133,18 @@ def test_frames_of_a_model_that_a_member_makes_up_do_not_pass_the_check_of_its_s
                 server.open_writer(ModelBlob)
                 for bus in (victim, traitor):
                     bus.open_writer(ClientUpdate)
-                    await eventually(lambda bus=bus: bus._node.membership.party.keys is not None)
+                    await eventually(lambda bus=bus: bus._participant.membership.party.keys is not None)
                 await server.matched(lambda: server.matched_readers(ModelBlob) > 0, timeout_s=10)
                 key = FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1, 1)
                 model = random.randbytes(100_000)
-                signed = key._replace(name=server.standing.sign_model(key, 0, model))
+                signed = key._replace(name=server.access_policy.sign_model(key, 0, model))
                 await server.send_model(signed, model)
                 got = await ears.get()
                 assert got.frame.key == signed
                 check_model(victim, got)
 
-                group = next(iter(traitor._node.membership.party.keys._epochs.values())).key
-                forger = OutboundStreams(group, traitor._node.membership.party.keys.controller)
+                group = next(iter(traitor._participant.membership.party.keys._epochs.values())).key
+                forger = OutboundStreams(group, traitor._participant.membership.party.keys.controller)
                 writer = raw_writer(traitor, ModelBlob)
                 await eventually(lambda: matched(writer) >= 1)
                 poison = random.randbytes(100_000)
@@ -188,7 +188,7 @@ def test_a_controller_says_again_that_it_is_there(opens: Callable[..., Any], mon
 
     async def main() -> None:
         async with opens("robot-0") as node, opens("server"):
-            party = node._node.membership.party
+            party = node._participant.membership.party
             times: list[int] = []
 
             def receive(data: memoryview, source: int, now_s: float, hears: Any = party.receive_beacon) -> Any:
@@ -206,8 +206,8 @@ def test_a_second_controller_that_hears_too_late_who_holds_the_job_ends_at_its_n
 ) -> None:
     async def main() -> None:
         async with opens("server") as first, opens("server") as second:
-            await eventually(lambda: second.standing.refusal)
-            with pytest.raises(JobTaken, match=r"the job is held by the controller .*\. Stop that one first"):
+            await eventually(lambda: second.access_policy.refusal)
+            with pytest.raises(JobInUse, match=r"the job is held by the controller .*\. Stop that one first"):
                 await second.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
             await first.publish(SERVER, TrainCmd(1, 0, 1, 0.5, 0))
 
@@ -219,7 +219,7 @@ def test_who_is_not_let_in_and_finds_nobody_says_why(opens: Callable[..., Any], 
 
     async def main() -> None:
         async with opens("server") as server, opens("stranger", role="observer") as bus:
-            await eventually(lambda: bus.standing.refusal)
+            await eventually(lambda: bus.access_policy.refusal)
             assert server.rejected["refused"] >= 1
             with bus.subscribe(TrainCmd), pytest.raises(BarrierTimeout, match="stranger is not on the allow list"):
                 await bus.matched(lambda: bus.matched_writers(TrainCmd) > 0, timeout_s=0.01)

@@ -45,7 +45,7 @@ async def in_s(bus: Bus) -> float:
     """How long it takes to be let in."""
     began_s = time.monotonic()
     async with asyncio.timeout(60):
-        while bus._node.membership.party.keys is None:  # type: ignore[attr-defined]  # noqa: ASYNC110 - it has no event
+        while bus._participant.membership.party.keys is None:  # type: ignore[attr-defined]  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.002)
     return time.monotonic() - began_s
 

@@ -98,7 +98,7 @@ def test_who_is_not_let_in_leaves_nothing_behind_and_both_sides_know_why(
     if pinned is SERVER:
         assert why in node.refusal
     else:
-        assert "compare bus.controller_key with 'gradbus keys show'" in node.doubt
+        assert "compare bus.controller_key with 'gradbus keys show'" in node.misconfiguration
         assert not node.refusal
     for _ in range(20):
         hall.later(1.0)

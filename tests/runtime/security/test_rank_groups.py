@@ -21,7 +21,7 @@ import gradbus
 from gradbus.experiments.run.status import observe
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.config.federated import BusSettings
-from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobTaken, JoinRefused, PeerLost
+from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobInUse, JoinRefused, PeerLost
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import key_epoch
 from gradbus.runtime.wire.messages import Control
@@ -101,7 +101,7 @@ async def strangers_stay_out(known: Identities, where: Place) -> None:
     async def join(security: Security) -> None:
         async with gradbus.connect(**where, lease_s=5.0, security=security) as bus:
             with bus.subscribe(Control):
-                await eventually(lambda: bus.doubt)  # it has heard of the others, however long that takes
+                await eventually(lambda: bus.misconfiguration)  # it has heard of the others, however long that takes
             await sum_of_short(bus)
 
     async def sum_of_short(bus: Bus) -> None:
@@ -138,7 +138,7 @@ def test_processes_of_one_machine_share_its_key_and_a_rank_that_the_list_does_no
         async with opens("server", 0) as zero, opens("server", 1) as one, opens("host-2", 2) as two:
             buses = enumerate((zero, one, two))
             assert await together(*(sum_of(bus, rank, 3) for rank, bus in buses)) == [6.0] * 3
-            await eventually(lambda: two._node.membership.keys.has_key)
+            await eventually(lambda: two._participant.membership.keys.has_key)
             with pytest.raises(
                 ConfigError, match=r"rank 1 is not one of .* gives host-2: 2\. Give this process another"
             ):
@@ -179,7 +179,7 @@ def test_rank_0_must_have_the_key_that_the_others_expect_and_two_of_them_do_not_
             async with opens("host-1", 0):
                 pass
         async with opens("server", 0, allow_file=None), opens("server", 0) as second:
-            with pytest.raises(JobTaken, match="the job is held by the controller"):
+            with pytest.raises(JobInUse, match="the job is held by the controller"):
                 async with gradbus.join_group(second, rank=0, world=2, timeout_s=10.0):
                     pass
 
@@ -189,7 +189,7 @@ def test_rank_0_must_have_the_key_that_the_others_expect_and_two_of_them_do_not_
 def test_a_bus_for_ranks_is_none_for_a_federated_run(opens: Callable[..., Any]) -> None:
     async def main() -> None:
         async with opens("server", 0) as bus:
-            for check in (bus.standing.check_client, bus.standing.check_controller):
+            for check in (bus.access_policy.check_client, bus.access_policy.check_controller):
                 with pytest.raises(ConfigError, match="this bus is for ranks of a group"):
                     check()
             with bus.subscribe(Control):

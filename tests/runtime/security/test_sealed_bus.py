@@ -107,7 +107,7 @@ def test_a_late_one_gets_all_of_a_model_that_dds_refused_at_first(
         async with gradbus.connect(**keyed) as one:
             one.open_writer(ModelBlob, retained_samples=3)
             await one.send_model(FrameKey(Kind.MODEL, 1, 1, CONTROLLER, 1), model)
-            await eventually(lambda: one._node.membership.cipher.moment >= 1)  # type: ignore[attr-defined]
+            await eventually(lambda: one._participant.membership.cipher.moment >= 1)  # type: ignore[attr-defined]
             async with gradbus.connect(**keyed) as late:
                 with late.subscribe(ModelBlob) as inbox:
                     parts = sorted([(m.frame.seq, bytes(m.frame.data)) for m in [await inbox.get() for _ in range(3)]])
@@ -199,7 +199,7 @@ def test_a_recording_of_a_living_process_is_not_taken_by_one_that_was_restarted(
                     await one.publish(CLIENT, Leave("before"))
                     await inbox.get()
                     await eventually(lambda: any(name == "train/control" for name, _ in outsider.heard))
-                await eventually(lambda: one._node.membership.cipher.moment >= 1)  # type: ignore[attr-defined]
+                await eventually(lambda: one._participant.membership.cipher.moment >= 1)  # type: ignore[attr-defined]
                 async with gradbus.connect(**keyed) as again, talking(one, again) as inbox:
                     with again.subscribe(TrainCmd) as commands:
                         assert await commands.get() == COMMAND  # DDS has it still
@@ -275,7 +275,7 @@ def test_two_keys_in_one_job_are_told_of_on_both_sides(place: dict[str, Any], tm
         async with gradbus.connect(**members[0]) as one, gradbus.connect(**members[1]) as other:
             await eventually(lambda: one.rejected["other key"] and other.rejected["other key"])
             for bus in (one, other):
-                with pytest.raises(BarrierTimeout, match="It was heard that a process of this job has another job key"):
+                with pytest.raises(BarrierTimeout, match="Likely reason: a process of this job has another job key"):
                     await bus.matched(lambda: False, timeout_s=0.01)
 
     run(main())
@@ -288,8 +288,8 @@ def test_a_sealed_and_an_open_process_are_told_of_each_other(keyed: dict[str, An
                 await sealed.publish(CLIENT, Leave("x"))
                 await plain.publish(CLIENT, Leave("x"))
                 await eventually(lambda: plain.rejected["sealed"] and sealed.rejected["not sealed"])
-            assert "set bus.security alike" in plain.doubt
-            assert "set bus.security alike" in sealed.doubt
+            assert "set bus.security alike" in plain.misconfiguration
+            assert "set bus.security alike" in sealed.misconfiguration
 
     run(main())
 
