@@ -105,7 +105,7 @@ def libddsc_fails(*_: object, **__: object) -> None:
     ("owner", "name", "fail", "why"),
     [
         (dds, "GuardCondition", dds_is_out_of_resources, "lack of resources"),
-        (dds, "WaitSet", dds_is_out_of_resources, "lack of resources"),
+        (dds, "DdsWaitSet", dds_is_out_of_resources, "lack of resources"),
         (libddsc.WaitSet, "attach", libddsc_fails, "attach returned -5"),
     ],
 )
