@@ -28,7 +28,7 @@ from gradbus.runtime.errors import BusError, ConfigError
 
 
 @dataclass(slots=True)
-class Participant:
+class SharedParticipant:
     """A DDS participant, and the partitions that buses use on it.
 
     A partition is used by one bus at a time: another bus with the same one gets another participant, for DDS can tell
@@ -52,7 +52,7 @@ class _OpenDomain:
     entity: Any
     users: int = 0
     discovery: Discovery | None = None
-    participants: list[Participant] = field(default_factory=list)
+    participants: list[SharedParticipant] = field(default_factory=list)
     exclusion: Exclusion | None = None
 
 
@@ -77,7 +77,7 @@ def _forget() -> None:
 forks.in_child(_forget)
 
 
-def acquire(domain_id: int, xml: str, partition: str) -> Participant:
+def acquire(domain_id: int, xml: str, partition: str) -> SharedParticipant:
     """A participant for a bus; :func:`release` gives it back.
 
     Args:
@@ -105,7 +105,7 @@ def acquire(domain_id: int, xml: str, partition: str) -> Participant:
         return participant
 
 
-def release(participant: Participant, partition: str) -> None:
+def release(participant: SharedParticipant, partition: str) -> None:
     """The bus has deleted what it had on the participant."""
     if _is_broken:
         return
@@ -116,7 +116,7 @@ def release(participant: Participant, partition: str) -> None:
         _close_unused(participant.domain_id, domain)
 
 
-def exclusion(participant: Participant) -> Exclusion:
+def exclusion(participant: SharedParticipant) -> Exclusion:
     """What shuts participants of others out of the domain, in this process. Raises OSError: that cannot be done."""
     with _lock:
         domain = _domains[participant.domain_id]
@@ -132,7 +132,7 @@ def own_prefixes(domain_id: int) -> set[bytes]:
         return set() if domain is None else {participant.prefix for participant in domain.participants}
 
 
-def claims(participant: Participant) -> dict[bytes, Claim]:
+def claims(participant: SharedParticipant) -> dict[bytes, Claim]:
     """What discovery says of each participant of the domain, by prefix."""
     participant.discovery.look()
     return {
@@ -169,14 +169,14 @@ def _open(domain_id: int, xml: str) -> _OpenDomain:
     return known
 
 
-def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> Participant:
+def _participant(domain_id: int, domain: _OpenDomain, partition: str) -> SharedParticipant:
     for participant in domain.participants:
         if partition not in participant.partitions:
             return participant
     entity = make_participant(domain_id)
     if domain.discovery is None:
         domain.discovery = Discovery(domain_id, entity)
-    participant = Participant(domain_id, entity, Announcer(entity), domain.discovery)
+    participant = SharedParticipant(domain_id, entity, Announcer(entity), domain.discovery)
     domain.participants.append(participant)
     return participant
 

@@ -48,18 +48,28 @@ class _Scattered(ct.Structure):
     )  # fmt: skip
 
 
-_functions: list[Any] = []  # those that there are
+_functions: list[Any] = []
+missing: list[str] = []  # functions that libddsc does not export
 
 
-def function(name: str, result: Any, *arguments: Any, brief: bool = False) -> Callable[..., Any] | None:
-    """A function of libddsc; None: there is none. ``brief``: it only looks, so the GIL is not given up for it,
-    which would take longer."""
+def function(name: str, result: Any, *arguments: Any, brief: bool = False) -> Callable[..., Any]:
+    """A function of libddsc. In place of one that it does not export stands one that fails: it returns -2, or a null
+    pointer. ``brief``: it only looks, so the GIL is not given up for it, which would take longer."""
     try:
         made: Callable[..., Any] = (ct.PYFUNCTYPE if brief else ct.CFUNCTYPE)(result, *arguments)((name, _lib))
     except AttributeError:
-        return None
+        missing.append(name)
+        return _nothing if result is not ct.c_int32 else _unsupported
     _functions.append(made)
     return made
+
+
+def _unsupported(*_: object) -> int:
+    return -2  # DDS_RETCODE_UNSUPPORTED
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 _from_iov = function(
@@ -75,9 +85,9 @@ _serdata_size = function("ddsi_serdata_size", ct.c_uint32, ct.c_void_p, brief=Tr
 _serdata_unref = function("ddsi_serdata_unref", None, ct.c_void_p)
 _entity_sertype = function("dds_get_entity_sertype", ct.c_int32, ct.c_int32, ct.c_void_p)
 _matched_publications = function("dds_get_matched_publications", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t)
-_waitset_attach = function("dds_waitset_attach", ct.c_int32, ct.c_int32, ct.c_int32, ct.c_ssize_t)
-_waitset_detach = function("dds_waitset_detach", ct.c_int32, ct.c_int32, ct.c_int32)
-_waitset_wait = function("dds_waitset_wait", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t, ct.c_int64)
+waitset_attach = function("dds_waitset_attach", ct.c_int32, ct.c_int32, ct.c_int32, ct.c_ssize_t)
+waitset_detach = function("dds_waitset_detach", ct.c_int32, ct.c_int32, ct.c_int32)
+waitset_wait = function("dds_waitset_wait", ct.c_int32, ct.c_int32, ct.c_void_p, ct.c_size_t, ct.c_int64)
 _wait_for_acks = function("dds_wait_for_acks", ct.c_int32, ct.c_int32, ct.c_int64)
 
 
@@ -107,21 +117,6 @@ _refresh_statistics = function("dds_refresh_statistics", ct.c_int32, ct.c_void_p
 _lookup_statistic = function("dds_lookup_statistic", ct.c_void_p, ct.c_void_p, ct.c_char_p)
 _delete_statistics = function("dds_delete_statistics", None, ct.c_void_p)
 
-AVAILABLE = all(
-    f is not None
-    for f in (
-        _from_iov,
-        _writecdr,
-        _takecdr,
-        _to_ser_ref,
-        _to_ser_unref,
-        _serdata_size,
-        _serdata_unref,
-        _entity_sertype,
-    )
-)
-
-
 _FREEING = ("_to_ser_unref", "_serdata_unref", "_free_endpoint", "_delete_statistics")  # destructors call them
 
 
@@ -136,13 +131,8 @@ def _refuse(*_: object) -> int:
     raise forks.refusal("DDS")
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 def sertype_of(entity: Any) -> int:
     """Address of the serialised-type object of a reader or writer."""
-    assert _entity_sertype is not None
     pointer = ct.c_void_p()
     code = _entity_sertype(entity._ref, ct.byref(pointer))
     if code < 0 or not pointer.value:
@@ -155,9 +145,7 @@ def matched_publications(reader: Any) -> set[int]:
     return _matched(_matched_publications, reader)
 
 
-def _matched(ask: Callable[..., Any] | None, entity: Any) -> set[int]:
-    if ask is None:
-        return set()
+def _matched(ask: Callable[..., Any], entity: Any) -> set[int]:
     size = 256
     while True:
         handles = (ct.c_uint64 * size)()
@@ -187,15 +175,13 @@ def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int
     Args:
         known: what was returned before, so that only new ones are asked for.
     """
-    if _subscription_data is None or _free_endpoint is None:
-        return {}
     readers: dict[int, MatchedReader] = {}
     for handle in _matched(_matched_subscriptions, writer):
         if handle in known:
             readers[handle] = known[handle]
         elif endpoint := _subscription_data(writer._ref, handle):  # none: it has gone meanwhile
             kind = ct.c_int(_RELIABLE)
-            if _get_reliability is not None and endpoint.contents.qos:
+            if endpoint.contents.qos:
                 _get_reliability(endpoint.contents.qos, ct.byref(kind), None)
             readers[handle] = MatchedReader(bytes(endpoint.contents.participant), kind.value == _RELIABLE)
             _free_endpoint(endpoint)
@@ -204,61 +190,20 @@ def matched_readers(writer: Any, known: Mapping[int, MatchedReader]) -> dict[int
 
 def throttled_s(writer: Any) -> float:
     """How long writes of this writer have waited for its readers, all together. 0 where a call is missing."""
-    create, refresh = _create_statistics, _refresh_statistics
-    lookup, delete = _lookup_statistic, _delete_statistics
-    if create is None or refresh is None or lookup is None or delete is None:
-        return 0.0
-    statistics = create(writer._ref)
+    statistics = _create_statistics(writer._ref)
     if not statistics:
         return 0.0
     try:
-        at = lookup(statistics, b"time_throttle") if refresh(statistics) == RETCODE_OK else None
+        is_new = _refresh_statistics(statistics) == RETCODE_OK
+        at = _lookup_statistic(statistics, b"time_throttle") if is_new else None
         return float(_Statistic.from_address(at).value) / 1e9 if at else 0.0
     finally:
-        delete(statistics)
-
-
-class WaitSet:
-    """A wait set whose entities have numbers: the binding's says that something happened, this one says where."""
-
-    def __init__(self, entity: Any) -> None:
-        """``entity``: the wait set of the binding, empty."""
-        if _waitset_attach is None or _waitset_detach is None or _waitset_wait is None:
-            raise OSError("libddsc has no dds_waitset functions")  # they are public, so every one has
-        self._entity = entity
-        self._triggered = (ct.c_ssize_t * 64)()
-        self._attached = 0
-
-    def attach(self, entity: Any, number: int) -> None:
-        """Wait for an entity, too. ``number``: what stands for it."""
-        assert _waitset_attach is not None
-        code = _waitset_attach(self._entity._ref, entity._ref, number)
-        if code < 0:
-            raise OSError(f"dds_waitset_attach returned {code}")
-        self._attached += 1
-
-    def detach(self, entity: Any) -> None:
-        """Wait for it no more."""
-        assert _waitset_detach is not None
-        if _waitset_detach(self._entity._ref, entity._ref) >= 0:
-            self._attached -= 1
-
-    def wait(self, timeout_s: float) -> list[int]:
-        """Numbers of those that something happened to; none when the time is over. The GIL is free while it waits."""
-        if self._attached > len(self._triggered):
-            self._triggered = (ct.c_ssize_t * (2 * self._attached))()
-        room = len(self._triggered)
-        assert _waitset_wait is not None
-        count = _waitset_wait(self._entity._ref, self._triggered, room, int(timeout_s * 1e9) if timeout_s > 0 else 0)
-        if count < 0:
-            raise OSError(f"dds_waitset_wait returned {count}")
-        return self._triggered[: min(count, room)] if count else []
+        _delete_statistics(statistics)
 
 
 def wait_for_acks(writer: Any, timeout_s: float) -> bool:
-    """Whether all matched readers have acknowledged all that was written, within so long. The GIL is free meanwhile.
-    True also where libddsc does not offer the call, and nobody can tell."""
-    return _wait_for_acks is None or _wait_for_acks(writer._ref, int(timeout_s * 1e9)) == RETCODE_OK
+    """Whether all matched readers have acknowledged all that was written, within so long. The GIL is free meanwhile."""
+    return bool(_wait_for_acks(writer._ref, int(timeout_s * 1e9)) == RETCODE_OK)
 
 
 def _address(part: Any) -> tuple[int, int]:
@@ -284,7 +229,6 @@ def write(entity: int, sertype: int, parts: Sequence[Any]) -> int:
     Returns:
         The DDS return code: 0, or negative (-10: the writer's max_blocking_time passed).
     """
-    assert _writecdr is not None
     body = parts[-1]
     pad = _PADS[-sum(map(len, parts)) % 4]  # the representation is padded to a multiple of four
     if len(body) <= JOINED_BYTES:
@@ -312,10 +256,6 @@ def write_made(entity: int, sertype: int, head: bytes, room_bytes: int, make: Ca
     Returns:
         As :func:`write`.
     """
-    assert _writecdr is not None
-    assert _to_ser_ref is not None
-    assert _to_ser_unref is not None
-    assert _serdata_unref is not None
     start, end = len(head), len(head) + room_bytes
     size = end + -end % 4
     sample = _sample_of(sertype, *_with_room(head, size - start), size)  # DDS counts the octets at once
@@ -349,7 +289,6 @@ def _with_room(head: bytes, room_bytes: int) -> tuple[Any, int]:
 
 
 def _sample_of(sertype: int, vector: Any, count: int, size: int) -> int:
-    assert _from_iov is not None
     sample = _from_iov(sertype, _SERDATA_KIND_DATA, count, ct.byref(vector), size)
     if not sample:
         raise OSError(f"ddsi_serdata_from_ser_iov refused a sample of {size} bytes")
@@ -376,8 +315,6 @@ class _Owner:
 
     def counts(self) -> bool:
         """Whether that goes up and down as it should."""
-        assert _to_ser_ref is not None
-        assert _to_ser_unref is not None
         before, iov = self.references, _IoVec()
         _to_ser_ref(self._sample, 0, 4, ct.byref(iov))
         during = self.references
@@ -385,8 +322,8 @@ class _Owner:
         return 2 <= before == during - 1 == self.references
 
     def __del__(self) -> None:
-        _to_ser_unref(self._sample, ct.byref(self._iov))  # type: ignore[misc]
-        _serdata_unref(self._sample)  # type: ignore[misc]
+        _to_ser_unref(self._sample, ct.byref(self._iov))
+        _serdata_unref(self._sample)
 
 
 def is_ours_alone(view: memoryview) -> bool:
@@ -413,11 +350,6 @@ class Taker:
 
     def take(self, limit: int) -> list[tuple[memoryview, int]]:
         """Up to ``limit`` samples: (bytes with the encapsulation, handle of the writer that sent them)."""
-        assert _takecdr is not None
-        assert _to_ser_ref is not None
-        assert _to_ser_unref is not None
-        assert _serdata_unref is not None
-        assert _serdata_size is not None
         count = _takecdr(self._entity, self._samples, min(limit, self._max_samples), self._infos, ANY_STATE)
         if count < 0:
             raise OSError(f"dds_takecdr returned {count}")
@@ -450,8 +382,8 @@ def self_test(reader: Any, writer: Any, wait: Callable[[], bool]) -> str | None:
         writer: the writer.
         wait: blocks until the reader has data or a short time has passed; says whether there is data.
     """
-    if not AVAILABLE:
-        return "libddsc does not export the functions"
+    if missing:
+        return f"libddsc does not export {', '.join(missing)}"
     taker = Taker(reader, 4)
     sertype = sertype_of(writer)
     for size in (13, 70_001):

@@ -44,7 +44,6 @@ class CTopic(DdsTopic[Any]):
             OSError: libddsc cannot describe the type. DDSException: DDS does not make the topic.
         """
         described = describe(participant, idl_type)
-        assert _create_topic is not None
         self.data_type = idl_type
         Entity.__init__(self, _create_topic(participant._ref, described, name.encode(), None, None))
         self._keepalive_entities = [participant]
@@ -68,8 +67,6 @@ def describe(participant: Any, idl_type: Any) -> int:
 
 
 def _describe(participant: Any, topic: Any) -> int:
-    if _get_typeinfo is None or _free_typeinfo is None or _create_descriptor is None or _create_topic is None:
-        raise OSError("libddsc does not export the functions that describe types")
     told, made = ct.c_void_p(), ct.c_void_p()
     code = _get_typeinfo(topic._ref, ct.byref(told))
     if code == libddsc.RETCODE_OK:

@@ -6,6 +6,7 @@ Only the files of this folder that tests/test_layers.py lists import ``cyclonedd
 from __future__ import annotations
 
 import contextlib
+import ctypes as ct
 import os
 import threading
 import time
@@ -489,30 +490,43 @@ def _delete_at_once(endpoints: Sequence[Reader | Writer]) -> None:
 
 
 class WaitSet:
-    """Sleeps until an entity has something to say. ``wake`` may be called from any thread."""
+    """Sleeps until something happens to an entity, and says to which: entities have numbers here, which the binding's
+    wait set does not offer. ``wake`` may be called from any thread."""
 
     WOKEN = 0  # the number that stands for a call of ``wake``
 
     def __init__(self, participant: Participant) -> None:
         """Raises BusError: DDS does not give what it takes."""
         self._made_in = forks.generation
+        self._triggered = (ct.c_ssize_t * 64)()
+        self._attached = 0
         with domains.made_by_dds("a wait set"):
             self._guard = participant.keep(GuardCondition(participant.entity))
             self._entity = participant.keep(DdsWaitSet(participant.entity))
-            self._waitset = libddsc.WaitSet(self._entity)
-            self._waitset.attach(self._guard, self.WOKEN)
+            self.attach(self._guard, self.WOKEN)
 
     def attach(self, entity: Any, number: int) -> None:
         """Wait for an entity, too; ``number`` (1 or more) stands for it."""
-        self._waitset.attach(entity, number)
+        code = libddsc.waitset_attach(self._entity._ref, entity._ref, number)
+        if code < 0:
+            raise OSError(f"dds_waitset_attach returned {code}")
+        self._attached += 1
 
     def detach(self, entity: Any) -> None:
         """Wait for it no more."""
-        self._waitset.detach(entity)
+        if libddsc.waitset_detach(self._entity._ref, entity._ref) >= 0:
+            self._attached -= 1
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Numbers of those that have something to say. The GIL is free while it waits."""
-        numbers = self._waitset.wait(timeout_s)
+        """Numbers of those that something happened to; none when the time is over. The GIL is free while it waits."""
+        if self._attached > len(self._triggered):
+            self._triggered = (ct.c_ssize_t * (2 * self._attached))()
+        room = len(self._triggered)
+        nanoseconds = int(timeout_s * 1e9) if timeout_s > 0 else 0
+        count = libddsc.waitset_wait(self._entity._ref, self._triggered, room, nanoseconds)
+        if count < 0:
+            raise OSError(f"dds_waitset_wait returned {count}")
+        numbers = self._triggered[: min(count, room)] if count else []
         if self.WOKEN in numbers:
             self._guard.take()
         return numbers

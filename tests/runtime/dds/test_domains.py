@@ -106,7 +106,7 @@ def libddsc_fails(*_: object, **__: object) -> None:
     [
         (dds, "GuardCondition", dds_is_out_of_resources, "lack of resources"),
         (dds, "DdsWaitSet", dds_is_out_of_resources, "lack of resources"),
-        (libddsc.WaitSet, "attach", libddsc_fails, "attach returned -5"),
+        (dds.WaitSet, "attach", libddsc_fails, "attach returned -5"),
     ],
 )
 def test_what_dds_does_not_give_a_bus_is_an_error_of_the_bus(
