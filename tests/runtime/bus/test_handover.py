@@ -16,7 +16,7 @@ import gradbus
 from gradbus.experiments.peer_link import END, HERE, PEER, ROOT, Link
 from gradbus.runtime.bus import handover, wait_loop
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.bus.wait_loop import WaitLoop
+from gradbus.runtime.bus.wait_loop import SPIN_S, WaitLoop
 from gradbus.runtime.dds.topics import collective_topic
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.control import Leave
@@ -154,15 +154,15 @@ def test_a_loop_that_polls_is_held_for_a_bounded_time_by_what_has_piled_up_and_t
             port.open_reader(topic, take)
             writer = away.open_writer(topic, retained_samples=count)
             await other.matched(lambda: writer.matched == 1, timeout_s=20)
-            port.spin(lambda: False)
+            port.wait_loop.poll_inline(lambda: False, time.monotonic() + SPIN_S, may_sleep=False)
             for number in range(count):
                 key = FrameKey(Kind.COLLECTIVE, 1, 0, 0, 1, number, "x")
                 assert away.write(writer, next(frames.split(key, b"")))
             assert await away.drain(20.0)
             for _ in range(100):
-                port.spin(lambda: bool(takers))
+                port.wait_loop.poll_inline(lambda: bool(takers), time.monotonic() + SPIN_S, may_sleep=False)
             polled = len(takers)
-            port.wake_io_thread()
+            port.wait_loop.wake_io_thread()
             await all_taken.wait()
             assert 0 < polled <= 8
             assert set(takers[:polled]) == {threading.get_ident()}
