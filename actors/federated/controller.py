@@ -67,6 +67,16 @@ from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Train
 log = get_logger("controller")
 
 
+def check_choices(config: FederatedConfig) -> None:
+    """Look for the strategy and the training rule that are configured, before anything starts.
+
+    Raises:
+        ConfigError: there is none of that name, or its options are wrong.
+    """
+    STRATEGIES.options(config.strategy, config.strategy_options)
+    CLIENT_RULES.options(config.client_rule, config.client_options)
+
+
 class Controller:
     """Runs the rounds of one job on one bus.
 
@@ -88,9 +98,7 @@ class Controller:
             on_open: called once the job is this controller's and the state is restored: from then on it is this run.
             fail_at: a fail point for tests, ``name:round``; by default from the environment.
         """
-        if strategy is None:  # what the configuration names is looked for before anything starts
-            STRATEGIES.options(config.strategy, config.strategy_options)
-        CLIENT_RULES.options(config.client_rule, config.client_options)
+        check_choices(config)
         self._bus = bus
         self._on_open = on_open
         self._task = task

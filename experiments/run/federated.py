@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradbus.actors import Client, ClientSummary, Controller, Progress, RoundReport
+from gradbus.actors.federated.controller import check_choices
 from gradbus.actors.federated.liveness import MAX_NAMED, announce_run_ended
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.files import ClientFile, ControllerFile
@@ -41,6 +42,7 @@ async def run_controller(
     """
     started_s = time.perf_counter()
     config = file.federated
+    check_choices(config)
     if config.state_dir is None:
         config = config.model_copy(update={"state_dir": run.state})
     if config.history_dir is None:

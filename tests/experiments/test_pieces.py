@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,22 @@ def test_cores_are_those_that_this_process_may_use(cores: set[int], monkeypatch:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert versions.machine()["cores"] == results.machine()["cores"] == len(cores)
     assert plan(DemoOptions(data="glyphs")).controller.task.threads == len(cores)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("federated.strategy=fedagv", "did you mean 'fedavg'"),
+        ("federated.client_rule=prox", "there is no training rule 'prox'"),
+        ('federated.strategy_options={"beta": 1}', "the options of 'fedavg' are: none"),
+    ],
+)
+def test_a_demo_with_a_strategy_or_rule_that_does_not_exist_is_refused_before_anything_starts(
+    override: str, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(errors.ConfigError, match=re.escape(text)):
+        plan(DemoOptions(data="glyphs", run_dir=tmp_path / "run", overrides=(override,)))
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_error_of_a_run_has_its_own_exit_code() -> None:
