@@ -154,17 +154,30 @@ def load(
     others = {f"GRADBUS_{section.upper()}__" for section in _SECTIONS - set(kind.model_fields)}
     environment = {name: text for name, text in os.environ.items() if not name.upper().startswith(tuple(others))}
     try:
-        return load_settings(kind, path, overrides=[*overrides, *strongest], environment=environment, values=defaults)
+        settings = load_settings(
+            kind, path, overrides=[*overrides, *strongest], environment=environment, values=defaults
+        )
     except ConfigError as error:
         if owner := _owner_of(kind, path):
             raise ConfigError(f"{error}. This is the configuration of a {owner}: gradbus {owner} {path}") from None
         raise
+    if owner := _owner_of(kind, path):
+        raise ConfigError(
+            f"{path}: its section 'task' has settings of clients alone, and there is no section 'federated'. "
+            f"This is the configuration of a {owner}: gradbus {owner} {path}"
+        )
+    return settings
 
 
 def _owner_of(kind: type[Settings], path: Path | None) -> str:
-    """Return the command whose configuration this file is, if it has a section that only another kind has; else ""."""
+    """Return the command whose configuration this file is, if it has a section that only another kind has, or settings
+    of clients without the section of this kind; else ""."""
     owners = {"federated": "controller", "client": "client", "worker": "worker"}
     sections: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # of which the caller has an error already
         sections = {} if path is None else read_settings(path)
+    task = sections.get("task")
+    is_without_own = not sections.keys() & kind.model_fields.keys() & owners.keys()
+    if kind is not ClientFile and is_without_own and isinstance(task, dict) and CLIENT_ONLY_SETTINGS.keys() & task:
+        return "client"
     return next((owners[key] for key in sections if key in owners.keys() - kind.model_fields.keys()), "")

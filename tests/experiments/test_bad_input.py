@@ -27,14 +27,11 @@ def test_a_key_without_its_section_is_named_with_it(invoke, configs) -> None:
     assert "unknown key 'rounds', did you mean 'federated.rounds'?" in one_line(ended.err)
 
 
-@pytest.mark.parametrize("given", ["controller", "client", "ddp"])
+@pytest.mark.parametrize("given", ["controller", "client", "client.two-machines", "ddp"])
 @pytest.mark.parametrize("command", ["controller", "client", "worker"])
-def test_a_configuration_of_another_command_is_called_so(invoke, configs, tmp_path: Path, given, command) -> None:
-    owner = {"ddp": "worker"}.get(given, given)
+def test_a_configuration_of_another_command_is_called_so(invoke, configs, given, command) -> None:
+    owner = {"ddp": "worker"}.get(given, given.partition(".")[0])
     path = configs / f"{given}.conf.json"
-    if given == "client":  # the example has nothing that is a client's alone
-        path = tmp_path / "client.json"
-        path.write_text('{"client": {"controller_timeout_s": 3}}')
     options = {"controller": (), "client": ("--id", 0), "worker": ("--rank", 0, "--world", 1)}[command]
     ended = invoke(command, path, *options, "--set", "bus.interface=none0")  # else the right one would start
     assert ended.code == 2
