@@ -22,7 +22,8 @@ from gradbus.runtime.bus.raw_endpoints import RawEndpoints
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.wire.frames import MAX_CHUNK_BYTES, Frame, FrameKey, Kind, split
 from gradbus.runtime.wire.messages import new_incarnation
-from gradbus.torch.store.link import Address, StoreLink, _acquire
+from gradbus.torch.store.address import Address
+from gradbus.torch.store.link import StoreLink, acquire_bus
 from gradbus.torch.store.messages import (
     VERSION,
     Message,
@@ -30,7 +31,7 @@ from gradbus.torch.store.messages import (
     StoreJoin,
     StoreLeave,
     StoreRequest,
-    StoreWelcome,
+    StoreStatus,
     decode,
     frame_of,
 )
@@ -49,9 +50,7 @@ def open_rank(job: tuple[int, str], rank: int, world: int, timeout: timedelta = 
     """A connection of its own, as another process would have it."""
     link = StoreLink(Address(*job, rank, world))
     link.open(timeout.total_seconds())
-    store = DdsStore(link, timeout)
-    link.handles.add(store)
-    return store
+    return DdsStore(link, timeout)
 
 
 def begin(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -69,16 +68,16 @@ def begin(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 
 class RawRank(AbstractContextManager["RawRank"]):
-    """A process that says to the arbiter what it likes."""
+    """A process that sends to the arbiter what it likes."""
 
     def __init__(self, job: tuple[int, str], rank: int = 1) -> None:
         self.rank = rank
         self.incarnation = new_incarnation()
         self.arbiter = 0
-        self._heard: queue.Queue[Message] = queue.Queue()
-        self._told: type[Message] | None = None  # what it was told when it asked to be let in
-        self._asked_in = 0  # how often it asked and has heard no answer yet
-        self.thread = _acquire(Address(*job, rank, 2))
+        self._received: queue.Queue[Message] = queue.Queue()
+        self._status: StoreStatus | None = None  # the answer to its request to be let in
+        self._asked_in = 0  # how often it asked without an answer yet
+        self.thread = acquire_bus(Address(*job, rank, 2))
         self.port = self.thread.start(_port_of(self.thread)).result(10.0)
         self.port.open_reader(store_topic(self.incarnation), self._take)
         self.writer = self.port.open_writer(store_topic())
@@ -86,7 +85,7 @@ class RawRank(AbstractContextManager["RawRank"]):
 
     def _take(self, frame: Frame) -> None:
         self.arbiter = frame.key.incarnation
-        self._heard.put(decode(frame.data))
+        self._received.put(decode(frame.data))
 
     def say(self, message: Message) -> None:
         """A well-formed message."""
@@ -108,24 +107,25 @@ class RawRank(AbstractContextManager["RawRank"]):
         facts = {"open": [*range(since, request_id + 1)], "values": [], "number": 0, "wait_s": 0.0, **more}
         self.say(StoreRequest(id=request_id, op=op, keys=list(keys), **facts))
 
-    def join(self, world: int = 2, version: int = VERSION, host: str = "a test") -> Message:
+    def join(self, world: int = 2, version: int = VERSION, host: str = "a test") -> StoreStatus:
         """Ask to be let in until there is an answer."""
         while True:
             self.say(StoreJoin(version, world, host))
             self._asked_in += 1
             with contextlib.suppress(queue.Empty):
-                message = self._heard.get(timeout=0.1)
-                self._told = type(message)
+                status = self._received.get(timeout=0.1)
+                assert isinstance(status, StoreStatus), status
+                self._status = status
                 self._asked_in -= 1
-                return message
+                return status
 
     def next(self, timeout_s: float = 10.0) -> Message:
-        """What it hears next. Asked more than once to be let in, the arbiter answers as often: that counts as one, and
-        an answer more does not."""
+        """The message it receives next. Asked more than once to be let in, the arbiter answers as often: that counts as
+        one, and an answer more does not."""
         until_s = time.monotonic() + timeout_s
         while True:
-            message = self._heard.get(timeout=max(0.0, until_s - time.monotonic()))
-            if type(message) is not self._told or not self._asked_in:
+            message = self._received.get(timeout=max(0.0, until_s - time.monotonic()))
+            if message != self._status or not self._asked_in:
                 return message
             self._asked_in -= 1
 
@@ -136,7 +136,7 @@ class RawRank(AbstractContextManager["RawRank"]):
         return message
 
     def __exit__(self, *_: object) -> None:
-        if self._told is StoreWelcome:
+        if self._status is not None and self._status.state == "joined":
             self.say(StoreLeave())  # else it would be waited for as long as its process, which is this one, lives
         self.thread.start(self.port.close()).result(10.0)
         release(self.thread)

@@ -19,8 +19,7 @@ from torch_node import SOON_S, SceneRanks, play
 from gradbus.torch import register
 from gradbus.torch.scheme import register_scheme
 from gradbus.torch.store import link as store_link
-from gradbus.torch.store.link import Address
-from gradbus.torch.store.rendezvous import parse
+from gradbus.torch.store.address import Address, parse
 
 
 def test_an_address_says_domain_job_rank_and_world_size() -> None:

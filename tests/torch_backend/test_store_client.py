@@ -15,11 +15,13 @@ from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame
 from gradbus.torch.store import client as store_client
+from gradbus.torch.store.address import Address
 from gradbus.torch.store.client import StoreClient
-from gradbus.torch.store.messages import Message, RankInUse, StoreJoin, StoreWelcome, decode, frame_of
+from gradbus.torch.store.messages import Message, StoreJoin, StoreStatus, decode, frame_of
 
 ARBITER = 7
-LEFT = RankInUse(alive=False, holder="there", host="elsewhere")
+ADDRESS = Address(0, "job", 1, 2)
+DEPARTED = StoreStatus("departed", "rank 1 took part already, as there")
 
 
 def parsed(message: Message, *, sender: int, incarnation: int, to: int) -> Frame:
@@ -35,6 +37,7 @@ class Bus:
     """
 
     is_sealed = True
+    lease_s = 60.0
 
     def __init__(self, answer: Callable[[int], Message | None]) -> None:
         self.said: list[Message] = []
@@ -70,7 +73,7 @@ class Bus:
 
 
 async def joined(bus: Bus, timeout_s: float) -> StoreClient:
-    client = StoreClient(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
+    client = StoreClient(bus, ADDRESS, "here", lambda why: None)  # type: ignore[arg-type]
     await client.join(timeout_s, patience_s=60.0)
     return client
 
@@ -78,7 +81,7 @@ async def joined(bus: Bus, timeout_s: float) -> StoreClient:
 def test_a_rank_that_is_told_no_does_not_ask_again_before_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client, "JOIN_S", 60.0)
     for timeout_s in (0.1, 5.0):  # the longer one where the machine stands still in the short one
-        bus = Bus(lambda number: LEFT if number < 5 else None)
+        bus = Bus(lambda number: DEPARTED if number < 5 else None)
         with pytest.raises(DistNetworkError, match=r"could not join within .* s: ") as raised:
             asyncio.run(joined(bus, timeout_s))
         assert [type(message) for message in bus.said] == [StoreJoin]
@@ -89,7 +92,7 @@ def test_a_rank_that_is_told_no_does_not_ask_again_before_its_time(monkeypatch: 
 
 def test_a_rank_asks_again_until_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client, "JOIN_S", 0.001)
-    bus = Bus({2: LEFT, 5: StoreWelcome("elsewhere")}.get)
+    bus = Bus({2: DEPARTED, 5: StoreStatus("joined", "elsewhere")}.get)
 
     async def join_and_leave() -> None:
         await (await joined(bus, 60.0)).close()
@@ -108,15 +111,14 @@ def test_news_that_the_loop_has_no_time_for_are_bounded() -> None:
 
     async def make() -> StoreClient:
         asyncio.get_running_loop().call_soon_threadsafe = post  # type: ignore[method-assign, assignment]
-        return StoreClient(bus, "store", 1, 2, "here", lambda why: None)  # type: ignore[arg-type]
+        return StoreClient(bus, ADDRESS, "here", lambda why: None)  # type: ignore[arg-type]
 
     loop = asyncio.new_event_loop()
     client = loop.run_until_complete(make())
     loop.close()
     for _ in range(2):
-        for _ in range(3 * store_client._MAX_NEWS):
-            bus.take(parsed(StoreWelcome("another"), sender=0, incarnation=8, to=client.incarnation))
-        assert len(posted) == store_client._MAX_NEWS
+        for _ in range(3 * store_client._MAX_BACKLOG):
+            bus.take(parsed(StoreStatus("joined", "another"), sender=0, incarnation=8, to=client.incarnation))
+        assert len(posted) == store_client._MAX_BACKLOG
         while posted:
             posted.pop()()
-    assert client._news.full()

@@ -21,12 +21,10 @@ from gradbus.runtime.wire.frames import Kind
 from gradbus.torch.store import peer as store_peer
 from gradbus.torch.store.messages import (
     ArbiterStatus,
-    RankInUse,
     StoreAnswer,
     StoreLeave,
-    StoreRefused,
     StoreRequest,
-    StoreWelcome,
+    StoreStatus,
     decode,
     frame_of,
 )
@@ -53,7 +51,7 @@ def first(job: tuple[int, str]) -> Iterator[DdsStore]:
 def raw(job: tuple[int, str], first: DdsStore) -> Iterator[RawRank]:
     """A rank 1 that has joined."""
     with RawRank(job) as rank:
-        assert isinstance(rank.join(), StoreWelcome)
+        assert rank.join().state == "joined"
         yield rank
 
 
@@ -124,7 +122,7 @@ def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
     ):  # fmt: skip
         raw.body(msgpack.packb(["StoreRequest", {**request, **fields}]))
     raw.say(StoreAnswer(1, "done", [], [], 0, ""))
-    raw.say(StoreWelcome("here"))
+    raw.say(StoreStatus("joined", "here"))
     raw.ask(9, "num_keys")
     assert raw.answer() == StoreAnswer(9, "done", [], [], 0, "")
 
@@ -149,7 +147,7 @@ def test_who_has_not_joined_gets_no_answer(raw: RawRank, job: tuple[int, str]) -
     with RawRank(job) as stranger:
         stranger.arbiter = raw.arbiter
         stranger.ask(1, "set", "k", values=[b"v"])
-        assert isinstance(stranger.join(), RankInUse)
+        assert stranger.join().state == "taken"
         stranger.ask(2, "set", "k", values=[b"v"])
         with pytest.raises(queue.Empty):
             stranger.next(timeout_s=0.2)
@@ -160,8 +158,8 @@ def test_who_has_not_joined_gets_no_answer(raw: RawRank, job: tuple[int, str]) -
 def test_who_speaks_another_version_is_refused(job: tuple[int, str], first: DdsStore) -> None:
     with RawRank(job) as rank:
         refused = rank.join(version=99)
-        assert isinstance(refused, StoreRefused)
-        assert "version 99" in refused.why
+        assert refused.state == "refused"
+        assert "version 99" in refused.text
 
 
 def test_a_rank_with_another_world_size_is_refused_at_once(job: tuple[int, str], first: DdsStore) -> None:
@@ -173,9 +171,9 @@ def test_a_rank_with_another_world_size_is_refused_at_once(job: tuple[int, str],
 def test_a_rank_is_refused_whatever_it_calls_itself(job: tuple[int, str], first: DdsStore, letter: str) -> None:
     with RawRank(job) as rank:
         refused = rank.join(world=3, host=letter * (1024 // len(letter.encode())))
-        assert isinstance(refused, StoreRefused)
-        assert f"rank 1 on {letter}" in refused.why
-        assert refused.why.endswith("give all ranks the same")
+        assert refused.state == "refused"
+        assert f"rank 1 on {letter}" in refused.text
+        assert refused.text.endswith("give all ranks the same")
 
 
 def test_a_second_process_with_a_rank_is_told_who_has_it(job: tuple[int, str], first: DdsStore) -> None:

@@ -1,7 +1,7 @@
-"""A rank's way to the arbiter of a store: requests that are repeated until they are answered, from any thread.
+"""A rank's end of a store: requests go to the arbiter and are repeated until they are answered, from any thread.
 
 The caller's thread writes its request and sleeps; the receive thread of the bus wakes it. The event loop of the bus
-only joins, and looks whether the arbiter is there.
+only joins, and watches whether the arbiter is there.
 """
 
 from __future__ import annotations
@@ -22,63 +22,43 @@ from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BarrierTimeout, BusError, FrameError
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC
-from gradbus.runtime.wire.frames import Frame
-from gradbus.runtime.wire.messages import new_incarnation
+from gradbus.runtime.wire.frames import Frame, FrameKey
+from gradbus.torch.store.address import Address
+from gradbus.torch.store.endpoint import StoreEnd
 from gradbus.torch.store.messages import (
-    MAX_OPEN,
     VERSION,
     Message,
-    RankInUse,
     StoreAnswer,
-    StoreClosed,
     StoreJoin,
     StoreLeave,
-    StoreRefused,
     StoreRequest,
-    StoreWelcome,
+    StoreStatus,
     decode,
     frame_of,
 )
-from gradbus.torch.store.requests import Backlog, PendingRequests
 
 JOIN_S = 0.1  # how often to ask to be let in
-REPEAT_S = 0.25  # when to repeat a request first, then after twice as long, up to
-MAX_REPEAT_S = 1.0
-_BYTES_PER_S = 10e6  # a large request is not repeated while it may still be on its way
 _LOOK_S = 3600.0
-_MAX_NEWS = 64  # messages but answers that wait for the loop, and those that wait for join
+_MAX_BACKLOG = 64  # messages but answers that wait for the loop
 
 log = get_logger("store")
 
 
-class StoreClient:
-    """The side of a rank other than 0."""
+class StoreClient(StoreEnd):
+    """The end of a rank other than 0."""
 
-    def __init__(self, bus: Bus, name: str, rank: int, world: int, host: str, failed: Callable[[str], None]) -> None:
-        """Open topics and listen. Only from inside the event loop of the bus.
-
-        Args:
-            name: of the store, for people. host: host name and process id, for people.
-            failed: called once, with the reason, when the arbiter is gone.
-        """
-        self.incarnation = new_incarnation()
-        self._bus = bus
-        self._name = name
-        self._rank = rank
-        self._world = world
-        self._host = host
-        self._failed = failed
+    def __init__(self, bus: Bus, address: Address, host: str, failed: Callable[[str], None]) -> None:
+        """Open topics and listen. See :class:`StoreEnd`; the store has failed when the arbiter is gone."""
+        super().__init__(bus, address, host, failed, _MAX_BACKLOG)
         self._arbiter = 0  # its incarnation
-        self._arbiter_host = ""
-        self._arbiter_process = ""
-        self._backlog = Backlog(_MAX_NEWS)
-        self._news: asyncio.Queue[tuple[int, Message, str]] = asyncio.Queue(_MAX_NEWS)
-        self.pending = PendingRequests()
+        self._status: StoreStatus | None = None  # the newest one before the store is joined
+        self._taken_s: float | None = None  # since when another process has this rank
+        self._decided = asyncio.Event()
+        self._reachable = Reachability("", bus.lease_s)  # of the arbiter
         self._watcher: asyncio.Task[None] | None = None
-        self._port = bus.raw_endpoints()
         self._reader = self._port.open_reader(store_topic(self.incarnation), self._take)
         self._writer = self._port.open_writer(store_topic())
-        if not self._port.is_sealed:  # a sealed rank 0 cannot answer, but greets: that makes the doubt of the bus
+        if not self._port.is_sealed:  # an encrypting rank 0 cannot answer, but greets: Bus.misconfiguration then has the reason
             self._port.open_reader(replace(SESSION_TOPIC, to_message=store_topic().to_message), self._take)
 
     async def join(self, timeout_s: float, patience_s: float) -> None:
@@ -91,92 +71,43 @@ class StoreClient:
             DistNetworkError: there is none within ``timeout_s``, or it does not let this rank in.
             BusError.
         """
-        heard = ""
-        held_s: float | None = None
-        next_s = time.monotonic()
-        waiting = WaitLog(log, self._bus.reach, store=self._name, rank=self._rank)
+        bus, name, rank = self._bus, self._address.name, self._address.rank
+        waiting = WaitLog(log, bus.reach, store=name, rank=rank)
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._arbiter:
-                    now_s = time.monotonic()
-                    waiting.look([0], reason=heard or self._nobody(), misconfiguration=self._bus.misconfiguration)
-                    if self._bus.access_policy.refusal:
-                        raise DistNetworkError(f"{self._name}: rank {self._rank}: {self._bus.access_policy.refusal}")
-                    if now_s >= next_s:  # an answer that says no is none to ask again for at once
-                        next_s = now_s + JOIN_S
-                        if self._writer.matched:
-                            self._send(StoreJoin(VERSION, self._world, self._host), to=0)
+                    waiting.look([0], reason=self._why_not(), misconfiguration=bus.misconfiguration)
+                    if bus.access_policy.refusal:
+                        raise DistNetworkError(f"{name}: rank {rank}: {bus.access_policy.refusal}")
+                    if self._writer.matched:
+                        self._send(StoreJoin(VERSION, self._address.world, self._host), to=0)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(next_s - now_s):
-                            incarnation, message, process = await self._news.get()
-                            match message:
-                                case StoreWelcome():
-                                    self._arbiter, self._arbiter_host = incarnation, message.host
-                                    self._arbiter_process = process
-                                case StoreRefused():
-                                    raise DistNetworkError(f"{self._name}: {message.why}")
-                                case RankInUse():
-                                    heard = self._told(message)
-                                    held_s = (held_s or time.monotonic()) if message.alive else None
-                                case StoreClosed():
-                                    heard = message.why
-                                case _:
-                                    pass
-                    if held_s is not None and time.monotonic() - held_s > patience_s:
-                        raise DistNetworkError(f"{self._name}: {heard}")
+                        async with asyncio.timeout(JOIN_S):
+                            await self._decided.wait()
+                    refused = self._status is not None and self._status.state == "refused"
+                    if refused or (self._taken_s is not None and time.monotonic() - self._taken_s > patience_s):
+                        raise DistNetworkError(f"{name}: {self._why_not()}")
         except TimeoutError:
-            misconfiguration = f" Likely reason: {self._bus.misconfiguration}." if self._bus.misconfiguration else ""
+            likely = f" Likely reason: {bus.misconfiguration}." if bus.misconfiguration else ""
             raise DistNetworkError(
-                f"{self._name}: rank {self._rank} could not join within {timeout_s:g} s: {heard or self._nobody()}."
-                f"{misconfiguration} {self._bus.reach.advice()}"
+                f"{name}: rank {rank} could not join within {timeout_s:g} s: {self._why_not()}.{likely} "
+                f"{bus.reach.advice()}"
             ) from None
-        self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{self._rank}")
+        self._watcher = asyncio.create_task(self._watch(), name=f"gradbus-store-{rank}")
 
-    def _told(self, said: RankInUse) -> str:
-        if said.alive:
-            return (
-                f"rank {self._rank} is taken, by {said.holder}. Give each process a rank of its own, and each job a "
-                f"name of its own"
-            )
-        return (
-            f"rank {self._rank} took part already, as {said.holder}, which has left or died. Start rank 0 anew as "
-            f"well; now it is on {said.host}"
-        )
-
-    def _nobody(self) -> str:
+    def _why_not(self) -> str:
+        """Why the store is not joined yet."""
+        if self._status is not None:
+            return self._status.text
         what = "there is a rank 0, which does not answer" if self._writer.matched else "there is no rank 0"
         absence = self._bus.access_policy.absence
         return f"{what}. Here that is {absence}" if absence else what
 
-    # Requests
-
-    def call(self, request: StoreRequest, timeout_s: float) -> StoreAnswer | None:
-        """Ask, on this thread. None: there is no answer within ``timeout_s``, or there are none any more.
-
-        Args:
-            request: its id is set here; ``wait_s`` counts from now.
-        """
-        slot = self.pending.add()
-        began_s = time.monotonic()
-        pause_s = REPEAT_S + sum(map(len, request.values)) / _BYTES_PER_S
-        try:
-            while not slot.event.is_set() and (passed_s := time.monotonic() - began_s) < timeout_s:
-                wait_s = max(0.0, request.wait_s - passed_s)
-                waiting = self.pending.up_to(slot)
-                if len(waiting) > MAX_OPEN:
-                    text = f"rank {self._rank} has more than {MAX_OPEN} requests open at a time"
-                    return StoreAnswer(slot.number, "error", [], [], 0, text)
-                asked = replace(request, id=slot.number, open=waiting, wait_s=wait_s)
-                self._send(asked, to=self._arbiter)
-                slot.event.wait(min(pause_s, timeout_s - passed_s))
-                pause_s = max(pause_s, min(2 * pause_s, MAX_REPEAT_S))
-        finally:
-            self.pending.remove(slot)
-        return slot.answer
+    def _request(self, request: StoreRequest) -> None:
+        self._send(request, to=self._arbiter)
 
     def _send(self, message: Message, to: int) -> None:
-        """What DDS does not take now is said again."""
-        frame = frame_of(message, sender=self._rank, incarnation=self.incarnation, to=to)
+        frame = frame_of(message, sender=self._address.rank, incarnation=self.incarnation, to=to)
         with contextlib.suppress(BusError):
             self._port.write(self._writer, frame)
 
@@ -190,58 +121,51 @@ class StoreClient:
         try:
             message = decode(frame.data)
         except FrameError:
-            return  # asked for again, or the deadline will tell
-        if isinstance(message, StoreAnswer):
-            if key.incarnation == self._arbiter:
-                self.pending.give(message)
-        else:
-            self._backlog.post(self._on_news, key.incarnation, message, key.name)
+            return  # it is requested again, or the deadline passes
+        if isinstance(message, StoreStatus):
+            self._post(self._on_status, key, message)
+        elif isinstance(message, StoreAnswer) and key.incarnation == self._arbiter:
+            self.give(message)
 
-    def _on_news(self, incarnation: int, message: Message, process: str) -> None:
+    def _on_status(self, key: FrameKey, status: StoreStatus) -> None:
         if not self._arbiter:
-            with contextlib.suppress(asyncio.QueueFull):
-                self._news.put_nowait((incarnation, message, process))
-        elif incarnation == self._arbiter and isinstance(message, StoreClosed):
-            self._fail(f"it has been closed: {message.why}")
-        elif incarnation != self._arbiter and isinstance(message, StoreWelcome):
-            self._send(StoreLeave(), to=incarnation)  # of two arbiters one gives way; this one is not ours
+            self._status = status
+            self._taken_s = (self._taken_s or time.monotonic()) if status.state == "taken" else None
+            if status.state == "joined":
+                self._arbiter = key.incarnation
+                self._reachable = Reachability(key.name, self._bus.lease_s)
+            if status.state in ("joined", "refused"):
+                self._decided.set()
+        elif key.incarnation == self._arbiter and status.state == "closed":
+            self._fail(f"it has been closed: {status.text}")
+        elif key.incarnation != self._arbiter and status.state == "joined":
+            self._send(StoreLeave(), to=key.incarnation)  # of two arbiters one gives way; this one is not ours
 
     async def _watch(self) -> None:
         """Fail as soon as the arbiter is gone."""
-        reachable = Reachability(self._arbiter_process, self._bus.lease_s)
-
-        def is_gone() -> bool:
-            return reachable.is_gone(self._reader.reader.matched > 0, time.monotonic())
-
+        assert self._status is not None
+        gone = f"rank 0 on {self._status.text} is gone, and the keys with it. Start all ranks anew"
         try:
-            while not is_gone():
-                if reachable.in_doubt:
+            while not self._is_gone():
+                if self._reachable.in_doubt:
                     await asyncio.sleep(DOUBT_S)
                 else:
                     with contextlib.suppress(BarrierTimeout):
-                        await self._bus.matched(lambda: is_gone() or reachable.in_doubt, timeout_s=_LOOK_S)
-            gone = f"rank 0 on {self._arbiter_host} is gone, and the keys with it. Start all ranks anew"
+                        await self._bus.matched(lambda: self._is_gone() or self._reachable.in_doubt, timeout_s=_LOOK_S)
             self._fail(self._bus.access_policy.refusal or gone)
         except BusError as error:
             self._fail(str(error))
 
-    def _fail(self, why: str) -> None:
-        if not self.pending.ended:
-            self._failed(why)
-            self.pending.end()
+    def _is_gone(self) -> bool:
+        return self._reachable.is_gone(self._reader.reader.matched > 0, time.monotonic())
 
     # The end
 
-    def say_goodbye(self) -> None:
-        """The arbiter need not wait for this rank."""
+    async def leave(self) -> list[Writer]:
         self._send(StoreLeave(), to=self._arbiter)
-
-    def writers(self) -> list[Writer]:
-        """Of which all that was written should be taken over before they go."""
         return [self._writer]
 
     async def close(self) -> None:
-        """Take everything out of DDS."""
         if self._watcher is not None:
             self._watcher.cancel()
         await self._port.close()

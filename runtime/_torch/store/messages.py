@@ -1,13 +1,13 @@
-"""What the ranks of a store and its arbiter say to each other: schema, limits, and how messages become frames.
+"""The messages between the ranks of a store and its arbiter: schema, limits, and how they become frames.
 
-A message is one frame: a msgpack array ``[kind, {field: value}]``, as control messages are. The header of the frame
-says who sends it (rank and incarnation) and, in the field ``job``, to which incarnation; 0 stands for whoever holds the
-table.
+A message is one frame: a msgpack array ``[kind, {field: value}]``, as control messages are. The header of the frame has
+its sender (rank and incarnation) and, in the field ``job``, the incarnation it is for; 0 stands for the process that
+holds the table.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -18,7 +18,7 @@ from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.bounded_msgpack import Limits, pack_body, read_body
 from gradbus.runtime.wire.frames import FrameKey, Kind
 
-VERSION = 3  # earlier ones named their messages otherwise
+VERSION = 3  # earlier ones had other messages
 MAX_KEY_BYTES = 1024  # in UTF-8
 MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one frame
 MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
@@ -49,7 +49,7 @@ Outcome = Literal["done", "timeout", "empty", "error"]
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class StoreJoin:
-    """Rank to the arbiter: I want to use the store. Said until there is a :class:`StoreWelcome`.
+    """Rank to the arbiter: it wants to use the store. Repeated until there is a :class:`StoreStatus` ``joined``.
 
     Attributes:
         version: of these messages. world: how many ranks there are. host: host name and process id, for people.
@@ -61,31 +61,18 @@ class StoreJoin:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
-class StoreWelcome:
-    """Arbiter to a rank: ask. ``host``: where the arbiter is."""
-
-    host: Text
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class RankInUse:
-    """Arbiter to a rank: another process has come with that rank.
+class StoreStatus:
+    """Arbiter to a rank: what this rank is in the store.
 
     Attributes:
-        alive: it is there. Otherwise it has left or died, and a rank takes part in a store only once.
-        holder: where it is or was. host: where the arbiter is.
+        state: ``joined``: it may send requests. ``taken``: another process has its rank. ``departed``: another process
+            has had its rank, and has left or died; a rank takes part in a store only once. ``refused``: it does not
+            fit. ``closed``: there are no more answers.
+        text: why, for people; with ``joined`` where the arbiter is.
     """
 
-    alive: bool
-    holder: Text
-    host: Text
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class StoreRefused:
-    """Arbiter to a rank: you do not fit, and why."""
-
-    why: Text
+    state: Literal["joined", "taken", "departed", "refused", "closed"]
+    text: Text
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -128,14 +115,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class StoreLeave:
-    """Rank to the arbiter: I need the store no more."""
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class StoreClosed:
-    """Arbiter to a rank: there are no more answers, and why."""
-
-    why: Text
+    """Rank to the arbiter: it needs the store no more."""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -150,12 +130,9 @@ class ArbiterStatus:
     host: Text
 
 
-Message = (
-    StoreJoin | StoreWelcome | RankInUse | StoreRefused | StoreRequest | StoreAnswer | StoreLeave | StoreClosed
-    | ArbiterStatus
-)  # fmt: skip
+Message = StoreJoin | StoreStatus | StoreRequest | StoreAnswer | StoreLeave | ArbiterStatus
 
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
 
 
 def frame_of(message: Message, *, sender: int, incarnation: int, to: int) -> tuple[bytes, memoryview]:
@@ -178,3 +155,8 @@ def decode(data: bytes | memoryview) -> Message:
     """
     message: Message = read_body(data, _LIMITS, _KINDS, "store")
     return message
+
+
+def cut(text: str, max_bytes: int = MAX_KEY_BYTES) -> str:
+    """The start of a text, of so many bytes at most in UTF-8."""
+    return text.encode()[:max_bytes].decode(errors="ignore")

@@ -15,68 +15,17 @@ import os
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from gradbus.runtime import forks
-from gradbus.runtime.bus.participant_factory import check_job
-from gradbus.runtime.errors import ConfigError
-from gradbus.torch.store.link import Address, StoreLink
+from gradbus.torch.store.address import Address, parse
+from gradbus.torch.store.link import StoreLink
 from gradbus.torch.store.store import DdsStore
-
-_FORM = "dds://DOMAIN/JOB with rank= and world_size= for init_process_group, or dds://0/job1?rank=0&world_size=2"
-_MAX_WORLD = 1 << 20
 
 _links: dict[tuple[int, int, str, int], StoreLink] = {}  # by process (a fork does not inherit threads) and address
 _lock = forks.new_lock()
-
-
-def parse(url: str) -> Address:
-    """What an address says. Raises ValueError, which says what to write."""
-    parts = urlsplit(url)
-    if parts.scheme != "dds":
-        raise _error(url, f"its scheme is {parts.scheme!r}, expected 'dds'")
-    domain = _number(parts.netloc)
-    if domain is None:
-        raise _error(url, f"the DDS domain is {parts.netloc!r}, expected a number from 0 to 232")
-    job = parts.path.removeprefix("/")
-    try:
-        check_job(job, domain)
-    except ConfigError as error:
-        raise _error(url, str(error)) from None
-    if parts.fragment:
-        raise _error(url, f"nothing is known of {'#' + parts.fragment!r}")
-    found: dict[str, str] = {}
-    for item in filter(None, parts.query.split("&")):
-        name, _, text = item.partition("=")
-        if name not in ("rank", "world_size") or name in found:
-            raise _error(url, f"{item!r} is not expected here, or twice; known are rank and world_size")
-        found[name] = text
-    world = _number(found.get("world_size"))
-    rank = _number(found.get("rank"))
-    for name, number in (("rank", rank), ("world_size", world)):
-        text = found.get(name, "-1")
-        if text == "-1":  # what torch puts there for none
-            raise _error(url, f"{name} is missing: give {name}= to init_process_group, or write it in the address")
-        if number is None:
-            raise _error(url, f"{name} is {text!r}, expected a number")
-    assert rank is not None
-    assert world is not None
-    if not 1 <= world <= _MAX_WORLD:
-        raise _error(url, f"world_size is {world}, expected 1 to {_MAX_WORLD}")
-    if rank >= world:
-        raise _error(url, f"rank is {rank}, expected 0 to {world - 1} with world_size {world}")
-    return Address(domain, job, rank, world)
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def _error(url: str, what: str) -> ValueError:
-    return ValueError(f"init_method {url!r}: {what}. Write {_FORM}")
 
 
 def open_store(address: Address, timeout: timedelta) -> DdsStore:
@@ -96,9 +45,7 @@ def open_store(address: Address, timeout: timedelta) -> DdsStore:
             f"{address.name} is open in this process with world_size {link.address.world}, now {address.world}"
         )
     link.open(timeout.total_seconds())
-    store = DdsStore(link, timeout)
-    link.handles.add(store)
-    return store
+    return DdsStore(link, timeout)
 
 
 def handler(
@@ -121,13 +68,10 @@ def close_with_its_group(store: DdsStore) -> None:
     process ends: C++ may have it, and would not keep its Python part alive.
     """
     for _, held in list(distributed_c10d._world.pg_map.values()):
-        if _root_of(held) is store:
+        root: Store = held
+        while isinstance(root, PrefixStore):
+            root = root.underlying_store
+        if root is store:
             closing = weakref.finalize(held, store.close)
             closing.atexit = False  # at exit it is closed anyway, and later
             return
-
-
-def _root_of(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store

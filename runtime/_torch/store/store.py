@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from gradbus.runtime.bus.background import JOB_KEY
 from gradbus.torch.store.link import StoreLink
-from gradbus.torch.store.messages import MAX_KEY_BYTES, MAX_KEYS, MAX_PAGE_BYTES, MAX_VALUE_BYTES
+from gradbus.torch.store.messages import MAX_KEY_BYTES, MAX_KEYS, MAX_PAGE_BYTES, MAX_VALUE_BYTES, Op, StoreAnswer
 
 _FOREVER_S = 30 * 86400.0  # of a timeout of 0, which stands for none
 
@@ -32,18 +32,16 @@ class DdsStore(Store):
         DistStoreError: not done in time. DistNetworkError: rank 0 is gone, or the store is closed.
     """
 
-    def __init__(self, link: StoreLink, timeout: timedelta) -> None:
+    def __init__(self, link: StoreLink, timeout: timedelta, *, is_clone: bool = False) -> None:
         super().__init__()
         self._link = link
         self.set_timeout(timeout)
-
-    @property
-    def _timeout_s(self) -> float:
-        return _seconds(cast(Any, self).timeout)
+        if not is_clone:
+            link.handles.add(self)
 
     def clone(self) -> DdsStore:
         """Another handle on the same connection, with its own timeout."""
-        copy = DdsStore(self._link, cast(Any, self).timeout)
+        copy = DdsStore(self._link, cast(Any, self).timeout, is_clone=True)
         self._link.clones.append(copy)
         return copy
 
@@ -60,22 +58,32 @@ class DdsStore(Store):
         """append, multi_get and multi_set are there."""
         return True
 
+    def _call(
+        self, op: Op, keys: Sequence[str], values: Sequence[bytes] = (), number: int = 0, *, waits: bool = False,
+        timeout: timedelta | float | None = None,
+    ) -> StoreAnswer:  # fmt: skip
+        """See :meth:`StoreLink.call`. ``timeout``: by default that of the handle."""
+        limit = cast(Any, self).timeout if timeout is None else timeout
+        limit_s = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+        timeout_s = min(limit_s, _FOREVER_S) if limit_s > 0 else _FOREVER_S
+        return self._link.call(op, keys, values, number, waits=waits, timeout_s=timeout_s)
+
     # Values
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._link.call("set", [_key(key)], [_value(key, value)], timeout_s=self._timeout_s)
+        self._call("set", [_key(key)], [_value(key, value)])
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits for it."""
-        return self._link.call("get", [_key(key)], waits=True, timeout_s=self._timeout_s).values[0]
+        return self._call("get", [_key(key)], waits=True).values[0]
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, 0 where there is none. Returns the sum."""
         number = operator.index(value)
         if not -(1 << 63) <= number < 1 << 63:
             raise ValueError(f"add: {number} for key {key!r} does not fit into 64 bits")
-        return self._link.call("add", [_key(key)], number=number, timeout_s=self._timeout_s).number
+        return self._call("add", [_key(key)], number=number).number
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set a key if it holds the expected value, or none and the expected one is empty. Returns what it holds then;
@@ -83,15 +91,15 @@ class DdsStore(Store):
         if key == JOB_KEY:  # what the processes of another store have to agree on, an address says
             return self._link.address.number.encode()
         values = [_value(key, expected_value), _value(key, desired_value)]
-        return self._link.call("compare_set", [_key(key)], values, timeout_s=self._timeout_s).values[0]
+        return self._call("compare_set", [_key(key)], values).values[0]
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of a value, empty where there is none."""
-        self._link.call("append", [_key(key)], [_value(key, value)], timeout_s=self._timeout_s)
+        self._call("append", [_key(key)], [_value(key, value)])
 
     def delete_key(self, key: str) -> bool:
         """Delete a key. Whether it was there."""
-        return self._link.call("delete", [_key(key)], timeout_s=self._timeout_s).number == 1
+        return self._call("delete", [_key(key)]).number == 1
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Values of keys; waits for them."""
@@ -99,7 +107,7 @@ class DdsStore(Store):
         found: list[bytes] = []
         while len(found) < len(wanted):
             some = wanted[len(found) : len(found) + MAX_KEYS]
-            found += self._link.call("get", some, waits=True, timeout_s=self._timeout_s).values
+            found += self._call("get", some, waits=True).values
         return found
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -108,32 +116,29 @@ class DdsStore(Store):
             raise ValueError(f"multi_set: {len(keys)} keys and {len(values)} values")
         pairs = [(_key(key), _value(key, value)) for key, value in zip(keys, values, strict=True)]
         for some in _pages(pairs):
-            self._link.call("set", [key for key, _ in some], [value for _, value in some], timeout_s=self._timeout_s)
+            self._call("set", [key for key, _ in some], [value for _, value in some])
 
     # Keys
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return all(self._link.call("check", some, timeout_s=self._timeout_s).number == 1 for some in _parts(keys))
+        return all(self._call("check", some).number == 1 for some in _parts(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         """Wait until all keys are there."""
-        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         for some in _parts(keys):
-            self._link.call("wait", some, waits=True, timeout_s=timeout_s)
+            self._call("wait", some, waits=True, timeout=timeout)
 
     def num_keys(self) -> int:
         """How many keys there are; queues do not count."""
-        return self._link.call("num_keys", [], timeout_s=self._timeout_s).number
+        return self._call("num_keys", []).number
 
     def list_keys(self) -> list[str]:
         """All keys, in order."""
         found: list[str] = []
         more = True
         while more:
-            answer = self._link.call(
-                "list_keys", [found[-1] if found else ""], number=0 if found else 1, timeout_s=self._timeout_s
-            )
+            answer = self._call("list_keys", found[-1:] or [""], number=0 if found else 1)
             found += answer.keys
             more = answer.number == 1
         return found
@@ -142,22 +147,17 @@ class DdsStore(Store):
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Add a value to the end of a queue."""
-        self._link.call("push", [_key(key)], [_value(key, value)], timeout_s=self._timeout_s)
+        self._call("push", [_key(key)], [_value(key, value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of a queue; ``block``: wait for it. Raises QueueEmptyError."""
         if block:
-            return self._link.call("pop", [_key(key)], waits=True, timeout_s=self._timeout_s).values[0]
-        return self._link.call("pop_now", [_key(key)], timeout_s=self._timeout_s).values[0]
+            return self._call("pop", [_key(key)], waits=True).values[0]
+        return self._call("pop_now", [_key(key)]).values[0]
 
     def queue_len(self, key: str) -> int:
         """How many values a queue holds."""
-        return self._link.call("queue_len", [_key(key)], timeout_s=self._timeout_s).number
-
-
-def _seconds(timeout: timedelta | float) -> float:
-    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    return min(timeout_s, _FOREVER_S) if timeout_s > 0 else _FOREVER_S
+        return self._call("queue_len", [_key(key)]).number
 
 
 def _key(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The table of a store: keys, values and queues, and those who wait for them. No I/O, no clock, no threads.
+"""The table of a store: keys, values and queues, and the requests that wait for them. No I/O, no clock, no threads.
 
 Operations, by name in :class:`.messages.StoreRequest`, with what torch's own stores make of them:
 
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from gradbus.torch.store.messages import (
-    MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_PAGE_BYTES,
     MAX_VALUE_BYTES,
@@ -28,6 +27,7 @@ from gradbus.torch.store.messages import (
     Outcome,
     StoreAnswer,
     StoreRequest,
+    cut,
 )
 
 MAX_TABLE_KEYS = 1_000_000
@@ -37,16 +37,17 @@ _NAMED = 4  # keys that a timeout names
 
 Reply = Callable[[StoreAnswer], None]
 
-# Keys and values that each operation needs; None: any number of keys, and a value for each where there are values.
-_NEEDS: dict[Op, tuple[int | None, int | None]] = {
-    "set": (None, None), "append": (None, None), "get": (None, 0), "add": (1, 0), "check": (None, 0), "wait": (None, 0),
-    "delete": (1, 0), "num_keys": (0, 0), "list_keys": (1, 0), "compare_set": (1, 2), "push": (1, 1), "pop": (1, 0),
-    "pop_now": (1, 0), "queue_len": (1, 0),
-}  # fmt: skip
-
 
 class TableError(ValueError):
-    """The request cannot be done; the text is for who asked."""
+    """The request cannot be done; the text is for its process."""
+
+
+class _KeyMissing(Exception):
+    """The request has to wait for a key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
 
 
 @dataclass(slots=True, eq=False)
@@ -58,48 +59,45 @@ class StoreWaiter:
     key: str
 
 
-@dataclass(slots=True)
-class _Missing:
-    """What a request has to wait for."""
-
-    key: str
-
-
 class StoreTable:
-    """Bounded: what would pass a limit is an error for who asked, and changes nothing."""
+    """Bounded: what would pass a limit is an error for its process, and changes nothing."""
 
-    def __init__(self, *, max_keys: int = MAX_TABLE_KEYS, max_bytes: int = MAX_TABLE_BYTES) -> None:
+    def __init__(
+        self, why_late: Callable[[], str] = lambda: "", *, max_keys: int = MAX_TABLE_KEYS,
+        max_bytes: int = MAX_TABLE_BYTES,
+    ) -> None:  # fmt: skip
+        """``why_late``: a text for the answer to a wait that has timed out."""
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
         self._waiting: dict[str, list[StoreWaiter]] = {}
+        self._why_late = why_late
         self._max_keys = max_keys
         self._max_bytes = max_bytes
         self._bytes = 0
 
     def submit(self, request: StoreRequest, reply: Reply) -> StoreWaiter | None:
-        """Do it; ``reply`` gets the answer, at once or when what it waits for is there. Returns who waits, if so."""
+        """Do it; ``reply`` gets the answer, at once or when what it waits for is there. Returns what waits, if so."""
         try:
-            result = self._do(request)
+            reply(self._do(request))
         except TableError as error:
             reply(answer(request, "error", text=str(error)))
-            return None
-        if isinstance(result, _Missing):
-            waiter = StoreWaiter(request, reply, result.key)
-            self._waiting.setdefault(result.key, []).append(waiter)
+        except _KeyMissing as missing:
+            waiter = StoreWaiter(request, reply, missing.key)
+            self._waiting.setdefault(missing.key, []).append(waiter)
             return waiter
-        reply(result)
-        for key in request.keys if request.op in ("set", "append", "add", "compare_set", "push") else ():
-            self._wake(key)
+        else:
+            for key in request.keys if request.op in ("set", "append", "add", "compare_set", "push") else ():
+                self._wake(key)
         return None
 
     def expire(self, waiter: StoreWaiter) -> None:
         """Its time is over."""
         self.cancel(waiter)
         missing = list(islice((key for key in waiter.request.keys if not self._has(key)), _NAMED))
-        waiter.reply(answer(waiter.request, "timeout", keys=missing or [waiter.key]))
+        waiter.reply(answer(waiter.request, "timeout", keys=missing or [waiter.key], text=self._why_late()))
 
     def cancel(self, waiter: StoreWaiter) -> None:
-        """Nobody wants its answer."""
+        """Its answer is not wanted any more."""
         waiters = self._waiting.get(waiter.key, [])
         if waiter in waiters:
             waiters.remove(waiter)
@@ -108,65 +106,23 @@ class StoreTable:
 
     def _wake(self, key: str) -> None:
         for waiter in self._waiting.pop(key, ()):
-            result = self._do(waiter.request)
-            if isinstance(result, _Missing):
-                waiter.key = result.key
-                self._waiting.setdefault(result.key, []).append(waiter)
-            else:
-                waiter.reply(result)
+            try:
+                waiter.reply(self._do(waiter.request))
+            except _KeyMissing as missing:
+                waiter.key = missing.key
+                self._waiting.setdefault(missing.key, []).append(waiter)
+
+    def _do(self, request: StoreRequest) -> StoreAnswer:
+        """Raises TableError: it cannot be done. _KeyMissing: not yet."""
+        function, keys, values = _OPERATIONS[request.op]
+        given = len(request.keys), len(request.values)
+        expected_keys = given[0] if keys is None else keys
+        if given != (expected_keys, expected_keys if values is None else values):
+            raise TableError(f"{request.op} with {given[0]} keys and {given[1]} values")
+        return function(self, request)
 
     def _has(self, key: str) -> bool:
         return key in self._values or key in self._queues
-
-    def _do(self, request: StoreRequest) -> StoreAnswer | _Missing:
-        keys, values = request.keys, request.values
-        needs = _NEEDS[request.op]
-        if len(keys) != (len(keys) if needs[0] is None else needs[0]) or len(values) != (
-            len(keys) if needs[1] is None else needs[1]
-        ):
-            raise TableError(f"{request.op} with {len(keys)} keys and {len(values)} values")
-        match request.op:
-            case "set":
-                return self._put(request, keys, values)
-            case "append":
-                return self._put(request, keys, self._appended(keys, values))
-            case "get":
-                return self._get(request)
-            case "add":
-                total = self._number(keys[0]) + request.number
-                if not -(1 << 63) <= total < 1 << 63:
-                    raise TableError(f"add: the sum for key {keys[0]!r} does not fit into 64 bits")
-                return self._put(request, keys, [str(total).encode()], total)
-            case "compare_set":
-                return self._compare_set(request)
-            case "check":
-                return answer(request, number=int(all(map(self._has, keys))))
-            case "wait":
-                missing = next((key for key in keys if not self._has(key)), None)
-                return answer(request) if missing is None else _Missing(missing)
-            case "delete":
-                gone = self._values.pop(keys[0], None)
-                self._bytes -= 0 if gone is None else _cost(keys[0], gone)
-                return answer(request, number=int(gone is not None))
-            case "num_keys":
-                return answer(request, number=len(self._values))
-            case "list_keys":
-                return self._list(request)
-            case "push":
-                self._reserve(_cost(keys[0], values[0]))
-                self._queues.setdefault(keys[0], deque()).append(values[0])
-                return answer(request)
-            case "pop" | "pop_now":
-                return self._pop(request)
-            case "queue_len":
-                return answer(request, number=len(self._queues.get(keys[0], ())))
-
-    def _put(self, request: StoreRequest, keys: Sequence[str], values: Sequence[bytes], number: int = 0) -> StoreAnswer:
-        pairs = dict(zip(keys, values, strict=True))
-        held = sum(_cost(key, self._values[key]) for key in pairs if key in self._values)
-        self._reserve(sum(_cost(*pair) for pair in pairs.items()) - held, sum(key not in self._values for key in pairs))
-        self._values.update(pairs)
-        return answer(request, number=number)
 
     def _reserve(self, more_bytes: int, more_keys: int = 0) -> None:
         if len(self._values) + more_keys > self._max_keys or self._bytes + more_bytes > self._max_bytes:
@@ -176,61 +132,126 @@ class StoreTable:
             )
         self._bytes += more_bytes
 
-    def _appended(self, keys: Sequence[str], values: Sequence[bytes]) -> list[bytes]:
-        longer = dict.fromkeys(keys, b"")
-        for key, value in zip(keys, values, strict=True):
+    # Values
+
+    def _put(self, pairs: dict[str, bytes]) -> None:
+        held = sum(_cost(key, self._values[key]) for key in pairs if key in self._values)
+        self._reserve(sum(_cost(*pair) for pair in pairs.items()) - held, sum(key not in self._values for key in pairs))
+        self._values.update(pairs)
+
+    def _set(self, request: StoreRequest) -> StoreAnswer:
+        self._put(dict(zip(request.keys, request.values, strict=True)))
+        return answer(request)
+
+    def _append(self, request: StoreRequest) -> StoreAnswer:
+        longer = {key: self._values.get(key, b"") for key in request.keys}
+        for key, value in zip(request.keys, request.values, strict=True):
+            size = len(longer[key]) + len(value)
+            if size > MAX_VALUE_BYTES:
+                raise TableError(f"append: the value of key {key!r} would have {size} bytes, at most {MAX_VALUE_BYTES}")
             longer[key] += value
-        for key, value in longer.items():
-            longer[key] = self._values.get(key, b"") + value
-            if len(longer[key]) > MAX_VALUE_BYTES:
-                raise TableError(f"append: the value of key {key!r} would have {len(longer[key])} bytes, at most "
-                                 f"{MAX_VALUE_BYTES}")  # fmt: skip
-        return [longer[key] for key in keys]
+        self._put(longer)
+        return answer(request)
 
-    def _number(self, key: str) -> int:
-        text = self._values.get(key, b"0")
-        try:
-            if len(text) > 20:
-                raise ValueError
-            return int(text)
-        except ValueError:
-            raise TableError(f"add: the value of key {key!r} is not a number: {text[:20]!r}") from None
-
-    def _get(self, request: StoreRequest) -> StoreAnswer | _Missing:
+    def _get(self, request: StoreRequest) -> StoreAnswer:
         found: list[bytes] = []
         size = 0
         for key in request.keys:
             value = self._values.get(key)
             if value is None:
-                return _Missing(key)
+                raise _KeyMissing(key)
             size += len(value)
             if size <= MAX_PAGE_BYTES:
                 found.append(value)
         return answer(request, values=found)
+
+    def _add(self, request: StoreRequest) -> StoreAnswer:
+        (key,) = request.keys
+        text = self._values.get(key, b"0")
+        try:
+            total = int(text if len(text) <= 20 else b"none") + request.number
+        except ValueError:
+            raise TableError(f"add: the value of key {key!r} is not a number: {text[:20]!r}") from None
+        if not -(1 << 63) <= total < 1 << 63:
+            raise TableError(f"add: the sum for key {key!r} does not fit into 64 bits")
+        self._put({key: str(total).encode()})
+        return answer(request, number=total)
 
     def _compare_set(self, request: StoreRequest) -> StoreAnswer:
         (key,), (expected, desired) = request.keys, request.values
         held = self._values.get(key)
         if held != expected and (held is not None or expected):
             return answer(request, values=[expected if held is None else held])
-        self._put(request, [key], [desired])
+        self._put({key: desired})
         return answer(request, values=[desired])
 
-    def _pop(self, request: StoreRequest) -> StoreAnswer | _Missing:
-        key = request.keys[0]
+    def _delete(self, request: StoreRequest) -> StoreAnswer:
+        (key,) = request.keys
+        gone = self._values.pop(key, None)
+        self._bytes -= 0 if gone is None else _cost(key, gone)
+        return answer(request, number=int(gone is not None))
+
+    # Keys
+
+    def _check(self, request: StoreRequest) -> StoreAnswer:
+        return answer(request, number=int(all(map(self._has, request.keys))))
+
+    def _wait(self, request: StoreRequest) -> StoreAnswer:
+        for key in request.keys:
+            if not self._has(key):
+                raise _KeyMissing(key)
+        return answer(request)
+
+    def _num_keys(self, request: StoreRequest) -> StoreAnswer:
+        return answer(request, number=len(self._values))
+
+    def _list_keys(self, request: StoreRequest) -> StoreAnswer:
+        """The empty key is a key: a number that is not 0 says that nothing was listed before."""
+        rest = sorted(key for key in self._values if request.number or key > request.keys[0])
+        return answer(request, keys=rest[:MAX_KEYS], number=int(len(rest) > MAX_KEYS))
+
+    # Queues
+
+    def _push(self, request: StoreRequest) -> StoreAnswer:
+        (key,), (value,) = request.keys, request.values
+        self._reserve(_cost(key, value))
+        self._queues.setdefault(key, deque()).append(value)
+        return answer(request)
+
+    def _pop(self, request: StoreRequest) -> StoreAnswer:
+        (key,) = request.keys
         queue = self._queues.get(key)
         if queue is None:
-            return _Missing(key) if request.op == "pop" else answer(request, "empty")
+            if request.op == "pop":
+                raise _KeyMissing(key)
+            return answer(request, "empty")
         value = queue.popleft()
         self._bytes -= _cost(key, value)
         if not queue:
             del self._queues[key]
         return answer(request, values=[value])
 
-    def _list(self, request: StoreRequest) -> StoreAnswer:
-        """The empty key is a key: a number that is not 0 says that nothing was listed before."""
-        rest = sorted(key for key in self._values if request.number or key > request.keys[0])
-        return answer(request, keys=rest[:MAX_KEYS], number=int(len(rest) > MAX_KEYS))
+    def _queue_len(self, request: StoreRequest) -> StoreAnswer:
+        return answer(request, number=len(self._queues.get(request.keys[0], ())))
+
+
+# What does each operation, and the keys and values that it needs; None: any number of keys, and a value for each.
+_OPERATIONS: dict[Op, tuple[Callable[[StoreTable, StoreRequest], StoreAnswer], int | None, int | None]] = {
+    "set": (StoreTable._set, None, None),
+    "append": (StoreTable._append, None, None),
+    "get": (StoreTable._get, None, 0),
+    "add": (StoreTable._add, 1, 0),
+    "compare_set": (StoreTable._compare_set, 1, 2),
+    "delete": (StoreTable._delete, 1, 0),
+    "check": (StoreTable._check, None, 0),
+    "wait": (StoreTable._wait, None, 0),
+    "num_keys": (StoreTable._num_keys, 0, 0),
+    "list_keys": (StoreTable._list_keys, 1, 0),
+    "push": (StoreTable._push, 1, 1),
+    "pop": (StoreTable._pop, 1, 0),
+    "pop_now": (StoreTable._pop, 1, 0),
+    "queue_len": (StoreTable._queue_len, 1, 0),
+}
 
 
 def answer(
@@ -238,8 +259,7 @@ def answer(
     number: int = 0, text: str = "",
 ) -> StoreAnswer:  # fmt: skip
     """The answer to a request."""
-    text = text.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
-    return StoreAnswer(request.id, outcome, list(keys), list(values), number, text)
+    return StoreAnswer(request.id, outcome, list(keys), list(values), number, cut(text))
 
 
 def _cost(key: str, value: bytes) -> int:

@@ -153,10 +153,10 @@ def _pack_store(message: store_messages.Message) -> bytes:
 def _store_seeds() -> list[bytes]:
     messages: list[store_messages.Message] = [
         store_messages.StoreJoin(1, 2, "h 1"),
-        store_messages.RankInUse(True, "h 1", "h 2"),
+        store_messages.StoreStatus("taken", "h 1"),
         store_messages.StoreRequest(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
         store_messages.StoreAnswer(3, "done", ["key"], [b"value"], 7, ""),
-        store_messages.StoreClosed("gone"),
+        store_messages.StoreStatus("closed", "gone"),
     ]
     return [*map(_pack_store, messages), b"\xdc\x10\x00" * 9 + b"\x80" * 99]
 
