@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import DistBackendError
 
-from gradbus.runtime.errors import BarrierTimeout, BusError, JobInUse, JoinRefused
+from gradbus.runtime.collectives.status import StallLog
+from gradbus.runtime.errors import BarrierTimeout, BusError, ConfigError, JobInUse, JoinRefused
 from gradbus.runtime.user_errors import user_error
 from gradbus.torch.calls import CollectiveCall, CollectiveCalls, together
 from gradbus.torch.formation import WORLD, Rendezvous
@@ -23,10 +25,28 @@ from gradbus.torch.point_to_point import Messages, monitored_barrier
 from gradbus.torch.untraced import untraced
 from gradbus.torch.work import CoalescedWork, DdsWork, WorkQueue
 
+STALL_VARIABLE = "GRADBUS_STALL_WARNING_S"
+STALL_WARNING_S = 60.0
 _ORDERED = "c"  # all collectives share a name: where ranks call different ones, that is noticed at once
 
 # torch's C++ side does not always keep the Python object of a backend, and without it the methods here are gone.
 _alive: set[DdsBackend] = set()
+
+
+def warning_from_environment(environment: Mapping[str, str] = os.environ) -> float:
+    """After how many seconds a stalled collective is logged. Raises ConfigError."""
+    text = environment.get(STALL_VARIABLE, "")
+    try:
+        return checked_warning_s(float(text)) if text else STALL_WARNING_S
+    except ValueError:
+        raise ConfigError(f"{STALL_VARIABLE}: expected seconds, 0 for no report, got {text!r}") from None
+
+
+def checked_warning_s(warning_s: float) -> float:
+    """The same number. Raises ValueError: no time that can be waited for."""
+    if not 0 <= warning_s < float("inf"):
+        raise ValueError(f"stall_warning_s must be a number of seconds, 0 for no report, got {warning_s}")
+    return warning_s
 
 
 def _leave_all() -> None:
@@ -45,7 +65,8 @@ class DdsBackend(Backend):
 
     Attributes:
         group: the group of gradbus. queue: its works. calls: makes what can be started.
-        messages: sends and receives.
+        messages: sends and receives. optimizers: numbers the distributed ones.
+        stalls: logs collectives that wait too long.
     """
 
     def __init__(self, store: Store, rank: int, size: int, options: Backend.Options) -> None:
@@ -56,6 +77,7 @@ class DdsBackend(Backend):
             ConfigError: the ranks do not fit together, or a setting is wrong.
         """
         super().__init__(rank, size)
+        warning_s = warning_from_environment()
         self._process = os.getpid()
         self._options = options
         self._timeout_s = options._timeout.total_seconds()
@@ -70,7 +92,9 @@ class DdsBackend(Backend):
             raise DistBackendError(f"[Rank {rank}] {error}") from error
         self.queue.engine = self.group.engine
         self.queue.later = self.group.later
+        self.stalls = self.queue.stalls = StallLog(self.group.name, rank, size, warning_s)
         self.messages = Messages(self.group.engine, self.queue, self.calls)
+        self.optimizers = itertools.count()
         self._coalescing = threading.local()
         _alive.add(self)
 
@@ -247,6 +271,12 @@ class DdsBackend(Backend):
         return CoalescedWork(works)
 
     # Inside
+
+    def start(self, call: CollectiveCall, name: str) -> DdsWork:
+        """Start a call that is matched by its name, whatever the order of the calls. On any thread."""
+        work = self.queue.start(DdsWork(self.queue, call, name, self._timeout_s, ordered=False))
+        self.group.engine.progress.wake_io_thread()
+        return work
 
     def _submit(self, calls: Sequence[CollectiveCall], opts: Any) -> DdsWork:
         if opts.asyncOp:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from gradbus.runtime.collectives.tensors import check_sendable, describe, empty_like_described
 from gradbus.runtime.errors import CollectiveError
-from gradbus.torch.functions import AGREED, PARAMETERS, STATE, gather_objects, share_object, start_broadcast
-from gradbus.torch.name_matched import NamedCalls, check_on_cpu, check_root, current
+from gradbus.torch.backend import DdsBackend
+from gradbus.torch.functions import gather_objects, share_object, start_broadcast
+from gradbus.torch.name_matched import check_on_cpu, check_root, current
 
 # What a rank takes as the optimizer state of another one, in bytes: Adam has 2 x the parameters, LBFGS up to 200 x.
 _STATE_PER_PARAMETERS = 256
 _STATE_AT_LEAST_BYTES = 64 << 20
 _MAX_DEPTH = 32
+_AGREED, _PARAMETERS, _STATE = "agreed", "parameter", "state"  # spaces of names
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -32,34 +34,38 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
         ValueError: something is no tensor of the CPU; or, on all ranks, their names, shapes and dtypes differ.
         DistBackendError: a rank is lost or late.
     """
-    calls = current()
-    check_root(root_rank, calls.world)
+    backend = current()
+    check_root(root_rank, backend.group.world)
     tensors = dict(params.items() if isinstance(params, Mapping) else params)
     for name, tensor in tensors.items():
         what = f"broadcast_parameters: {name!r}"
         check_on_cpu(tensor, what if isinstance(tensor, Tensor) else f"{what} (use broadcast_object for it)")
         check_sendable(tensor)
-    _check_equal(calls, {name: describe(tensor) for name, tensor in tensors.items()})
-    handles = [start_broadcast(calls, tensor, PARAMETERS, name, root_rank) for name, tensor in tensors.items()]
-    for handle in handles:
+    _check_equal(backend, {name: describe(tensor) for name, tensor in tensors.items()})
+    _broadcast_all(backend, tensors.items(), _PARAMETERS, root_rank)
+
+
+def _broadcast_all(backend: DdsBackend, named: Iterable[tuple[str, Tensor]], space: str, root_rank: int) -> None:
+    for handle in [start_broadcast(backend, tensor, space, name, root_rank) for name, tensor in named]:
         handle.wait()
 
 
-def _check_equal(calls: NamedCalls, mine: dict[str, str]) -> None:
+def _check_equal(backend: DdsBackend, mine: dict[str, str]) -> None:
     """Raises ValueError on all ranks: their names, dtypes and shapes are not the same."""
+    what, rank = "broadcast_parameters", backend.group.rank
     text = "\n".join(f"{name}\0{mine[name]}" for name in sorted(mine))
-    digests = gather_objects(calls, hashlib.blake2b(text.encode(), digest_size=16).digest(), AGREED, "parameters")
-    if len(set(digests)) == 1:
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    if len(set(gather_objects(backend, digest, (_AGREED, "parameters"), what))) == 1:
         return
-    for other, theirs in enumerate(gather_objects(calls, mine, AGREED, "differing parameters")):
+    for other, theirs in enumerate(gather_objects(backend, mine, (_AGREED, "differing parameters"), what)):
         for name in sorted({*mine, *theirs}) if isinstance(theirs, dict) else ():
             here, there = mine.get(name, "no such tensor"), theirs.get(name, "no such tensor")
             if here != there:
                 raise ValueError(
-                    f"broadcast_parameters: {name!r} is {here.strip()} on rank {calls.rank} and {there.strip()} on "
-                    f"rank {other}. All ranks must make the same model"
+                    f"{what}: {name!r} is {here.strip()} on rank {rank} and {there.strip()} on rank {other}. All ranks "
+                    f"must make the same model"
                 )
-    raise ValueError("broadcast_parameters: other ranks have other parameters. All ranks must make the same model")
+    raise ValueError(f"{what}: other ranks have other parameters. All ranks must make the same model")
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
@@ -72,41 +78,30 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         ValueError, on all ranks: the root's has something else. On some: their optimizer has other parameters.
         DistBackendError: a rank is lost or late.
     """
-    calls = current()
-    check_root(root_rank, calls.world)
+    backend = current()
     tensors: list[tuple[str, Tensor]] = []
-    plan: Any = None
-    if calls.rank == root_rank:
-        try:
-            tree = _packed(optimizer.state_dict(), "", tensors)
-            plan = [True, tree, [[path, describe(tensor)] for path, tensor in tensors]]
-        except ValueError as error:
-            plan = [False, str(error), []]
-    match share_object(calls, plan, AGREED, "optimizer state", root_rank):
-        case [True, tree, list(announced)]:
-            if calls.rank != root_rank:
-                tensors = _room_for(announced, _limit_bytes(optimizer))
-        case [False, str(why), _]:
-            raise ValueError(f"broadcast_optimizer_state, rank {root_rank}: {why}")
+
+    def plan() -> list[Any]:
+        tree = _packed(optimizer.state_dict(), "", tensors)
+        return [tree, [[path, describe(tensor)] for path, tensor in tensors]]
+
+    is_root = backend.group.rank == root_rank
+    match share_object(backend, plan, (_AGREED, "optimizer state"), root_rank, "broadcast_optimizer_state"):
+        case [tree, list(announced)]:
+            if not is_root:
+                tensors = _room_for(announced, optimizer)
         case _:
             raise CollectiveError(f"broadcast_optimizer_state: rank {root_rank} sent something else")
-    handles = [
-        start_broadcast(calls, tensor, STATE, f"{number} {path}", root_rank)
-        for number, (path, tensor) in enumerate(tensors)
-    ]
-    for handle in handles:
-        handle.wait()
-    if calls.rank != root_rank:
+    numbered = [(f"{number} {path}", tensor) for number, (path, tensor) in enumerate(tensors)]
+    _broadcast_all(backend, numbered, _STATE, root_rank)
+    if not is_root:
         optimizer.load_state_dict(_unpacked(tree, [tensor for _, tensor in tensors]))
 
 
-def _limit_bytes(optimizer: torch.optim.Optimizer) -> int:
-    parameters: int = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-    return max(_STATE_AT_LEAST_BYTES, _STATE_PER_PARAMETERS * parameters)
-
-
-def _room_for(announced: list[Any], limit_bytes: int) -> list[tuple[str, Tensor]]:
+def _room_for(announced: list[Any], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     """Memory for tensors: their paths and descriptions. Raises CollectiveError: too much, or not such a list."""
+    parameter_bytes = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    limit_bytes = max(_STATE_AT_LEAST_BYTES, _STATE_PER_PARAMETERS * parameter_bytes)
     tensors = []
     for one in announced:
         match one:
@@ -140,7 +135,7 @@ def _packed(value: Any, path: str, tensors: list[tuple[str, Tensor]], depth: int
         return ["v", value]
     raise ValueError(
         f"the optimizer's state has a {type(value).__name__} at {path}. Tensors, numbers, text, bytes, None, and "
-        f"lists, tuples and maps of them can be sent. Pickle is never used"
+        f"lists, tuples and maps of them can be sent"
     )
 
 
@@ -155,10 +150,9 @@ def _unpacked(packed: Any, tensors: list[Tensor], depth: int = 0) -> Any:
                 return tensors[content]
             case "m":
                 return {key: _unpacked(one, tensors, depth + 1) for key, one in content}
-            case "l":
-                return [_unpacked(one, tensors, depth + 1) for one in content]
-            case "u":
-                return tuple(_unpacked(one, tensors, depth + 1) for one in content)
+            case "l" | "u":
+                values = [_unpacked(one, tensors, depth + 1) for one in content]
+                return values if kind == "l" else tuple(values)
             case "v":
                 return content
         raise ValueError(f"kind {kind!r}")

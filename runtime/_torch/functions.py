@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradbus.runtime.collectives.data_movement import AllGather, Broadcast
-from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, unpack_all
+from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.tensors import check_sendable, dtype_name
+from gradbus.runtime.collectives.tensors import check_sendable
 from gradbus.runtime.errors import CollectiveError
+from gradbus.torch.backend import DdsBackend, checked_warning_s
 from gradbus.torch.calls import CollectiveCall
-from gradbus.torch.name_matched import NamedCalls, check_on_cpu, check_root, current, shape_of, sign
+from gradbus.torch.name_matched import check_on_cpu, check_root, current, shape_of, start
 from gradbus.torch.register import NAME, register
-from gradbus.torch.stall_report import checked_warning_s
 from gradbus.torch.work import DdsWork
 
 MAX_GATHERED_BYTES = 4 << 30  # of one rank's tensor
@@ -29,8 +29,7 @@ MAX_GATHERED_BYTES = 4 << 30  # of one rank's tensor
 _Kind: Any = dist.ReduceOp.RedOpType  # its members are unknown to type checkers
 OPS = {"mean": _Kind.AVG, "sum": _Kind.SUM, "min": _Kind.MIN, "max": _Kind.MAX, "product": _Kind.PRODUCT}
 
-# Spaces of names.
-CALLED, COUNTED, AGREED, PARAMETERS, STATE = "call", "auto", "agreed", "parameter", "state"
+CALLED, COUNTED = "call", "auto"  # spaces of names
 
 T = TypeVar("T")
 
@@ -67,15 +66,15 @@ def poll(handle: Handle[Any]) -> bool:
     return handle.done()
 
 
-# Who and how many
+# The process group
 
 
 def init(*, stall_warning_s: float | None = None, **options: Any) -> None:
     """Make the default process group, if there is none.
 
     Args:
-        stall_warning_s: report tensors that wait longer than that; 0: never. By default what
-            ``GRADBUS_STALL_WARNING_S`` says, or 60. May be called again to change it.
+        stall_warning_s: log collectives that wait longer than that; 0: never. By default
+            ``GRADBUS_STALL_WARNING_S``, or 60. May be called again to change it.
         options: for ``torch.distributed.init_process_group("dds", ...)``.
 
     Raises:
@@ -88,9 +87,9 @@ def init(*, stall_warning_s: float | None = None, **options: Any) -> None:
         dist.init_process_group(NAME, **options)
     elif options:
         raise ValueError(f"the process group is there already, so {', '.join(options)} would have no effect")
-    calls = current()
+    backend = current()
     if warning_s is not None:
-        calls.stall.warning_s = warning_s
+        backend.stalls.warning_s = warning_s
 
 
 def shutdown() -> None:
@@ -101,12 +100,12 @@ def shutdown() -> None:
 
 def rank() -> int:
     """Of this process. Raises RuntimeError: there is no process group of this backend."""
-    return current().rank
+    return current().group.rank
 
 
 def size() -> int:
     """Number of processes. Raises RuntimeError: there is no process group of this backend."""
-    return current().world
+    return current().group.world
 
 
 # Tensors
@@ -138,18 +137,15 @@ def allreduce_async_(tensor: Tensor, name: str | None = None, op: str = "mean") 
     if op not in OPS:
         raise ValueError(f"op {op!r}: expected one of {', '.join(OPS)}")
     check_on_cpu(tensor, _what("allreduce", name))
-    space, label = _place(name, f"allreduce {op} {tensor.dtype} {shape_of(tensor)}")
+    space, label = _place(name, f"allreduce {op} {shape_of(tensor)}")
     return start_reduction(current(), tensor, space, label, op)
 
 
-def start_reduction(calls: NamedCalls, tensor: Tensor, space: str, name: str, op: str) -> Handle[Tensor]:
+def start_reduction(backend: DdsBackend, tensor: Tensor, space: str, name: str, op: str) -> Handle[Tensor]:
     """An all_reduce in place. Raises ValueError: as :func:`allreduce_async_`."""
-    check_on_cpu(tensor, f"allreduce of {name!r}")
-    task = calls.tasks.all_reduce(tensor, dist.ReduceOp(OPS[op]))
-    task.what = f"allreduce of {name!r}"
-    size_bytes = 0 if tensor.is_sparse else tensor.nbytes
-    work = calls.start(sign(task, shape_of(tensor)), space, name, size_bytes)
-    return Handle(work, lambda: tensor)
+    call = backend.calls.all_reduce(tensor, dist.ReduceOp(OPS[op]))
+    call.what = f"allreduce of {name!r}"
+    return Handle(start(backend, call, space, name), lambda: tensor)
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
@@ -167,12 +163,12 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
     check_sendable(tensor)
     source = tensor.detach()
     source = source.reshape(1) if source.dim() == 0 else source.contiguous()
-    shape = f"{dtype_name(source.dtype)} {shape_of(source, ragged=True)}"
+    shape = shape_of(source, ragged=True)
     space, label = _place(name, f"allgather {shape}")
-    calls = current()
-    gather = AllGather(source, calls.rank, calls.world, MAX_GATHERED_BYTES)
-    work = calls.start(sign(CollectiveCall(f"allgather of {label!r}", [gather]), shape), space, label, source.nbytes)
-    return Handle(work, lambda: torch.cat(gather.value))
+    backend = current()
+    gather = AllGather(source, backend.group.rank, backend.group.world, MAX_GATHERED_BYTES)
+    call = CollectiveCall(f"allgather of {label!r}", [gather]).sign(shape)
+    return Handle(start(backend, call, space, label), lambda: torch.cat(gather.value))
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
@@ -194,18 +190,16 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) ->
         RuntimeError: there is no process group of this backend.
     """
     check_on_cpu(tensor, _what("broadcast", name))
-    space, label = _place(name, f"broadcast {root_rank} {tensor.dtype} {shape_of(tensor)}")
+    space, label = _place(name, f"broadcast {root_rank} {shape_of(tensor)}")
     return start_broadcast(current(), tensor, space, label, root_rank)
 
 
-def start_broadcast(calls: NamedCalls, tensor: Tensor, space: str, name: str, root_rank: int) -> Handle[Tensor]:
+def start_broadcast(backend: DdsBackend, tensor: Tensor, space: str, name: str, root_rank: int) -> Handle[Tensor]:
     """A broadcast in place. Raises ValueError: as :func:`broadcast_async_`."""
-    check_on_cpu(tensor, f"broadcast of {name!r}")
-    check_root(root_rank, calls.world)
-    task = calls.tasks.broadcast(tensor, root_rank)
-    task.what = f"broadcast of {name!r}"
-    work = calls.start(sign(task, shape_of(tensor)), space, name, tensor.nbytes)
-    return Handle(work, lambda: tensor)
+    check_root(root_rank, backend.group.world)
+    call = backend.calls.broadcast(tensor, root_rank).sign(shape_of(tensor))
+    call.what = f"broadcast of {name!r}"
+    return Handle(start(backend, call, space, name), lambda: tensor)
 
 
 # Objects
@@ -221,65 +215,58 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
         ValueError, on all ranks: the root's cannot be sent.
     """
     space, label = _place(name, f"object of rank {root_rank}")
-    return share_object(current(), obj, space, label, root_rank)
+    return share_object(current(), lambda: obj, (space, label), root_rank, f"broadcast_object {label!r}")
 
 
-def share_object(calls: NamedCalls, obj: Any, space: str, name: str, root_rank: int) -> Any:
-    """The root's object. Raises ValueError: as :func:`broadcast_object`."""
-    check_root(root_rank, calls.world)
-    payload = _packed(obj) if calls.rank == root_rank else None
-    operation = Broadcast(payload, root_rank, calls.rank, calls.world, MAX_OBJECT_BYTES)
-    match _start_object(calls, operation, unpack, f"broadcast_object {name!r}", space, name, payload).wait():
-        case [True, value]:
-            return value
-        case [False, str(why)]:
-            raise ValueError(f"broadcast_object {name!r}, rank {root_rank}: {why}")
-    raise CollectiveError(f"broadcast_object {name!r}: what came from rank {root_rank} is no object of this function")
+def share_object(
+    backend: DdsBackend, make: Callable[[], Any], place: tuple[str, str], root_rank: int, what: str
+) -> Any:
+    """The root's object, which ``make`` makes there. ``place``: space and name. Raises ValueError on all ranks: as
+    :func:`broadcast_object`, or ``make`` has raised it."""
+    group = backend.group
+    check_root(root_rank, group.world)
+    payload = _packed(make) if group.rank == root_rank else None
+    operation = Broadcast(payload, root_rank, group.rank, group.world, MAX_OBJECT_BYTES)
+    return _unpacked(_result(backend, operation, place, what), root_rank, what)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Everybody's object, in rank order.
+    """The objects of all ranks, in rank order.
 
     Raises:
         ValueError, on all ranks: one of them cannot be sent; see :func:`broadcast_object`.
     """
     space, label = _place(name, "objects")
-    return gather_objects(current(), obj, space, label)
+    return gather_objects(current(), obj, (space, label), f"allgather_object {label!r}")
 
 
-def gather_objects(calls: NamedCalls, obj: Any, space: str, name: str) -> list[Any]:
-    """Everybody's object. Raises ValueError: as :func:`allgather_object`."""
-    payload = _packed(obj)
-    operation = AllGather(payload, calls.rank, calls.world, MAX_OBJECT_BYTES)
-    handle = _start_object(calls, operation, unpack_all, f"allgather_object {name!r}", space, name, payload)
-    values: list[Any] = []
-    for rank, said in enumerate(handle.wait()):
-        match said:
-            case [True, value]:
-                values.append(value)
-            case [False, str(why)]:
-                raise ValueError(f"allgather_object {name!r}, rank {rank}: {why}")
-            case _:
-                raise CollectiveError(f"allgather_object {name!r}: what came from rank {rank} is no object of this "
-                                      f"function")  # fmt: skip
-    return values
+def gather_objects(backend: DdsBackend, obj: Any, place: tuple[str, str], what: str) -> list[Any]:
+    """The objects of all ranks. ``place``: space and name. Raises ValueError: as :func:`allgather_object`."""
+    operation = AllGather(_packed(lambda: obj), backend.group.rank, backend.group.world, MAX_OBJECT_BYTES)
+    values = _result(backend, operation, place, what)
+    return [_unpacked(value, other, what) for other, value in enumerate(values)]
 
 
-def _packed(obj: Any) -> bytes:
-    """For the others, who wait: if an object cannot be sent, they are told what this rank is told."""
+def _result(backend: DdsBackend, operation: Operation, place: tuple[str, str], what: str) -> Any:
+    start(backend, CollectiveCall(what, [operation]), *place).wait()
+    return operation.value
+
+
+def _packed(make: Callable[[], Any]) -> bytes:
+    """An object for the others, which wait for it; or, if it cannot be sent, the error that this rank gets as well."""
     try:
-        return pack([True, obj])
+        return pack([True, make()])
     except ValueError as error:
         return pack([False, f"{error}. Pickle is never used"])
 
 
-def _start_object(
-    calls: NamedCalls, operation: Operation, convert: Callable[[Any], Any], what: str, space: str, name: str,
-    payload: bytes | None,
-) -> Handle[Any]:  # fmt: skip
-    operation.convert = convert
-    work = calls.start(CollectiveCall(what, [operation]), space, name, len(payload or b""))
-    return Handle(work, lambda: operation.value)
+def _unpacked(data: Any, rank: int, what: str) -> Any:
+    match unpack(data):
+        case [True, value]:
+            return value
+        case [False, str(why)]:
+            raise ValueError(f"{what}, rank {rank}: {why}")
+    raise CollectiveError(f"{what}: what came from rank {rank} is no object of this function")
 
 
 def _place(name: str | None, counted: str) -> tuple[str, str]:

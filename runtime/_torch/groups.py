@@ -18,7 +18,6 @@ from gradbus.runtime.collectives.group import Group, join_group
 from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.formation import WORLD, RankLocations, RankLock, Rendezvous, agreed_name
-from gradbus.torch.stall_report import WARNING_S
 
 WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
 _CHECK_S = 2.0  # how often to look whether a group that does not form ever can
@@ -168,8 +167,7 @@ class _Membership:
         try:
             async with join_group(
                 self.thread.bus, rank=place.rank, world=place.world, name=name,
-                timeout_s=max(place.timeout_s, _FORM_S), collective_timeout_s=place.timeout_s,
-                stall_warning_s=WARNING_S,
+                timeout_s=max(place.timeout_s, _FORM_S), collective_timeout_s=place.timeout_s, stall_warning_s=0.0,
             ) as group:  # fmt: skip
                 self._joined.set_result(group)
                 await self._watch_until_left(name)

@@ -7,104 +7,23 @@ those of c10d. Of one name, the first call of a rank belongs to the first of eac
 from __future__ import annotations
 
 import hashlib
-import threading
-from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradbus.runtime.collectives.operation import Operation
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.calls import CollectiveCall, CollectiveCalls
+from gradbus.torch.calls import CollectiveCall
 from gradbus.torch.process_group import DdsProcessGroup
 from gradbus.torch.register import NAME
-from gradbus.torch.stall_report import StallReport, Waiting, begins, warning_from_environment
 from gradbus.torch.work import DdsWork
 
 MAX_NAME_BYTES = 100  # of a name on its way; what is longer is cut, and made unique again by a hash
-_MAX_SHAPE_CHARS = 64  # the same for a shape
-_AHEAD_BYTES = 128 << 20  # half of what a rank keeps for calls that it has not made yet
+_MAX_SHAPE_BYTES = 64  # the same for a shape
 
 
-class NamedCalls:
-    """Those of one rank of one process group. Any thread may start them.
-
-    Attributes:
-        tasks: makes what can be started.
-        stall: reports what waits too long.
-    """
-
-    def __init__(self, backend: DdsBackend) -> None:
-        """Raises ConfigError: the environment has a time for the stall report that is none."""
-        group = backend.group
-        self.rank = group.rank
-        self.world = group.world
-        self.tasks = CollectiveCalls(group.rank, group.world)
-        self.stall = StallReport(group.name, group.rank, group.world, warning_from_environment())
-        self._queue = backend.queue
-        self._queue.also_watch = self.stall.look
-        self._timeout_s = backend.options._timeout.total_seconds()
-        self._lock = threading.Lock()
-        self._ahead_bytes = 0
-        self._optimizers = 0
-
-    def start(self, task: CollectiveCall, space: str, name: str, size_bytes: int) -> DdsWork:
-        """Start a call.
-
-        Args:
-            space: of names; those of different spaces never meet.
-            name: for people, too.
-            size_bytes: that it sends to each other rank at most.
-        """
-        waiting = begins(name, task, size_bytes)
-        with self._lock:
-            # Ranks may come in any order, so they keep what they have not called for. Beyond half of the room for that,
-            # what is sent waits until its receivers have called.
-            asks_first = self._ahead_bytes + size_bytes > _AHEAD_BYTES // self.world
-            self._ahead_bytes += size_bytes
-        for operation in task.operations:
-            if asks_first:
-                operation.rendezvous.limit_bytes = 0
-            operation.on_end.append(partial(self._one_ended, waiting))
-        self.stall.add(waiting)
-        work = self._queue.start(DdsWork(self._queue, task, wire_name(space, name), self._timeout_s, ordered=False))
-        self._queue.engine.progress.wake_io_thread()
-        return work
-
-    def _one_ended(self, waiting: Waiting, operation: Operation) -> None:
-        """On whatever thread: nothing here may wait."""
-        with self._lock:
-            waiting.left -= 1
-            ended = waiting.left == 0
-            if ended:
-                self._ahead_bytes -= waiting.size_bytes
-        if ended:
-            self.stall.remove(waiting)
-
-    def next_optimizer(self) -> int:
-        """A number for an optimizer: the same on all ranks if they make theirs in the same order."""
-        with self._lock:
-            self._optimizers += 1
-            return self._optimizers - 1
-
-
-_calls: WeakKeyDictionary[DdsBackend, NamedCalls] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def current() -> NamedCalls:
-    """Those of the default process group. Raises RuntimeError: there is none, or it has another backend."""
-    backend = _backend()
-    with _lock:
-        calls = _calls.get(backend)
-        if calls is None:
-            calls = _calls[backend] = NamedCalls(backend)
-        return calls
-
-
-def _backend() -> DdsBackend:
+def current() -> DdsBackend:
+    """The backend of the default process group. Raises RuntimeError: there is none, or it has another backend."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"there is no process group yet: call gradbus.torch.init(), or "
@@ -123,24 +42,25 @@ def _backend() -> DdsBackend:
     return backend
 
 
+def start(backend: DdsBackend, call: CollectiveCall, space: str, name: str) -> DdsWork:
+    """Start a call, on any thread. ``space``: of names; those of different spaces never meet."""
+    for operation in call.operations:
+        operation.label = name
+    return backend.start(call, wire_name(space, name))
+
+
 def wire_name(space: str, name: str) -> str:
-    """What a call has as its name in the engine."""
+    """The name that a call has in the engine."""
     return _within(f"named {space} {name}", MAX_NAME_BYTES)
 
 
-def sign(task: CollectiveCall, shape: str) -> CollectiveCall:
-    """Let the operations say a shape, too: so that ranks whose tensors differ are told of both."""
-    for operation in task.operations:
-        operation.signature = f"{operation.signature} {_within(shape, _MAX_SHAPE_CHARS)}"
-    return task
-
-
 def shape_of(tensor: Tensor, *, ragged: bool = False) -> str:
-    """For errors and names. ``ragged``: the first dimension may differ."""
+    """Dtype and shape, for names and signatures: ``float32 [3,4]``. ``ragged``: the first dimension may differ."""
     sizes = [*map(str, tensor.shape)]
     if ragged:
         sizes[0] = "*"
-    return f"[{','.join(sizes)}]"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _within(f"{dtype} [{','.join(sizes)}]", _MAX_SHAPE_BYTES)
 
 
 def check_on_cpu(tensor: Tensor, what: str) -> None:

@@ -3,19 +3,219 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradbus.torch.gradients import Compression, GradientReduction, compression_of
+from gradbus.torch.backend import DdsBackend
+from gradbus.torch.functions import Handle, start_reduction
+from gradbus.torch.name_matched import check_on_cpu, current
+
+
+class Compression(Protocol):
+    """How gradients travel. Horovod's compressors are such objects, too."""
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What is combined in place of the tensor, of one dtype and shape on all ranks; and what undoes it."""
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The combined gradient from what was combined."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsDtype:
+    """Floating point gradients travel in another dtype. The engine adds halves in float32 and rounds once."""
+
+    dtype: torch.dtype | None  # None: no other one
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        changes = self.dtype is not None and tensor.is_floating_point()
+        return (tensor.to(self.dtype) if changes else tensor), tensor.dtype
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        return tensor.to(context)
+
+
+_COMPRESSIONS: dict[str | None, Compression] = {
+    None: AsDtype(None), "fp16": AsDtype(torch.float16), "bf16": AsDtype(torch.bfloat16),
+}  # fmt: skip
+
+
+def compression_of(given: Any) -> Compression:
+    """Raises ValueError: it is none."""
+    if given is None or isinstance(given, str):
+        if given not in _COMPRESSIONS:
+            raise ValueError(
+                f"compression {given!r}: expected None, 'fp16', 'bf16' or an object with compress and decompress"
+            )
+        return _COMPRESSIONS[given]
+    for method in ("compress", "decompress"):
+        if not callable(getattr(given, method, None)):
+            raise ValueError(f"compression: {type(given).__name__} has no method {method}")
+    return cast(Compression, given)
+
+
+class ReductionOptions(NamedTuple):
+    """How the gradients of an optimizer are combined; see :func:`DistributedOptimizer`."""
+
+    compression: Compression
+    op: str
+    passes: int
+    sparse_as_dense: bool
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A gradient on its way.
+
+    Attributes:
+        gradient: as it was when it started, and its ``version`` then.
+        buffer: what is combined: the gradient itself, or what it was compressed to. context: undoes that.
+    """
+
+    handle: Handle[Tensor]
+    gradient: Tensor
+    version: int
+    buffer: Tensor
+    context: Any
+
+
+class GradientReduction:
+    """The gradients of one optimizer: which are on their way, which are still to come.
+
+    Attributes:
+        skips: step() leaves the gradients alone.
+        fresh: they are synchronised, and not changed by a backward pass since.
+    """
+
+    def __init__(self, names: dict[Tensor, str], options: ReductionOptions) -> None:
+        """``names``: of parameters, those of other optimizers perhaps among them."""
+        self.skips = False
+        self.fresh = False
+        self._names = names
+        self._options = options
+        self._left: dict[Tensor, int] = {}  # backward passes to come, by parameter
+        self._sent: dict[Tensor, _Sent] = {}
+        self._hooks: list[Any] = []
+        self._group: tuple[weakref.ref[DdsBackend], int] | None = None
+        self._backend_and_space()  # raises at once if there is no process group
+
+    def add(self, parameters: Iterable[Tensor], fallback: str) -> None:
+        """Take parameters in. ``fallback``: start of the names of those that have none."""
+        accumulated = partial(_accumulated, weakref.ref(self))
+        for number, parameter in enumerate(parameters):
+            if not parameter.requires_grad:
+                continue
+            name = self._names.setdefault(parameter, f"{fallback}.{number}")
+            check_on_cpu(parameter, f"parameter {name!r}")
+            self._left[parameter] = self._options.passes
+            _owners[id(parameter)] = self
+            leaf: Any = parameter  # this method has no types
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(accumulated))
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A backward pass has added to this gradient. Raises RuntimeError: once too often, or for two optimizers."""
+        name = self._names[parameter]
+        if _owners.setdefault(id(parameter), self) is not self:
+            raise RuntimeError(
+                f"parameter {name!r} belongs to two distributed optimizers, so its gradient would be combined twice. "
+                f"Let go of the older one (and of its schedulers, which hold it), or give each optimizer parameters of "
+                f"its own"
+            )
+        if parameter in self._sent:
+            raise RuntimeError(
+                f"the gradient of {name!r} was computed more than backward_passes_per_step ({self._options.passes}) "
+                f"times before step(). To add up those of more passes, raise backward_passes_per_step"
+            )
+        self.fresh = False
+        self._left[parameter] -= 1
+        if self._left[parameter] == 0:
+            self._start(parameter)
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients have come that are not combined yet."""
+        return bool(self._sent) or any(left < self._options.passes for left in self._left.values())
+
+    def synchronize(self) -> None:
+        """Combine all gradients. Those that are not on their way yet are sent as they are, or as zeros."""
+        for parameter in self._left:
+            if parameter not in self._sent and parameter.requires_grad:  # it may be frozen by now
+                self._start(parameter)
+        first: Exception | None = None
+        for parameter, sent in self._sent.items():  # all of them, so that none is written to when this returns
+            try:
+                self._finish(parameter, sent)
+            except Exception as error:
+                first = first or error
+        self._sent.clear()
+        self._left = dict.fromkeys(self._left, self._options.passes)
+        if first is not None:
+            raise first
+        self.fresh = True
+
+    def _finish(self, parameter: Tensor, sent: _Sent) -> None:
+        unchanged = parameter.grad is sent.gradient and sent.gradient._version == sent.version
+        sent.handle.wait()
+        if not unchanged:
+            raise RuntimeError(
+                f"the gradient of {self._names[parameter]!r} was changed or replaced while it was on its way to the "
+                f"other ranks. Before whatever changes gradients (clipping, GradScaler.unscale_, zero_grad of the "
+                f"model) call optimizer.synchronize()"
+            )
+        combined = self._options.compression.decompress(sent.buffer, sent.context)
+        if combined is not sent.gradient:
+            with torch.no_grad():
+                sent.gradient.copy_(combined)
+
+    def _start(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse and self._options.sparse_as_dense:
+            gradient = gradient.to_dense()
+        parameter.grad = gradient
+        buffer, context = self._options.compression.compress(gradient)
+        backend, space = self._backend_and_space()
+        # The same memory with a version of its own: that of the gradient tells whether the program writes to it.
+        memory = buffer if buffer.is_sparse else buffer.data
+        handle = start_reduction(backend, memory, space, self._names[parameter], self._options.op)
+        self._sent[parameter] = _Sent(handle, gradient, gradient._version, buffer, context)
+
+    def _backend_and_space(self) -> tuple[DdsBackend, str]:
+        """The process group, and the space of names of this one of its optimizers: the same on all ranks, as they make
+        theirs in the same order."""
+        backend = current()
+        if self._group is None or self._group[0]() is not backend:
+            self._group = weakref.ref(backend), next(backend.optimizers)
+        return backend, f"gradient {self._group[1]}"
+
+    def __del__(self) -> None:
+        for hook in getattr(self, "_hooks", ()):
+            hook.remove()
+
+
+# The reduction that took a parameter last, by its id: as long as it lives, the parameter does.
+_owners: weakref.WeakValueDictionary[int, GradientReduction] = weakref.WeakValueDictionary()
+
+
+def _accumulated(reference: weakref.ref[GradientReduction], parameter: Tensor) -> None:
+    """The parameters outlive the optimizer, and must not keep it."""
+    reduction = reference()
+    if reduction is not None:
+        reduction.accumulated(parameter)
 
 
 class Distributed(Optimizer):
     """What an optimizer can do beside its own things. Its class is made of this one and its former one."""
 
-    _exchange: GradientReduction | None = None  # a copy of the optimizer has none
+    _reduction: GradientReduction | None = None  # a copy of the optimizer has none
 
     def synchronize(self) -> None:
         """Wait until the gradients are those of all ranks: for clipping and the like, before :meth:`step`.
@@ -23,25 +223,25 @@ class Distributed(Optimizer):
         Raises:
             DistBackendError: a rank is lost, or late. RuntimeError: a gradient was changed meanwhile.
         """
-        if self._exchange is not None:
-            self._exchange.synchronize()
+        if self._reduction is not None:
+            self._reduction.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """In here :meth:`step` takes the gradients as they are. Without it, too, it does not combine them twice."""
-        exchange = self._exchange
-        if exchange is None:
+        reduction = self._reduction
+        if reduction is None:
             yield
             return
-        exchange.skips = True
+        reduction.skips = True
         try:
             yield
         finally:
-            exchange.skips = False
+            reduction.skips = False
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Raises RuntimeError: gradients are on their way."""
-        if self._exchange is not None and self._exchange.busy:
+        if self._reduction is not None and self._reduction.busy:
             raise RuntimeError(
                 "zero_grad() between backward() and step(): the other ranks wait for these gradients, and they are "
                 "being written to. Call step() or synchronize() first"
@@ -51,45 +251,38 @@ class Distributed(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """All ranks must add equal ones."""
         super().add_param_group(param_group)
-        if self._exchange is not None:
+        if self._reduction is not None:
             number = len(self.param_groups) - 1
-            self._exchange.add(self.param_groups[number]["params"], f"group.{number}")
+            self._reduction.add(self.param_groups[number]["params"], f"group.{number}")
 
 
 _classes: dict[Any, type[Distributed]] = {}
 
 
-def _class_for(kind: Any) -> type[Distributed]:
-    if kind not in _classes:
-        _classes[kind] = type(f"Distributed{kind.__name__}", (Distributed, kind), {"__doc__": kind.__doc__})
-    return _classes[kind]
-
-
 def _before_step(optimizer: Any, arguments: Any, options: Any) -> tuple[Any, Any] | None:
     """With a closure the gradients come later, and perhaps several times."""
-    exchange = optimizer._exchange
-    if exchange is None or exchange.skips:
+    reduction = optimizer._reduction
+    if reduction is None or reduction.skips:
         return None
     closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)
-    if closure is None:
-        if not exchange.fresh:
-            exchange.synchronize()
-        return None
 
     def combined() -> Any:
-        loss = closure()
-        if not exchange.fresh:
-            exchange.synchronize()
+        loss = None if closure is None else closure()
+        if not reduction.fresh:
+            reduction.synchronize()
         return loss
 
+    if closure is None:
+        combined()
+        return None
     if "closure" in options:
         return arguments, {**options, "closure": combined}
     return (arguments[0], combined, *arguments[2:]), options
 
 
 def _after_step(optimizer: Any, arguments: Any, options: Any) -> None:
-    if optimizer._exchange is not None:
-        optimizer._exchange.fresh = False
+    if optimizer._reduction is not None:
+        optimizer._reduction.fresh = False
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -124,15 +317,18 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"op {op!r}: expected 'mean' or 'sum'")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1, got {backward_passes_per_step}")
-    names = _names(optimizer, named_parameters)
-    exchange = GradientReduction(names, compression_of(compression), op, backward_passes_per_step, sparse_as_dense)
+    options = ReductionOptions(compression_of(compression), op, backward_passes_per_step, sparse_as_dense)
+    reduction = GradientReduction(_names(optimizer, named_parameters), options)
     for number, group in enumerate(optimizer.param_groups):
-        exchange.add(group["params"], f"group.{number}")
+        reduction.add(group["params"], f"group.{number}")
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
-    optimizer.__class__ = _class_for(type(optimizer))
+    kind: Any = type(optimizer)
+    if kind not in _classes:
+        _classes[kind] = type(f"Distributed{kind.__name__}", (Distributed, kind), {"__doc__": kind.__doc__})
+    optimizer.__class__ = _classes[kind]
     distributed = cast(Distributed, optimizer)
-    distributed._exchange = exchange
+    distributed._reduction = reduction
     return distributed
 
 

@@ -36,6 +36,7 @@ from torch.futures import Future
 from gradbus.runtime import forks
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
+from gradbus.runtime.collectives.status import StallLog
 from gradbus.runtime.errors import CollectiveTimeout, ForkedProcess
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.calls import CollectiveCall
@@ -325,12 +326,11 @@ class WorkQueue:
     """The collectives of one process group on one rank.
 
     Attributes:
-        engine: set when the group has formed.
+        engine, later, stalls: set when the group has formed. ``later`` calls a function on the event loop.
         lock: guards the state of the queue and of its works. Held for some instructions only.
         running: works under way, with futures, whose callbacks have not all run.
         issued: collectives called so far.
         made_in: the generation of the process, see :mod:`gradbus.runtime.forks`.
-        also_watch: called by :meth:`watch`.
     """
 
     engine: Engine
@@ -341,7 +341,7 @@ class WorkQueue:
         self.running = 0
         self.issued = 0
         self.later: Callable[[Callable[[], None]], None] = _at_once
-        self.also_watch: Callable[[float], None] | None = None
+        self.stalls: StallLog | None = None
         self._waiting: deque[DdsWork] = deque()
         self._open: set[DdsWork] = set()
         self._deliveries: SimpleQueue[DdsWork | None] = SimpleQueue()
@@ -443,8 +443,8 @@ class WorkQueue:
             elif work.undelivered and work.until_s + RESCUE_S < now_s:
                 # The thread is stuck in a callback that waits for a future of this thread's: end that wait.
                 threading.Thread(target=work.deliver, name="gradbus-torch-rescue", daemon=True).start()
-        if self.also_watch is not None:
-            self.also_watch(now_s)
+        if self.stalls is not None:
+            self.stalls.look(self.engine.waiting)
 
     def close(self) -> None:
         """End the thread when it has run the callbacks of what has ended. The engine is closed by then."""

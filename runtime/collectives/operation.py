@@ -168,6 +168,7 @@ class Operation:
     convert: Callable[[Any], Any] | None = None
     error: BaseException | None = None
     settled = False
+    label = ""  # for the log, where the name is none for people
     _link: Transport | None = None
     _numbers = 0
     _ended = False

@@ -45,39 +45,39 @@ class StallLog:
     """The stall report of one rank of one group. It is asked now and then, and never waits."""
 
     def __init__(self, group: str, rank: int, world: int, warning_s: float) -> None:
-        """``warning_s``: a collective that has waited for so long gets a line. 0: none does."""
+        """``warning_s``: a collective that has waited for so long gets a line. 0: none does. May be changed."""
+        self.warning_s = warning_s
         self._group = group
         self._rank = rank
         self._world = world
-        self._warning_s = warning_s
         self._next_lines: WeakKeyDictionary[Operation, tuple[float, float]] = (
             WeakKeyDictionary()
         )  # next line, time between
 
     def look(self, pending: Sequence[Operation], now_s: float | None = None) -> None:
         """Write lines for what waits too long. ``now_s``: ``time.perf_counter``."""
-        if not self._warning_s:
+        if not self.warning_s:
             return
         now_s = time.perf_counter() if now_s is None else now_s
-        lines = 0
+        late = []
         for operation in pending:
-            due_s, every_s = self._next_lines.get(operation, (operation.started_s + self._warning_s, self._warning_s))
-            if now_s < due_s or operation.done:
-                continue
-            self._next_lines[operation] = (now_s + 2 * every_s, 2 * every_s)
-            lines += 1
-            if lines <= MAX_LINES:
-                self._warn(operation, now_s)
-        if lines > MAX_LINES:
-            log.warning("stalled", more_collectives=lines - MAX_LINES, group=self._group, rank=self._rank)
+            due_s, every_s = self._next_lines.get(operation, (operation.started_s + self.warning_s, self.warning_s))
+            if now_s >= due_s and not operation.done:
+                self._next_lines[operation] = (now_s + 2 * every_s, 2 * every_s)
+                late.append(operation)
+        for operation in late[:MAX_LINES]:  # all have their next time by now, also if a line cannot be written
+            self._warn(operation, now_s)
+        if len(late) > MAX_LINES:
+            log.warning("stalled", more_collectives=len(late) - MAX_LINES, group=self._group, rank=self._rank)
 
     def _warn(self, operation: Operation, now_s: float) -> None:
         ready, missing = called_and_missing([operation], self._rank)
         unknown = sorted(set(range(self._world)) - {*ready, *missing})
         log.warning(
-            "stalled", collective=operation.key.name, round=operation.key.round_id, call_no=operation.key.call,
-            what=operation.signature, ready=ready, missing=missing, **({"unknown": unknown} if unknown else {}),
+            "stalled", collective=operation.label or operation.key.name, round=operation.key.round_id,
+            call_no=operation.key.call, what=operation.signature, ready=ready, missing=missing,
             waiting_s=round(now_s - operation.started_s, 1), group=self._group, rank=self._rank,
+            **({"unknown": unknown} if unknown else {}),
         )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
 from gradbus.runtime.config.federated import BusSettings
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds.network import NetworkConfig
-from gradbus.torch import hooks, stall_report
+from gradbus.torch import hooks
+from gradbus.torch.backend import STALL_VARIABLE, STALL_WARNING_S
 from gradbus.torch.functions import OPS
 from gradbus.torch.register import OLDEST
 
@@ -73,8 +74,8 @@ def test_names_and_numbers_are_those_of_the_code(page: str) -> None:
     for name in re.findall(r"`([A-Z_]+)`", page[page.index("Every `ReduceOp`") :].partition("\n\n")[0]):
         assert hasattr(ReduceOp, name), name
     assert "torch {}.{} or newer".format(*OLDEST) in page
-    assert f"longer than {stall_report.WARNING_S:g} s" in page
-    assert f"`{stall_report.VARIABLE}`" in page
+    assert f"longer than {STALL_WARNING_S:g} s" in page
+    assert f"`{STALL_VARIABLE}`" in page
     assert f"at most {MAX_OBJECT_BYTES >> 20} MiB" in page
 
 

@@ -13,9 +13,9 @@ import torch
 from patience import soonest
 from torch_node import SOON_S, SceneRanks, play
 
+from gradbus.torch.backend import warning_from_environment
 from gradbus.torch.functions import OPS
 from gradbus.torch.name_matched import MAX_NAME_BYTES, wire_name
-from gradbus.torch.stall_report import warning_from_environment
 
 slow = pytest.mark.slow
 
@@ -76,14 +76,13 @@ def test_calls_in_another_order_on_every_rank_give_the_right_results(world: int,
         assert result["objects"] == [2 * other for other in range(world)]
         assert result["who"] == [rank, world]
         assert result["light"]
-        assert result["left over"] == [0, 0]
+        assert result["left over"] == [0, (0,) * world]
 
 
 @slow
 def test_a_rank_that_is_far_ahead_does_not_flood_the_others(two: list[Any]) -> None:
     """70 MiB in tensors of 7 MiB: 63 may go ahead of the other rank's calls."""
     assert all(result["ahead"]["right"] for result in two)
-    assert two[0]["ahead"]["asked"] == [False] * 9 + [True]
     assert 0 < two[1]["ahead"]["kept_bytes"] <= 64 << 20
 
 
@@ -110,8 +109,8 @@ def test_what_is_wrong_is_an_error_that_says_what_to_do(two: list[Any]) -> None:
     first, second = (result["errors"] for result in two)
     for errors in (first, second):
         assert "allreduce of 'loss'" in errors["two shapes"]
-        assert "[2,4]" in errors["two shapes"]
-        assert "[3,4]" in errors["two shapes"]
+        assert "(2,4)" in errors["two shapes"]
+        assert "(3,4)" in errors["two shapes"]
         assert "all_gather" in errors["two kinds"]
         assert "all_reduce" in errors["two kinds"]
         assert all(op in errors["op"] for op in OPS)
@@ -221,12 +220,12 @@ def late_then_dead() -> float:
         lines = [line for line in result["lines"] if line["event"] == "stalled"]
         assert lines
         assert {line["level"] for line in lines} == {"warning"}
-        waited = [line["waiting_s"] for line in lines if line.get("tensor") == "small"]
+        waited = [line["waiting_s"] for line in lines if line.get("collective") == "small"]
         pauses = [later - sooner for sooner, later in pairwise(waited)]  # of numbers that are rounded to 0.1 s
         assert len(pauses) >= 3
-        assert all(pause > 0.2 * 2**number - 0.11 for number, pause in enumerate(pauses)), waited
-        assert any(line["missing"] == [2] for line in lines if line.get("tensor") == "from the late one")
-        assert max(line.get("more_tensors", 0) for line in lines) == 34 - 20
+        assert all(pause > 0.1 * 2**number - 0.11 for number, pause in enumerate(pauses)), waited
+        assert any(line["missing"] == [2] for line in lines if line.get("collective") == "from the late one")
+        assert max(line.get("more_collectives", 0) for line in lines) == 34 - 20
     return max(event["at_s"] for event in failed) - died["at_s"]
 
 

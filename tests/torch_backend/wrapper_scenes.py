@@ -74,8 +74,8 @@ def any_order(place: RankLocation) -> dict[str, Any]:
         results["states"] = states(place)
         results["errors"] = misuse(place)
         results["made anew"] = made_anew(place)
-    calls = current()
-    results["left over"] = [len(calls.stall._waiting), calls._ahead_bytes]
+    engine = current().group.engine
+    results["left over"] = [engine.pending, engine.credit.used_bytes]
     return results
 
 
@@ -84,19 +84,18 @@ def far_ahead(place: RankLocation) -> dict[str, Any]:
     tensors = [torch.full((1_800_000,), float(number)) for number in range(10)]  # of 7 MiB
     trailing = torch.zeros(2_500_000)
     kept_bytes = 0
+    engine = current().group.engine
+    share_bytes, engine.credit.share_bytes = engine.credit.share_bytes, 64 << 20
     if place.rank == 1:
         dist.recv(trailing, 0)  # is written in turn with the others, and ends last
-        group = dist.group.WORLD
-        kept_bytes = group.dds.group.engine.early_bytes
+        kept_bytes = engine.early_bytes
     handles = [dds.allreduce_async_(tensor, f"ahead {number}") for number, tensor in enumerate(tensors)]
-    asked = (
-        [handle._work.call.operations[0].rendezvous.limit_bytes == 0 for handle in handles] if place.rank == 0 else []
-    )
     if place.rank == 0:
         dist.send(trailing, 1)
     values = [handle.wait() for handle in handles]
     right = all(value.eq(float(number)).all() for number, value in enumerate(values))
-    return {"kept_bytes": kept_bytes, "right": right, "asked": asked}
+    engine.credit.share_bytes = share_bytes
+    return {"kept_bytes": kept_bytes, "right": right}
 
 
 # State
@@ -263,13 +262,13 @@ def late_then_dead(place: RankLocation) -> dict[str, Any]:
     """Rank 2 calls when the others have complained, and then dies in the middle of a training."""
     lines = Lines()
     structlog.configure(processors=[lines], wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
-    os.environ["GRADBUS_STALL_WARNING_S"] = "0.2"
+    os.environ["GRADBUS_STALL_WARNING_S"] = "0.1"
     place.start()
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     if place.rank == LATE:
         store.wait([f"rank {rank} has complained" for rank in range(place.world) if rank != LATE])
-    stall = current().stall
+    stall = current().stalls
     warning_s, stall.warning_s = stall.warning_s, 0.0  # until all are called: then they are due at one time
     handles = [
         dds.allreduce_async(torch.ones(3), "small"),
@@ -285,10 +284,10 @@ def late_then_dead(place: RankLocation) -> dict[str, Any]:
         result["complained"] = lines.wait_for(
             lambda seen: (
                 all(
-                    any(line.get("tensor") == name and line.items() >= both_wait.items() for line in seen)
+                    any(line.get("collective") == name and line.items() >= both_wait.items() for line in seen)
                     for name in ("small", "in shards", "large")
                 )
-                and sum(line.get("tensor") == "small" for line in seen) >= 4
+                and sum(line.get("collective") == "small" for line in seen) >= 4
             )
         )
         store.set(f"rank {place.rank} has complained", "1")

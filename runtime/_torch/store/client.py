@@ -58,7 +58,9 @@ class StoreClient(StoreEnd):
         self._watcher: asyncio.Task[None] | None = None
         self._reader = self._port.open_reader(store_topic(self.incarnation), self._take)
         self._writer = self._port.open_writer(store_topic())
-        if not self._port.is_sealed:  # an encrypting rank 0 cannot answer, but greets: Bus.misconfiguration then has the reason
+        if (
+            not self._port.is_sealed
+        ):  # an encrypting rank 0 cannot answer, but greets: Bus.misconfiguration then has the reason
             self._port.open_reader(replace(SESSION_TOPIC, to_message=store_topic().to_message), self._take)
 
     async def join(self, timeout_s: float, patience_s: float) -> None:

@@ -95,7 +95,9 @@ class StoreLink:
         try:
             end = thread.start(self._make(thread)).result()
             if isinstance(end, StoreClient):
-                is_local = background.settings_from_environment().interface == LOOPBACK  # then the kernel reports deaths
+                is_local = (
+                    background.settings_from_environment().interface == LOOPBACK
+                )  # then the kernel reports deaths
                 patience_s = _PATIENCE_S if is_local else _PATIENCE_LEASES * thread.bus.lease_s
                 joining = thread.start(end.join(timeout_s, patience_s))
                 joining.result()

@@ -64,6 +64,18 @@ def test_many_at_once_are_summed_up_and_zero_means_never(log: Log) -> None:
     assert log.lines[-1]["more_collectives"] == 5
 
 
+def test_lines_that_cannot_be_written_do_not_come_again_at_once(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, both = StallLog("world", 0, 3, 1.0), [waiting("a"), waiting("b")]
+    with monkeypatch.context() as broken:
+        broken.setattr(status, "log", None)  # whatever is called of it raises
+        with pytest.raises(AttributeError):
+            report.look(both, 101.5)
+    report.look(both, 102.0)
+    assert log.lines == []
+    report.look(both, 103.6)
+    assert [line["collective"] for line in log.lines] == ["a", "b"]
+
+
 def test_a_plain_group_names_the_rank_that_does_not_call(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "EVERY_S", 0.05)
 
