@@ -144,7 +144,7 @@ typecheck: $(STAMP)  ## strict types
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m bad_link
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m bad_link -m pauses
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
@@ -199,7 +199,7 @@ bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
 	@$(PY) -m gradbus.experiments.bench sealing $(ARGS)
 
 bench-pauses: $(STAMP)  ## ranks that are stopped, starved or killed: is one that lives taken for dead?
-	@$(PY) -m gradbus.experiments.bench pauses $(ARGS)
+	@$(TOOL) pauses $(ARGS)
 
 # The corpus stays in build/fuzz and is where the next run goes on. TARGETS="frame control": only those.
 fuzz: SECONDS ?= 300

@@ -23,7 +23,6 @@ from gradbus.experiments.bench import (
     document,
     federated,
     growth,
-    pauses,
     scale,
     sealing,
 )
@@ -70,7 +69,6 @@ BENCHMARKS = {
     "attacks": attacks.BENCHMARK,
     "codecs": codecs.BENCHMARK,
     "sealing": sealing.BENCHMARK,
-    "pauses": pauses.BENCHMARK,
 }
 
 

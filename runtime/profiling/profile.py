@@ -25,15 +25,34 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.profiling.chrome_trace import Clock, Row, chrome_trace, merge_chrome_traces, write_chrome_trace
-from gradbus.runtime.profiling.ledger import Ledger, Report
-from gradbus.runtime.profiling.summary import ProfileSummary, WindowStats
+from gradbus.runtime.profiling.chrome_trace import (
+    Clock,
+    Event,
+    Row,
+    chrome_trace,
+    merge_chrome_traces,
+    write_chrome_trace,
+)
+from gradbus.runtime.profiling.summary import (
+    FORMAT,
+    LineFile,
+    ProfileSummary,
+    Tally,
+    WindowStats,
+    add_amounts,
+    plain,
+)
 
 __all__ = ["PHASES", "Profile", "ProfileSummary", "Span", "StepProfile", "WindowStats", "merge_chrome_traces"]
 
 PHASES = ("compute", "encode", "wait", "decode", "apply", "eval", "checkpoint")
 
 _MAX_INBOX = 1024  # reports that may lie there between two steps
+_MAX_NAMES = 64  # of spans and counters; what comes under further ones is put together as "more"
+_MAX_LINES = 1000  # lines of steps that wait for the end of their window
+
+Report = tuple[bool, str | None, float, Event | None]
+"""Whether the amount belongs to a step, its name, the amount, what the trace shows of it. No name: the trace alone."""
 
 log = get_logger("profile")
 
@@ -56,16 +75,28 @@ class Profile:
             jsonl: where each window is appended as a line; None: nowhere. jsonl_steps: each step as well.
             max_events: of the trace, the newest; max_windows: of the summary, the newest. Totals cover all steps.
         """
+        if min(window_steps, max_events, max_windows) < 1:
+            sizes = f"{window_steps}, {max_events}, {max_windows}"
+            raise ValueError(f"window_steps, max_events and max_windows must be >= 1, got {sizes}")
         self.rank = rank
         self.on_window: Callable[[WindowStats], object] = lambda window: None
-        self._ledger = Ledger(
-            rank, window_steps, jsonl, jsonl_steps=jsonl_steps, max_events=max_events, max_windows=max_windows,
-            on_window=lambda window: self.on_window(window),
-        )  # fmt: skip
-        self._lock = threading.Lock()  # for the ledger
         self._inbox: deque[Report] = deque()
         self._step: StepProfile | None = None
         self._clock = Clock.read()
+        self._lock = threading.Lock()  # for all that is below
+        self._window_steps = window_steps
+        self._file = None if jsonl is None else LineFile(jsonl)
+        self._jsonl_steps = jsonl_steps and jsonl is not None
+        start = {"kind": "start", "format": FORMAT, "rank": rank, "unix_s": time.time(), "window_steps": window_steps}
+        self._lines: list[dict[str, Any]] = [start]
+        self._in_step: dict[str, float] = {}
+        self._outside: dict[str, float] = {}
+        self._names: set[str] = set()
+        self._window, self._totals = Tally(), Tally()
+        self._windows: deque[WindowStats] = deque(maxlen=max_windows)
+        self._failed_steps = 0
+        self._events: deque[Event] = deque(maxlen=max_events)
+        self._dropped_events = 0
 
     def step(self, number: int) -> StepProfile:
         """A context manager around one step; spans and counters of the step are reported to what it gives."""
@@ -104,14 +135,26 @@ class Profile:
     def summary(self) -> ProfileSummary:
         """What was measured so far, but for a step that is still open."""
         with self._lock:
-            self._ledger.take(self._inbox)
-            return self._ledger.summary(step_is_open=self._step is not None)
+            self._take()
+            return self._summary()
+
+    def _summary(self) -> ProfileSummary:
+        tally = Tally()
+        tally.add(self._totals)
+        tally.add(self._window)
+        if self._step is None:
+            add_amounts(tally.sums, self._in_step)  # came after the end of the last step
+        return ProfileSummary(
+            rank=self.rank, steps=tally.steps, failed_steps=self._failed_steps, first_step=tally.first_step,
+            last_step=tally.last_step, mean=tally.mean, max=tally.maxima, total=tally.sums, outside=dict(self._outside),
+            dropped_events=self._dropped_events, windows=tuple(self._windows),
+        )  # fmt: skip
 
     def chrome_trace(self) -> dict[str, Any]:
         """The newest spans, for ``chrome://tracing`` and Perfetto, as JSON data. Takes about 10 us a span."""
         with self._lock:
-            self._ledger.take(self._inbox)
-            events, dropped = list(self._ledger.events), self._ledger.dropped_events
+            self._take()
+            events, dropped = list(self._events), self._dropped_events
         return chrome_trace(self.rank, events, self._clock, dropped_events=dropped)
 
     def write_trace(self, path: Path) -> bool:
@@ -126,8 +169,13 @@ class Profile:
     def close(self) -> None:
         """Write the steps since the last window, and the summary. Nothing is written to the JSONL file any more."""
         with self._lock:
-            self._ledger.take(self._inbox)
-            self._ledger.close()
+            self._take()
+            if self._window.steps:
+                self._end_window()
+            if self._file is not None:
+                self._lines.append({"kind": "summary", "unix_s": time.time(), **self._summary().to_json()})
+                self._write()
+            self._file, self._jsonl_steps = None, False
 
     # Reports, on any thread
 
@@ -135,7 +183,7 @@ class Profile:
         self._inbox.append(report)
         if len(self._inbox) > _MAX_INBOX and self._lock.acquire(blocking=False):  # else: somebody is at it already
             try:
-                self._ledger.take(self._inbox)
+                self._take()
             finally:
                 self._lock.release()
 
@@ -145,11 +193,66 @@ class Profile:
         row: Row = "network" if name == "wait" else "compute"
         self._report((in_step, f"{name}_s", own_s, (row, name, start_s, end_s, args or None)))
 
+    # Under the lock
+
+    def _take(self) -> None:
+        """Add up what has come. What belongs to a step, and came after its end, goes to the one that ends next."""
+        names = self._names
+        for _ in range(len(self._inbox)):  # not until it is empty: other threads may fill it as fast
+            in_step, name, amount, event = self._inbox.popleft()
+            if event is not None:
+                self._keep(event)
+            if name is None:
+                continue
+            if name not in names:
+                if len(names) < _MAX_NAMES:
+                    names.add(name)
+                else:
+                    name = "more_s" if name.endswith("_s") else "more"
+            amounts = self._in_step if in_step else self._outside
+            amounts[name] = amounts.get(name, 0.0) + amount
+
     def _end_step(self, number: int, start_s: float, end_s: float, error: str | None) -> None:
+        """``error``: the name of the exception that the step ended with."""
         with self._lock:
             self._step = None
-            self._ledger.take(self._inbox)
-            self._ledger.end_step(number, start_s, end_s, error)
+            self._take()
+            amounts, self._in_step = self._in_step, {}
+            spans_s = sum(amount for name, amount in amounts.items() if name.endswith("_s"))
+            marked = {} if error is None else {"error": error}
+            sent = plain({name: amounts[name] for name in ("bytes_out", "bytes_in") if name in amounts})
+            self._keep(("step", f"step {number}", start_s, end_s, {"step": number, **marked, **sent}))
+            amounts["step_s"] = end_s - start_s
+            amounts["other_s"] = max(0.0, end_s - start_s - spans_s)
+            if self._jsonl_steps:
+                self._lines.append({"kind": "step", "rank": self.rank, "step": number, **plain(amounts), **marked})
+                if len(self._lines) >= _MAX_LINES:
+                    self._write()
+            if error is not None:  # a wait for somebody who never comes would say nothing about the network
+                self._failed_steps += 1
+                return
+            self._window.add(Tally(1, number, number, amounts, amounts))
+            if self._window.steps >= self._window_steps:
+                self._end_window()
+
+    def _keep(self, event: Event) -> None:
+        if len(self._events) == self._events.maxlen:
+            self._dropped_events += 1
+        self._events.append(event)
+
+    def _end_window(self) -> None:
+        window = self._window.window()
+        self._totals.add(self._window)
+        self._window = Tally()
+        self._windows.append(window)
+        self._lines.append({"kind": "window", "rank": self.rank, "unix_s": time.time(), **window.to_json()})
+        self._write()
+        self.on_window(window)
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        if self._file is not None:
+            self._file.append(lines)
 
 
 class StepProfile:

@@ -1,4 +1,4 @@
-"""No live process is taken for dead, and a death is known at once; ``gradbus.experiments.bench.pauses`` has more."""
+"""No live process is taken for dead, and a death is known at once; ``make bench-pauses`` has more."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 
 import pytest
 from patience import until
-
-from gradbus.experiments.bench.pauses import (
+from pauses import (
     Disturbance,
     GroupKind,
     crashes,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import gradbus
-from gradbus.experiments.bench.command import Benchmark, Part
+from gradbus.experiments.bench.command import Benchmark, Part, parse, run
 from gradbus.experiments.bench.processes import context
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime import logs
@@ -511,3 +511,8 @@ _PARTS = {
     "pauses": Part(lambda it: measure_pauses(it.runs, it.domain, it.within), "stopped and starved ranks", 300),
 }
 BENCHMARK = Benchmark(__doc__ or "", _PARTS, _options)
+
+
+if __name__ == "__main__":
+    chosen, words = parse("pauses", BENCHMARK, sys.argv[1:])
+    raise SystemExit(run(BENCHMARK, chosen, words)[0])
