@@ -1,0 +1,1 @@
+"""All ranks in one process: rank programs in lockstep."""

@@ -1,0 +1,75 @@
+"""EF21 and EF21-SGDM: each rank sends the compressed difference to what the others know of its gradient.
+
+Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster error feedback",
+NeurIPS 2021 (arXiv:2106.05203), algorithm 2; Fatkhullin, Tyurin and Richtarik, "Momentum provably improves error
+feedback!", NeurIPS 2023 (arXiv:2305.15155), algorithm 1 (EF21-SGDM).
+
+    w = (1 - eta) w + eta g                 # eta = 1: EF21
+    c = topk(w - g_i);  g_i += c;  G += (1 / N) sum of c over the ranks;  gradient = G
+
+There is no accumulator of errors: ``topk`` has one, and is another method. The step is taken with the dense G, although
+only k entries travel. Two vectors are kept: g_i, this rank's, and G, equal on all ranks. The first step sends the whole
+gradient, as the authors' code for deep networks does, so that G is its mean.
+
+Differs from the papers: with fewer active ranks than the world, gradients count world / active times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradbus.runtime.algorithms import base
+from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.parts import mean_of, split_by_size, sum_sparse, take_largest
+from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, side_by_side
+
+
+class EF21(Algorithm):
+    """Compressed differences of gradients; ``momentum`` below 1 is EF21-SGDM."""
+
+    choice = "ef21"
+    own = frozenset({"known", "momentum"})
+    shared = frozenset({"mean"})
+
+    class Options(base.Options):
+        """Options of ``ef21``."""
+
+        density: float = Field(default=0.01, gt=0, le=1)
+        """Share of the entries of a tensor that is sent."""
+        eta: float = Field(default=1.0, gt=0, le=1)
+        """Weight of the newest gradient in the average that is sent. 1: EF21; less: EF21-SGDM."""
+        min_numel: int = Field(default=0, ge=0)
+        """Number of entries below which a tensor is sent dense."""
+
+    options: Any
+
+    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+        large, small = split_by_size(bucket.tensors, self.options.min_numel)
+        programs = [self._differences(name, tensor, step) for name, tensor in large.items()]
+        yield from side_by_side(*programs, mean_of("dense", small, step.active))
+
+    @torch.no_grad()
+    def _differences(self, name: str, tensor: Tensor, step: Step) -> Program[None]:
+        gradient = tensor.reshape(-1) * (self.place.world / step.active)
+        known, mean = self.memory.find("known", name), self.memory.find("mean", name)
+        if known is None or mean is None:
+            mean = yield AllReduce(f"first/{name}", gradient, "mean")
+            self.memory.stage("known", name, gradient)
+            self.memory.stage("momentum", name, gradient)
+        else:
+            before = self.memory.find_or_zeros("momentum", name, known)
+            average = before * (1 - self.options.eta) + gradient * self.options.eta
+            difference = average - known
+            message, rest = take_largest(difference, [difference.numel()], self.options.density)
+            messages = yield AllGather(f"sparse/{name}", message)
+            self.memory.stage("known", name, average - rest)
+            self.memory.stage("momentum", name, average)
+            change = torch.zeros_like(mean)
+            sum_sparse(messages, change)
+            mean = mean + change.mul_(1 / self.place.world)
+        self.memory.stage("mean", name, mean)
+        tensor.copy_(mean.view(tensor.shape))

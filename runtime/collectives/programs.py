@@ -1,0 +1,146 @@
+"""Rank programs on a group: every request becomes handles of collectives.
+
+A :class:`ProgramRun` is resumed on whatever thread computes; between two requests it is only awaited. So an event loop
+does not compute, and several programs run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from gradbus.runtime.algorithms.requests import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Program,
+    ReduceScatter,
+    Request,
+    Swap,
+    joined_results,
+    simple_requests,
+)
+from gradbus.runtime.collectives.group import Group
+from gradbus.runtime.collectives.handle import CollectiveHandle
+
+R = TypeVar("R")
+
+
+class ProgramRun(Generic[R]):
+    """One run of a program on this rank. :meth:`resume` is for one thread at a time.
+
+    Attributes:
+        handles: what the program waits for; empty when it has ended. To be awaited, each one; then resume.
+        value: what the program has returned, once ``handles`` is empty.
+    """
+
+    handles: Sequence[CollectiveHandle[Any]]
+    value: R
+
+    def __init__(
+        self, group: Group, program: Program[R], name: str, *, round_id: int = 0, timeout_s: float | None = None
+    ) -> None:
+        """
+        Args:
+            name: of the exchange, equal on all ranks; each request's name comes behind it.
+            round_id: as for any collective. timeout_s: of each request; None: that of the group.
+        """
+        self._group = group
+        self._program = program
+        self._name = name
+        self._options: dict[str, Any] = {"round_id": round_id, "timeout_s": timeout_s}
+        self._request: Request | None = None
+        self.handles = ()
+
+    def start(self) -> bool:
+        """Run to the first request. Returns whether there is one. Raises what the program raises."""
+        return self._advance(None)
+
+    def resume(self, results: Sequence[Any]) -> bool:
+        """Go on to the next request. Returns whether there is one.
+
+        Args:
+            results: of ``handles``, in their order.
+        """
+        assert self._request is not None
+        left = list(results)
+        answers = [self._result(request, left) for request in simple_requests(self._request)]
+        return self._advance(joined_results(self._request, answers))
+
+    def cancel(self) -> None:
+        """Give up: buffers are given back, what has ended stays as it is."""
+        for handle in self.handles:
+            handle.cancel()
+        self._program.close()
+
+    def _advance(self, answer: Any) -> bool:
+        self.handles = ()
+        try:
+            self._request = self._program.send(answer)
+        except StopIteration as end:
+            self.value = end.value
+            return False
+        started: list[CollectiveHandle[Any]] = []
+        try:
+            for request in simple_requests(self._request):
+                started += self._start(request)
+        except BaseException:
+            for handle in started:
+                handle.cancel()
+            raise
+        self.handles = started
+        return True
+
+    def _start(self, request: Request) -> list[CollectiveHandle[Any]]:
+        group, options = self._group, self._options
+        match request:
+            case AllReduce(name, tensor, op, out, divisor):
+                return [group.all_reduce(self._called(name), tensor, op=op, out=out, divisor=divisor, **options)]
+            case ReduceScatter(name, tensor, op):
+                return [group.reduce_scatter(self._called(name), tensor, op=op, **options)]
+            case AllGather(name, payload):
+                return [group.all_gather(self._called(name), payload, **options)]
+            case Broadcast(name, tensor, root):
+                return [group.broadcast(self._called(name), tensor, root=root, **options)]
+            case Swap(name, send, receive):
+                # Named by the pair: ranks may sit a swap out, so how often a name was used is equal for a pair alone.
+                sends = [group.send(self._called(name, group.rank, to), t, to=to, **options) for to, t in send.items()]
+                return sends + [group.recv(self._called(name, by, group.rank), source=by, **options) for by in receive]
+        raise AssertionError(f"no simple request: {request}")
+
+    def _called(self, name: str, *ranks: int) -> str:
+        return "/".join((self._name, name, *map(str, ranks)))
+
+    def _result(self, request: Request, results: list[Any]) -> Any:
+        if not isinstance(request, Swap):
+            return results.pop(0)
+        del results[: len(request.send)]
+        return {source: memory.copy_(results.pop(0)) for source, memory in request.receive.items()}
+
+
+async def run_program(
+    group: Group, program: Program[R], name: str, *, round_id: int = 0, timeout_s: float | None = None,
+    compute: Callable[..., Any] | None = None,
+) -> R:  # fmt: skip
+    """Run a program on this rank of a group to its end. Returns what it returns.
+
+    Args:
+        compute: runs a function on another thread and returns an awaitable, as ``ComputeThread.run`` does. None: the
+            program computes on the event loop, which is for small tensors.
+
+    Raises:
+        What the collectives and the program raise.
+    """
+    run = ProgramRun(group, program, name, round_id=round_id, timeout_s=timeout_s)
+
+    async def call(function: Callable[..., bool], *arguments: Any) -> bool:
+        return bool(await compute(function, *arguments)) if compute is not None else function(*arguments)
+
+    try:
+        goes_on = await call(run.start)
+        while goes_on:
+            goes_on = await call(run.resume, [await handle for handle in run.handles])
+    except BaseException:
+        run.cancel()
+        raise
+    return run.value

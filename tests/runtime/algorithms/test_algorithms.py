@@ -1,0 +1,277 @@
+"""Algorithms of data-parallel training against NumPy, with all ranks in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from torch import Tensor
+
+from gradbus.experiments.simulate.lockstep import Lockstep
+from gradbus.runtime.algorithms.base import ALGORITHMS, Algorithm, Place, Step, bucket_of, make_algorithm
+from gradbus.runtime.algorithms.powersgd import PowerSGD
+from gradbus.runtime.algorithms.randomk import RandomK
+from gradbus.runtime.errors import ConfigError
+
+SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (40, 33), "row": (1, 50), "scalar": ()}
+STEPS = 4
+# Options with which an algorithm sends everything: the result is that of dense.
+EXACT: dict[str, dict[str, Any]] = {
+    "topk": {"density": 1.0}, "randomk": {"density": 1.0}, "ef21": {"density": 1.0},
+    "powersgd": {"start_step": 1000}, "hybrid": {"small_numel": 10**6},
+}  # fmt: skip
+
+Run = list[list[dict[str, Tensor]]]
+
+
+def gradients(world: int, steps: int = STEPS, *, ties: bool = True) -> Run:
+    """``[step][rank][name]``; those of some ranks are much larger. ``ties``: many entries are equal."""
+    torch.manual_seed(world)
+    return [
+        [
+            {name: (rounded if ties else torch.clone)(torch.randn(shape) * 4**rank) for name, shape in SHAPES.items()}
+            for rank in range(world)
+        ]
+        for _ in range(steps)
+    ]
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    return tensor.mul(8).round().div(8)
+
+
+def as_arrays(run: Run) -> oracles.Gradients:
+    return [[{name: tensor.numpy() for name, tensor in rank.items()} for rank in step] for step in run]
+
+
+class Ranks:
+    """One algorithm on all ranks."""
+
+    def __init__(self, name: str, world: int, **options: Any) -> None:
+        self.algorithms = [make_algorithm(name, Place(rank, world), options) for rank in range(world)]
+        self.lockstep = Lockstep(world)
+        self.step = 0
+
+    def exchange(self, own: list[dict[str, Tensor]], *, active: int | None = None) -> list[dict[str, Tensor]]:
+        """One step. Returns what each rank has after it."""
+        buckets = [bucket_of(tensors) for tensors in own]
+        step = Step(self.step, active=active or len(own))
+        self.lockstep.run([a.exchange(bucket, step) for a, bucket in zip(self.algorithms, buckets, strict=True)])
+        is_finite = {bool(bucket.flat.isfinite().all()) for bucket in buckets}
+        assert len(is_finite) == 1, "some ranks would skip the step"
+        for algorithm in self.algorithms:
+            (algorithm.commit if is_finite == {True} else algorithm.roll_back)()
+        self.step += 1
+        return [dict(bucket.tensors) for bucket in buckets]
+
+    def run(self, run: Run) -> list[dict[str, Tensor]]:
+        """All steps. Returns what rank 0 has after each; the others have equal bits."""
+        results = []
+        for own in run:
+            first, *others = self.exchange(own)
+            for other in others:
+                assert all(torch.equal(first[name], other[name]) for name in first)
+            results.append(first)
+        return results
+
+
+def check(found: list[dict[str, Tensor]], expected: oracles.Means, tolerance: float = 1e-6) -> None:
+    for step, (here, there) in enumerate(zip(found, expected, strict=True)):
+        for name, tensor in here.items():
+            scale = max(1.0, float(np.abs(there[name]).max()))
+            worst = float(np.abs(tensor.numpy() - there[name]).max())
+            assert worst <= tolerance * scale, f"step {step}, {name}: {worst / scale}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_dense_is_the_mean_in_rank_order_bit_by_bit(world: int) -> None:
+    run = gradients(world)
+    check(Ranks("dense", world).run(run), oracles.dense(as_arrays(run)), tolerance=0)
+
+
+@pytest.mark.parametrize(("wire", "epsilon"), [("fp16", 2**-10), ("bf16", 2**-7)])
+def test_dense_in_half_precision_is_within_two_roundings(wire: str, epsilon: float) -> None:
+    run = gradients(3)
+    check(Ranks("dense", 3, wire=wire).run(run), oracles.dense(as_arrays(run)), tolerance=2 * epsilon)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_topk_sends_the_largest_and_keeps_the_rest(world: int) -> None:
+    run = gradients(world)
+    check(Ranks("topk", world, density=0.05).run(run), oracles.topk(as_arrays(run), 0.05))
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.1])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ef21_sends_differences_to_what_is_known(world: int, eta: float) -> None:
+    run = gradients(world, ties=False)  # the order of equal entries follows from roundings, which differ
+    found = Ranks("ef21", world, density=0.05, eta=eta).run(run)
+    check(found, oracles.ef21(as_arrays(run), 0.05, eta), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> None:
+    run = gradients(world)
+    ranks = Ranks("powersgd", world, rank=2, min_rate=2)
+    algorithm = ranks.algorithms[0]
+    assert isinstance(algorithm, PowerSGD)
+
+    def first_q(name: str) -> Any:
+        shape = torch.Size(SHAPES[name])
+        if algorithm.rank_of(shape) is None:
+            return None
+        return algorithm._first_q(name, torch.Size((shape[0], math.prod(shape[1:])))).numpy()
+
+    assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix"]
+    check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_signsgd_is_the_vote_of_the_majority(world: int) -> None:
+    run = gradients(world)
+    check(Ranks("signsgd", world).run(run), oracles.signsgd(as_arrays(run)), tolerance=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_bytegrad_is_within_the_steps_of_both_quantizations(world: int) -> None:
+    run = gradients(world, steps=2)
+    expected, step = oracles.bytegrad(as_arrays(run), 64)
+    for here, there in zip(Ranks("bytegrad", world, chunk_elems=64).run(run), expected, strict=True):
+        for name, tensor in here.items():
+            assert np.abs(tensor.numpy() - there[name]).max() <= 1.01 * step  # a value in the middle of two may go up
+
+
+def test_randomk_takes_equal_entries_on_all_ranks_and_loses_nothing() -> None:
+    run = gradients(3, steps=30)
+    ranks = Ranks("randomk", 3, density=0.1)
+    algorithm = ranks.algorithms[0]
+    assert isinstance(algorithm, RandomK)
+    found = ranks.run(run)
+    sent = [set(algorithm.chosen("matrix", 40 * 33, step).tolist()) for step in range(30)]
+    assert all(len(one) == 132 for one in sent)
+    assert sent[0] != sent[1]
+    for step, entries in enumerate(sent):
+        assert set(found[step]["matrix"].reshape(-1).nonzero().reshape(-1).tolist()) <= entries
+    total = sum(one["matrix"].double() for one in found)
+    left = sum(a.memory.find("residual", "matrix").double() for a in ranks.algorithms) / 3  # type: ignore[union-attr]
+    dense = sum(rank["matrix"].double() for step in run for rank in step) / 3
+    assert torch.allclose(total.reshape(-1) + left, dense.reshape(-1), atol=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", EXACT)
+def test_what_sends_everything_is_dense(name: str, world: int) -> None:
+    run = gradients(world)
+    check(Ranks(name, world, **EXACT[name]).run(run), oracles.dense(as_arrays(run)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.table.items() if kind.scope == "bucket"])
+def test_a_step_with_values_that_are_not_finite_is_skipped_by_all_ranks_and_leaves_no_trace(
+    name: str, bad: float, world: int
+) -> None:
+    run = gradients(world)
+    undisturbed = Ranks(name, world).run(run)
+    for tensor in SHAPES:
+        ranks = Ranks(name, world)
+        first = ranks.exchange(run[0])
+        spoilt = [{key: value.clone() for key, value in rank.items()} for rank in run[1]]
+        spoilt[world - 1][tensor].reshape(-1)[-1:] = bad
+        assert not all(bool(value.isfinite().all()) for value in ranks.exchange(spoilt)[0].values())
+        ranks.step = 1
+        again = [first[0], *(ranks.exchange(own)[0] for own in run[1:])]
+        for here, there in zip(again, undisturbed, strict=True):
+            assert all(torch.equal(here[key], there[key]) for key in here)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.table)
+def test_a_run_goes_on_from_its_saved_state_to_the_same_bits(name: str) -> None:
+    run = gradients(3)
+    expected = Ranks(name, 3).run(run)
+    before, after = Ranks(name, 3), Ranks(name, 3)
+    before.run(run[:2])
+    shared = before.algorithms[0].shared_state()
+    for old, new in zip(before.algorithms, after.algorithms, strict=True):
+        new.load_state(old.own_state(), shared)
+    after.step = 2
+    for here, there in zip(after.run(run[2:]), expected[2:], strict=True):
+        assert all(torch.equal(here[key], there[key]) for key in here)
+
+
+def test_shared_state_is_equal_on_all_ranks() -> None:
+    for name in ALGORITHMS.table:
+        ranks = Ranks(name, 3)
+        ranks.run(gradients(3))
+        first, *others = [algorithm.shared_state() for algorithm in ranks.algorithms]
+        for other in others:
+            assert all(torch.equal(first[key], other[key]) for key in first | other), name
+
+
+@pytest.mark.parametrize("name", ["dense", "topk", "bytegrad", "powersgd"])
+def test_ranks_without_data_do_not_count_in_the_mean(name: str) -> None:
+    own = gradients(3, steps=1)[0]
+    own[2] = {key: torch.zeros_like(value) for key, value in own[2].items()}
+    options = {"topk": {"density": 1.0}, "powersgd": {"start_step": 10}}.get(name, {})
+    found = Ranks(name, 3, **options).exchange(own, active=2)[0]
+    for key, tensor in found.items():
+        mean = (own[0][key] + own[1][key]) / 2
+        assert (tensor - mean).abs().max() <= (0.4 if name == "bytegrad" else 1e-5)
+
+
+def bytes_of(name: str, world: int, shapes: dict[str, tuple[int, ...]], **options: Any) -> int:
+    """Sent by the busiest rank in the second step, as the lockstep driver counts it."""
+    torch.manual_seed(0)
+    ranks = Ranks(name, world, **options)
+    for _ in range(2):
+        ranks.lockstep.cost.bytes_out[:] = [0] * world
+        ranks.exchange([{key: torch.randn(shape) for key, shape in shapes.items()} for _ in range(world)])
+    return max(ranks.lockstep.cost.bytes_out)
+
+
+CNN = {
+    "1.weight": (32, 1, 3, 3), "1.bias": (32,), "2.weight": (64, 32, 3, 3), "2.bias": (64,), "3.weight": (128, 9216),
+    "3.bias": (128,), "4.weight": (10, 128), "4.bias": (10,),
+}  # fmt: skip
+MLP = {"1.weight": (512, 784), "1.bias": (512,), "2.weight": (10, 512), "2.bias": (10,)}
+
+
+def test_bytes_are_those_of_the_papers() -> None:
+    for world in (2, 4, 8):
+        dense = bytes_of("dense", world, CNN)
+        assert abs(bytes_of("bytegrad", world, CNN) / dense - 0.25) <= 0.003
+        of_the_mlp = bytes_of("dense", world, MLP)
+        assert bytes_of("powersgd", world, MLP, rank=4, min_rate=1) * 50 <= of_the_mlp
+        assert bytes_of("powersgd", world, MLP, rank=1) * 170 <= of_the_mlp
+    assert bytes_of("hybrid", 2, CNN) <= 0.13 * bytes_of("dense", 2, CNN)
+    assert bytes_of("signsgd", 2, CNN) <= bytes_of("dense", 2, CNN) / 31
+    assert bytes_of("dense", 2, CNN, wire="fp16") * 2 == bytes_of("dense", 2, CNN)
+
+
+def test_an_unknown_algorithm_or_option_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'powersgd'\?"):
+        make_algorithm("power-sgd", Place(0, 1))
+    with pytest.raises(ConfigError, match=r"the options of 'topk' are: density, min_numel"):
+        make_algorithm("topk", Place(0, 1), {"desnity": 0.1})
+    with pytest.raises(ConfigError, match="density"):
+        make_algorithm("topk", Place(0, 1), {"density": 1.5})
+
+
+class Doubled(Algorithm):
+    """An algorithm of somebody else's."""
+
+    def exchange(self, bucket: Any, step: Step) -> Any:
+        bucket.flat.mul_(2)
+        return
+        yield
+
+
+def test_an_algorithm_of_ones_own_is_named_by_its_module() -> None:
+    algorithm = make_algorithm(f"{__name__}:Doubled", Place(0, 1))
+    bucket = bucket_of({"a": torch.ones(3)})
+    Lockstep(1).run([algorithm.exchange(bucket, Step(0))])
+    assert bucket.flat.tolist() == [2.0] * 3

@@ -1,0 +1,157 @@
+"""Algorithms of data-parallel training in NumPy, for all ranks at once: written from the papers, without our code.
+
+Each function takes the gradients of a run, ``gradients[step][rank][name]`` float32, and returns what the ranks train
+with, ``[step][name]`` float64 or float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Gradients = Sequence[Sequence[dict[str, Array]]]
+Means = list[dict[str, Array]]
+
+
+def mean(values: Sequence[Array]) -> Array:
+    """In rank order, multiplied once, in float32."""
+    total = values[0].astype(np.float32).copy()
+    for value in values[1:]:
+        total += value
+    return total * np.float32(1 / len(values))
+
+
+def each_tensor(gradients: Gradients, one: Callable[[str, list[list[Array]]], list[Array]]) -> Means:
+    """Apply a function of ``[step][rank]`` to each tensor."""
+    names = list(gradients[0][0])
+    found = {name: one(name, [[rank[name] for rank in step] for step in gradients]) for name in names}
+    return [{name: found[name][step] for name in names} for step in range(len(gradients))]
+
+
+def dense(gradients: Gradients) -> Means:
+    return each_tensor(gradients, lambda _, steps: [mean(step) for step in steps])
+
+
+def largest(x: Array, k: int) -> Array:
+    """The indices of the k largest magnitudes; among equal ones the lower index."""
+    return np.sort(np.lexsort((np.arange(x.size), -np.abs(x)))[:k])
+
+
+def topk(gradients: Gradients, density: float) -> Means:
+    def one(name: str, steps: list[list[Array]]) -> list[Array]:
+        if steps[0][0].ndim < 2:
+            return [mean(step) for step in steps]
+        residuals = [np.zeros(steps[0][0].size, np.float32) for _ in steps[0]]
+        k, results = max(1, math.ceil(steps[0][0].size * density)), []
+        for step in steps:
+            total = np.zeros(steps[0][0].size, np.float32)
+            for rank, gradient in enumerate(step):
+                p = gradient.reshape(-1) + residuals[rank]
+                chosen = largest(p, k)
+                total[chosen] += p[chosen]
+                p[chosen] = 0
+                residuals[rank] = p
+            results.append((total * np.float32(1 / len(step))).reshape(steps[0][0].shape))
+        return results
+
+    return each_tensor(gradients, one)
+
+
+def ef21(gradients: Gradients, density: float, eta: float = 1.0) -> Means:
+    def one(name: str, steps: list[list[Array]]) -> list[Array]:
+        if steps[0][0].ndim < 2:
+            return [mean(step) for step in steps]
+        size, world = steps[0][0].size, len(steps[0])
+        known = [gradient.reshape(-1).astype(np.float64) for gradient in steps[0]]
+        average = [one.copy() for one in known]
+        common = sum(known) / world
+        results = [common.reshape(steps[0][0].shape)]
+        for step in steps[1:]:
+            change = np.zeros(size)
+            for rank, gradient in enumerate(step):
+                average[rank] = (1 - eta) * average[rank] + eta * gradient.reshape(-1)
+                difference = average[rank] - known[rank]
+                chosen = largest(difference.astype(np.float32), max(1, math.ceil(size * density)))
+                known[rank][chosen] += difference[chosen]
+                change[chosen] += difference[chosen]
+            common = common + change / world
+            results.append(common.reshape(steps[0][0].shape))
+        return results
+
+    return each_tensor(gradients, one)
+
+
+def gram_schmidt(matrix: Array) -> Array:
+    """Columns made orthonormal from left to right, float64."""
+    done: list[Array] = []
+    for column in matrix.astype(np.float64).T:
+        for other in done:
+            column = column - other * (other @ column)
+        done.append(column / np.linalg.norm(column))
+    return np.stack(done, 1)
+
+
+def powersgd(gradients: Gradients, rank: int, first_q: Callable[[str], Array | None]) -> Means:
+    """``first_q``: the first Q of a matrix; None: it goes dense."""
+
+    def one(name: str, steps: list[list[Array]]) -> list[Array]:
+        q = first_q(name)
+        if q is None:
+            return [mean(step) for step in steps]
+        shape = steps[0][0].shape
+        errors = [np.zeros((shape[0], math.prod(shape[1:]))) for _ in steps[0]]
+        results = []
+        for step in steps:
+            ms = [gradient.reshape(shape[0], -1) + error for gradient, error in zip(step, errors, strict=True)]
+            q = gram_schmidt(q)
+            p = gram_schmidt(sum(m @ q for m in ms))
+            q = sum(m.T @ p for m in ms) / len(ms)
+            approximation = p @ q.T
+            errors = [m - approximation for m in ms]
+            results.append(approximation.reshape(shape))
+        return results
+
+    return each_tensor(gradients, one)
+
+
+def signsgd(gradients: Gradients) -> Means:
+    def one(name: str, steps: list[list[Array]]) -> list[Array]:
+        return [np.sign(sum(np.where(gradient >= 0, 1, -1) for gradient in step)) for step in steps]
+
+    return each_tensor(gradients, one)
+
+
+def bytes_of(x: Array, chunk: int) -> tuple[Array, float]:
+    """``x`` after 8 bits between the smallest and largest of each chunk, and the largest step."""
+    out, largest_step = np.empty_like(x, dtype=np.float64), 0.0
+    for start in range(0, x.size, chunk):
+        part = x[start : start + chunk].astype(np.float64)
+        step = (part.max() - part.min()) / 255
+        out[start : start + chunk] = part.min() + np.round((part - part.min()) / step) * step if step else part
+        largest_step = max(largest_step, step)
+    return out, largest_step
+
+
+def bytegrad(gradients: Gradients, chunk: int) -> tuple[Means, float]:
+    """Over all tensors of a step as one vector; also the largest quantization step."""
+    results, largest_step = [], 0.0
+    for step in gradients:
+        flats = [np.concatenate([tensor.reshape(-1) for tensor in rank.values()]) for rank in step]
+        parts = []
+        for pieces in zip(*(np.array_split(flat, len(flats)) for flat in flats), strict=True):
+            decoded = [bytes_of(piece, chunk) for piece in pieces]
+            total = sum(piece for piece, _ in decoded) / len(flats)
+            final, last_step = bytes_of(total.astype(np.float32), chunk)
+            largest_step = max(largest_step, last_step, *(step for _, step in decoded))
+            parts.append(final)
+        flat, start, found = np.concatenate(parts), 0, {}
+        for name, tensor in step[0].items():
+            found[name] = flat[start : start + tensor.size].reshape(tensor.shape)
+            start += tensor.size
+        results.append(found)
+    return results, largest_step
