@@ -112,7 +112,7 @@ test: $(STAMP)  ## run every test, with WORKERS=2
 
 # Not those that need a process's end noticed sooner than its lease ends.
 test-portable: $(STAMP)  ## both paradigms and torch.distributed without what only Linux or x86-64 has
-	GRADBUS_PORTABLE=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -k "not killed and not dies" $(ARGS) \
+	GRADBUS_PORTABLE=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -k "not killed and not dies and not dead" $(ARGS) \
 		tests/actors/test_flows.py tests/actors/test_flows_in_process.py tests/actors/data_parallel \
 		tests/torch_backend/test_ddp.py tests/torch_backend/test_collectives.py tests/torch_backend/test_wrappers.py \
 		tests/runtime/collectives/test_group_processes.py tests/experiments/test_portable.py
