@@ -270,11 +270,14 @@ def test_no_files_import_each_other_in_a_ring() -> None:
 
 
 def class_names_in_two_files(files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names of classes, also those inside of functions, that more than one of these sources defines, with the paths."""
+    """Names of classes, also those inside of functions, that more than one of these sources defines, with the paths.
+    A class inside a class is named with it, as in ``Dense.Options``."""
     places: dict[str, set[str]] = {}
     for path, source in files.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        nodes = list(ast.walk(ast.parse(source)))
+        inside = {inner for node in nodes if isinstance(node, ast.ClassDef) for inner in node.body}
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and node not in inside and not node.name.startswith("_"):
                 places.setdefault(node.name, set()).add(path)
     return {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
 
@@ -286,7 +289,10 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 def test_a_class_name_in_two_files_is_found() -> None:
-    files = {"a.py": "class One: ...\nclass _Own: ...", "b.py": "def f():\n    class One: ...\nclass _Own: ..."}
+    files = {
+        "a.py": "class One: ...\nclass _Own: ...\nclass Three:\n    class Four: ...",
+        "b.py": "def f():\n    class One: ...\nclass _Own: ...\nclass Two:\n    class Four: ...",
+    }
     assert class_names_in_two_files(files) == {"One": ["a.py", "b.py"]}
 
 

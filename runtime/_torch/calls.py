@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from gradbus.runtime.collectives import reductions
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.arithmetic import ReduceOp as EngineOp
-from gradbus.runtime.collectives.data_movement import AllGather, Barrier
+from gradbus.runtime.collectives.data_movement import AllGatherOperation, Barrier
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import dtype_name, plain
 from gradbus.torch.shapes import (
@@ -303,7 +303,7 @@ class CollectiveCalls:
         if overlap(land, flat) and not same_memory(land, flat.split_with_sizes(sizes)[self.rank]):
             flat = flat.clone()
         bounds = [sum(sizes[:rank]) for rank in range(self.world + 1)]
-        operation = reductions.ReduceScatter(flat, land, bounds, exact, self.rank, self.world)
+        operation = reductions.ReduceScatterOperation(flat, land, bounds, exact, self.rank, self.world)
         return self._reduction("reduce_scatter", operation, output, kind, given, land)
 
     def _reduction(
@@ -327,7 +327,7 @@ class CollectiveCalls:
         own = tensor.detach().coalesce()
         dtype_name(own.dtype)
         gathers = [
-            AllGather(part.contiguous(), self.rank, self.world, _MAX_SPARSE_BYTES)
+            AllGatherOperation(part.contiguous(), self.rank, self.world, _MAX_SPARSE_BYTES)
             for part in (own.indices(), own.values())
         ]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradbus.runtime.collectives.data_movement import AllGather, Broadcast
+from gradbus.runtime.collectives.data_movement import AllGatherOperation, BroadcastOperation
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.tensors import check_sendable
@@ -166,7 +166,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
     shape = shape_of(source, ragged=True)
     space, label = _place(name, f"allgather {shape}")
     backend = current()
-    gather = AllGather(source, backend.group.rank, backend.group.world, MAX_GATHERED_BYTES)
+    gather = AllGatherOperation(source, backend.group.rank, backend.group.world, MAX_GATHERED_BYTES)
     call = CollectiveCall(f"allgather of {label!r}", [gather]).sign(shape)
     return Handle(start(backend, call, space, label), lambda: torch.cat(gather.value))
 
@@ -226,7 +226,7 @@ def share_object(
     group = backend.group
     check_root(root_rank, group.world)
     payload = _packed(make) if group.rank == root_rank else None
-    operation = Broadcast(payload, root_rank, group.rank, group.world, MAX_OBJECT_BYTES)
+    operation = BroadcastOperation(payload, root_rank, group.rank, group.world, MAX_OBJECT_BYTES)
     return _unpacked(_result(backend, operation, place, what), root_rank, what)
 
 
@@ -242,7 +242,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 def gather_objects(backend: DdsBackend, obj: Any, place: tuple[str, str], what: str) -> list[Any]:
     """The objects of all ranks. ``place``: space and name. Raises ValueError: as :func:`allgather_object`."""
-    operation = AllGather(_packed(lambda: obj), backend.group.rank, backend.group.world, MAX_OBJECT_BYTES)
+    operation = AllGatherOperation(_packed(lambda: obj), backend.group.rank, backend.group.world, MAX_OBJECT_BYTES)
     values = _result(backend, operation, place, what)
     return [_unpacked(value, other, what) for other, value in enumerate(values)]
 

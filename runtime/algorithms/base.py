@@ -55,7 +55,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class TensorBucket:
     """Tensors that are exchanged together: gradients, or weights.
 
     Attributes:
@@ -146,7 +146,7 @@ class Algorithm(ABC):
         self.memory = Memory()
 
     @abstractmethod
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         """Replace the tensors of the bucket, this rank's own, by what all ranks make of theirs.
 
         Where NaN or infinity is in the tensors of any rank the result is not finite on any rank. Then, and only then,
@@ -186,10 +186,10 @@ def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = 
     return kind(place, kind.Options(**ALGORITHMS.options(name, options or {})))
 
 
-def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> Bucket:
+def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> TensorBucket:
     """A bucket with copies of these tensors."""
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors.values()])
-    return Bucket(index, flat, dict(_views(flat, tensors)))
+    return TensorBucket(index, flat, dict(_views(flat, tensors)))
 
 
 def _views(flat: Tensor, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from gradbus.codecs.bytegrad import MinMax, dequantize_min_max, min_max_bytes, quantize_min_max
 from gradbus.codecs.quantize import num_chunks
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllGather, Program, Swap
 
 
@@ -40,7 +40,7 @@ class ByteGrad(Algorithm):
     options: Any
 
     @torch.no_grad()
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         flat, (rank, world) = bucket.flat, (self.place.rank, self.place.world)
         parts = list(flat.tensor_split(world))
         others = [peer for peer in range(world) if peer != rank]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -32,7 +32,7 @@ class Dense(Algorithm):
     options: Any
 
     @torch.no_grad()
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         flat = bucket.flat
         dtype = _DTYPES[self.options.wire]
         if dtype is torch.float32:

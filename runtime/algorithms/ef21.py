@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import mean_of, split_by_size, sum_sparse, take_largest
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, side_by_side
 
@@ -47,7 +47,7 @@ class EF21(Algorithm):
 
     options: Any
 
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)
         programs = [self._differences(name, tensor, step) for name, tensor in large.items()]
         yield from side_by_side(*programs, mean_of("dense", small, step.active))

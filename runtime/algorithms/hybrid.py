@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Place, Step
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import mean_of
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.algorithms.requests import Program, side_by_side
@@ -61,7 +61,7 @@ class Hybrid(Algorithm):
         self._topk = TopK(place, TopK.Options(density=options.density))
         self._powersgd.memory = self._topk.memory = self.memory
 
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         chosen: dict[Method, dict[str, Tensor]] = {"powersgd": {}, "topk": {}, "dense": {}}
         for name, tensor in bucket.tensors.items():
             chosen[self.method_of(name, tensor)][name] = tensor

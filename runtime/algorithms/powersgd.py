@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import copy_into, flattened, mean_of
 from gradbus.runtime.algorithms.requests import AllReduce, Program, side_by_side
 
@@ -61,7 +61,7 @@ class PowerSGD(Algorithm):
 
     options: Any
 
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         if step.number < self.options.start_step:
             yield from mean_of("dense", bucket.tensors, step.active)
             return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import entries_of, mean_of, split_by_size
 from gradbus.runtime.algorithms.requests import AllReduce, Program, side_by_side
 
@@ -41,7 +41,7 @@ class RandomK(Algorithm):
 
     options: Any
 
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)
         yield from side_by_side(self._chosen(large, step), mean_of("dense", small, step.active))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradbus.codecs.base import are_finite
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllGather, Program
 
 
@@ -27,7 +27,7 @@ class SignSGD(Algorithm):
     choice = "signsgd"
 
     @torch.no_grad()
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         flat = bucket.flat
         ballots = yield AllGather("signs", ballot(flat))
         votes = torch.zeros(flat.numel(), dtype=torch.int32)

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Bucket, Step
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import (
     copy_into,
     flattened,
@@ -47,7 +47,7 @@ class TopK(Algorithm):
 
     options: Any
 
-    def exchange(self, bucket: Bucket, step: Step) -> Program[None]:
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         large, small = split_by_size(bucket.tensors, self.options.min_numel)
         yield from side_by_side(self._sparse(large, step), mean_of("dense", small, step.active))
 

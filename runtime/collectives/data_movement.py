@@ -152,7 +152,7 @@ class DataMovement(Operation):
         self._arrivals.clear()
 
 
-class AllGather(DataMovement):
+class AllGatherOperation(DataMovement):
     """All payloads on all ranks, in rank order."""
 
     def __init__(self, payload: Any, rank: int, world: int, max_bytes: int) -> None:
@@ -252,7 +252,7 @@ class Barrier(Operation):
         return tuple(range(self.world))
 
 
-class Broadcast(Operation):
+class BroadcastOperation(Operation):
     """One payload for all. A tensor goes into the memory of the receivers' tensor; bytes are new."""
 
     def __init__(self, payload: Any, root: int, rank: int, world: int, max_bytes: int) -> None:
@@ -308,4 +308,4 @@ def _by_receiver(payloads: Sequence[Any]) -> dict[int | None, OutgoingPayload]:
     return outgoing
 
 
-__all__ = ["AllGather", "AllToAll", "Barrier", "Broadcast", "Gather", "Receive", "Scatter", "Send"]
+__all__ = ["AllGatherOperation", "AllToAll", "Barrier", "BroadcastOperation", "Gather", "Receive", "Scatter", "Send"]

@@ -31,7 +31,7 @@ from gradbus.runtime.collectives.objects import ObjectCollectives
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import (
     Algorithm,
-    ReduceScatter,
+    ReduceScatterOperation,
     ReduceToRoot,
     all_reduce,
     shard_bounds,
@@ -176,7 +176,7 @@ class Group(ObjectCollectives):
         rows = shard_bounds(tensor.shape[0], self.world)
         row_elems = tensor[0].numel() if tensor.shape[0] else 0
         mine = (rows[self.rank + 1] - rows[self.rank], *tensor.shape[1:])
-        operation = ReduceScatter(
+        operation = ReduceScatterOperation(
             plain(tensor), torch.empty(mine, dtype=tensor.dtype), [row * row_elems for row in rows],
             self._arithmetic(tensor, op, None), self.rank, self.world,
         )  # fmt: skip
@@ -196,7 +196,7 @@ class Group(ObjectCollectives):
         self, name: str, payload: Any, *, round_id: int = 0, timeout_s: float | None = None
     ) -> CollectiveHandle[list[Any]]:
         """All payloads on all ranks, in rank order. Bytes or tensors; sizes, shapes and dtypes may differ."""
-        operation = data_movement.AllGather(payload, self.rank, self.world, self._max_bytes)
+        operation = data_movement.AllGatherOperation(payload, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def broadcast(
@@ -211,7 +211,7 @@ class Group(ObjectCollectives):
         The root's handle ends when all ranks have it.
         """
         self._check_rank("root", root)
-        operation = data_movement.Broadcast(payload, root, self.rank, self.world, self._max_bytes)
+        operation = data_movement.BroadcastOperation(payload, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
     def gather(

@@ -10,7 +10,14 @@ from typing import Any
 
 import msgpack
 
-from gradbus.runtime.collectives.data_movement import AllGather, Broadcast, Gather, Receive, Scatter, Send
+from gradbus.runtime.collectives.data_movement import (
+    AllGatherOperation,
+    BroadcastOperation,
+    Gather,
+    Receive,
+    Scatter,
+    Send,
+)
 from gradbus.runtime.collectives.handle import CollectiveHandle, TimedOut, collective_timeout
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import CollectiveError
@@ -85,7 +92,7 @@ class ObjectCollectives:
         self, name: str, value: Any, *, round_id: int = 0, timeout_s: float | None = None
     ) -> CollectiveHandle[list[Any]]:
         """Everybody's object, in rank order. Raises ValueError: it cannot be sent."""
-        operation = AllGather(pack(value), self.rank, self.world, MAX_OBJECT_BYTES)
+        operation = AllGatherOperation(pack(value), self.rank, self.world, MAX_OBJECT_BYTES)
         return self._start_objects(operation, unpack_all, name, round_id, timeout_s)
 
     def broadcast_object(
@@ -94,7 +101,7 @@ class ObjectCollectives:
         """The root's object; what the others give is not looked at. Raises ValueError: it cannot be sent."""
         self._check_rank("root", root)
         payload = pack(value) if self.rank == root else None
-        operation = Broadcast(payload, root, self.rank, self.world, MAX_OBJECT_BYTES)
+        operation = BroadcastOperation(payload, root, self.rank, self.world, MAX_OBJECT_BYTES)
         return self._start_objects(operation, unpack, name, round_id, timeout_s)
 
     def gather_object(

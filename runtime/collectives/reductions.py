@@ -289,7 +289,7 @@ class _Freshness:
         return [number] if self._left[number] == 0 else []
 
 
-class ReduceScatter(Reduction):
+class ReduceScatterOperation(Reduction):
     """Everybody gets one shard of the result."""
 
     def __init__(

@@ -27,10 +27,10 @@ from gradbus.runtime.collectives import (
 )
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.data_movement import (
-    AllGather,
+    AllGatherOperation,
     AllToAll,
     Barrier,
-    Broadcast,
+    BroadcastOperation,
     Gather,
     Receive,
     Scatter,
@@ -39,7 +39,7 @@ from gradbus.runtime.collectives.data_movement import (
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.formation import Formation, Member
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
-from gradbus.runtime.collectives.reductions import ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
+from gradbus.runtime.collectives.reductions import ReduceScatterOperation, ReduceToRoot, all_reduce, shard_bounds
 from gradbus.runtime.collectives.tensors import Bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
@@ -77,7 +77,7 @@ def vector() -> torch.Tensor:
 def reduce_scatter(rank: int) -> Operation:
     bounds = shard_bounds(NUMEL, WORLD)
     out = torch.empty(bounds[rank + 1] - bounds[rank], dtype=torch.float64)
-    return ReduceScatter(vector(), out, bounds, MEAN, rank, WORLD)
+    return ReduceScatterOperation(vector(), out, bounds, MEAN, rank, WORLD)
 
 
 def send(rank: int) -> Operation | None:
@@ -94,12 +94,12 @@ CALLS: dict[str, list[Callable[[int], Operation | None]]] = {
     "reduce": [lambda rank: ReduceToRoot(vector(), torch.empty_like(vector()), ROOT, MEAN, rank, WORLD)],
     "reduce_scatter": [reduce_scatter],
     "all_gather": [
-        lambda rank: AllGather(vector(), rank, WORLD, MAX_BYTES),
-        lambda rank: AllGather(b"x", rank, WORLD, MAX_BYTES),
+        lambda rank: AllGatherOperation(vector(), rank, WORLD, MAX_BYTES),
+        lambda rank: AllGatherOperation(b"x", rank, WORLD, MAX_BYTES),
     ],
     "broadcast": [
-        lambda rank: Broadcast(b"x" if rank == ROOT else None, ROOT, rank, WORLD, MAX_BYTES),
-        lambda rank: Broadcast(vector(), ROOT, rank, WORLD, MAX_BYTES),
+        lambda rank: BroadcastOperation(b"x" if rank == ROOT else None, ROOT, rank, WORLD, MAX_BYTES),
+        lambda rank: BroadcastOperation(vector(), ROOT, rank, WORLD, MAX_BYTES),
     ],
     "gather": [lambda rank: Gather(vector(), ROOT, rank, WORLD, MAX_BYTES)],
     "scatter": [lambda rank: Scatter([vector()] * WORLD if rank == ROOT else None, ROOT, rank, WORLD, MAX_BYTES)],

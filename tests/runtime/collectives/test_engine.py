@@ -30,7 +30,7 @@ def net_of(world: int, **options: Any) -> MemoryNet:
 
 
 def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
-    return data_movement.AllGather(payload, rank, world, MAX_BYTES)
+    return data_movement.AllGatherOperation(payload, rank, world, MAX_BYTES)
 
 
 def frame(**changes: Any) -> Frame:
@@ -253,7 +253,7 @@ def test_a_group_that_forms_anew_takes_no_frames_of_the_former_one() -> None:
     ("one", "other"),
     [
         (lambda: gather(0), lambda: data_movement.Barrier(1, 2)),
-        (lambda: gather(0), lambda: data_movement.AllGather(torch.ones(2), 1, 2, MAX_BYTES)),
+        (lambda: gather(0), lambda: data_movement.AllGatherOperation(torch.ones(2), 1, 2, MAX_BYTES)),
         (
             lambda: all_reduce(torch.ones(3), None, SUM, "direct", 0, 2),
             lambda: all_reduce(torch.ones(4), None, SUM, "direct", 1, 2),
@@ -271,8 +271,8 @@ def test_a_group_that_forms_anew_takes_no_frames_of_the_former_one() -> None:
             lambda: all_reduce(torch.ones(3, dtype=torch.int32), None, Arithmetic(torch.int32, "sum"), "direct", 1, 2),
         ),
         (
-            lambda: data_movement.Broadcast(b"a", 0, 0, 2, MAX_BYTES),
-            lambda: data_movement.Broadcast(b"b", 1, 1, 2, MAX_BYTES),
+            lambda: data_movement.BroadcastOperation(b"a", 0, 0, 2, MAX_BYTES),
+            lambda: data_movement.BroadcastOperation(b"b", 1, 1, 2, MAX_BYTES),
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_the_longest_names_reach_the_other_side_with_the_longest_signatures() ->
     net = net_of(2)
     tensor = torch.ones(shape, dtype=torch.float8_e4m3fnuz)
     results = net.run(
-        *(data_movement.Broadcast(tensor.clone(), 0, rank, 2, MAX_BYTES) for rank in range(2)),
+        *(data_movement.BroadcastOperation(tensor.clone(), 0, rank, 2, MAX_BYTES) for rank in range(2)),
         name=name,
         round_id=2**32 - 1,
     )

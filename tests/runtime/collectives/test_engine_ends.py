@@ -17,7 +17,13 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.data_movement import NewPayload
 from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.reductions import ALGORITHMS, Algorithm, ReduceScatter, all_reduce, shard_bounds
+from gradbus.runtime.collectives.reductions import (
+    ALGORITHMS,
+    Algorithm,
+    ReduceScatterOperation,
+    all_reduce,
+    shard_bounds,
+)
 from gradbus.runtime.errors import BusClosed, CollectiveError, PeerLost, WriteTimeout
 from gradbus.runtime.wire import frames
 from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
@@ -31,7 +37,7 @@ def net_of(world: int, **options: Any) -> MemoryNet:
 
 
 def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
-    return data_movement.AllGather(payload, rank, world, MAX_BYTES)
+    return data_movement.AllGatherOperation(payload, rank, world, MAX_BYTES)
 
 
 def frame(**changes: Any) -> Frame:
@@ -72,7 +78,7 @@ def test_a_collective_that_fails_leaves_nothing_behind(algorithm: Algorithm) -> 
 def test_a_collective_that_is_done_holds_neither_its_payload_nor_frames() -> None:
     net = net_of(2)
     payload = np.ones(1000, np.uint8)
-    operations = [data_movement.AllGather(payload.data, rank, 2, MAX_BYTES) for rank in range(2)]
+    operations = [data_movement.AllGatherOperation(payload.data, rank, 2, MAX_BYTES) for rank in range(2)]
     net.run(*operations)
     watched = [weakref.ref(payload), *map(weakref.ref, operations)]
     del payload, operations
@@ -83,8 +89,8 @@ def test_a_collective_that_is_done_holds_neither_its_payload_nor_frames() -> Non
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: data_movement.AllGather(b"", 0, 2, MAX_BYTES),
-        lambda: data_movement.Broadcast(None, 1, 0, 2, MAX_BYTES),
+        lambda: data_movement.AllGatherOperation(b"", 0, 2, MAX_BYTES),
+        lambda: data_movement.BroadcastOperation(None, 1, 0, 2, MAX_BYTES),
         lambda: data_movement.Gather(b"", 0, 0, 2, MAX_BYTES),
         lambda: data_movement.Scatter(None, 1, 0, 2, MAX_BYTES),
         lambda: data_movement.AllToAll([b"", b""], 0, 2, MAX_BYTES),
@@ -193,7 +199,10 @@ def test_what_a_rank_gave_before_it_left_in_order_still_counts_for_a_call_that_c
     """Of two rows rank 2 gets none: it has given its part and is done before rank 0 calls at all."""
     net = net_of(3)
     bounds = shard_bounds(2, 3)
-    calls = [ReduceScatter(torch.ones(2), torch.empty(bounds[r + 1] - bounds[r]), bounds, SUM, r, 3) for r in range(3)]
+    calls = [
+        ReduceScatterOperation(torch.ones(2), torch.empty(bounds[r + 1] - bounds[r]), bounds, SUM, r, 3)
+        for r in range(3)
+    ]
     for call in calls[1:]:
         net.start(call)
     net.settle()
@@ -224,7 +233,7 @@ def test_who_gets_nothing_but_cannot_give_what_it_has_names_those_who_do_not_tak
     """Of two rows rank 2 gets none. What is large waits until the others have called; one of them leaves meanwhile."""
     net = net_of(3, large_bytes=large_bytes)
     bounds = shard_bounds(2, 3)
-    call = net.start(ReduceScatter(torch.ones(2), torch.empty(0), bounds, SUM, 2, 3))
+    call = net.start(ReduceScatterOperation(torch.ones(2), torch.empty(0), bounds, SUM, 2, 3))
     net.settle()
     if large_bytes:
         assert call.done

@@ -114,11 +114,11 @@ def test_calls_of_many_threads_at_once_all_end_with_the_right_values_and_counts(
         def work(rank: int, number: int) -> None:
             mine: list[Operation] = []
             for call in range(CALLS):
-                gather = data_movement.AllGather(bytes([rank, number, call]), rank, WORLD, MAX_BYTES)
+                gather = data_movement.AllGatherOperation(bytes([rank, number, call]), rank, WORLD, MAX_BYTES)
                 total = all_reduce(
                     torch.full((5,), rank + call), None, Arithmetic(torch.int64, "sum"), "shards", rank, WORLD
                 )
-                shared = data_movement.AllGather(bytes([rank]), rank, WORLD, MAX_BYTES)
+                shared = data_movement.AllGatherOperation(bytes([rank]), rank, WORLD, MAX_BYTES)
                 for operation, name in ((gather, f"gather {number}"), (total, f"sum {number}"), (shared, "shared")):
                     ranks[rank].start(operation, name, 0)
                     mine.append(operation)
@@ -154,7 +154,7 @@ def test_a_rank_lost_while_threads_start_collectives_ends_every_one_of_them(repe
         def work(number: int) -> None:
             lose.wait()
             for call in range(CALLS):
-                operation = data_movement.AllGather(b"", 0, WORLD, MAX_BYTES)
+                operation = data_movement.AllGatherOperation(b"", 0, WORLD, MAX_BYTES)
                 ranks[0].start(operation, f"{number}", call)
                 started.append(operation)
 

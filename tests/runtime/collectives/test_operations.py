@@ -18,7 +18,13 @@ from gradbus.runtime.collectives import data_movement, reductions
 from gradbus.runtime.collectives import operation as operation_module
 from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.operation import Operation
-from gradbus.runtime.collectives.reductions import Algorithm, ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
+from gradbus.runtime.collectives.reductions import (
+    Algorithm,
+    ReduceScatterOperation,
+    ReduceToRoot,
+    all_reduce,
+    shard_bounds,
+)
 from gradbus.runtime.collectives.tensors import as_bytes
 from gradbus.runtime.wire import frames
 
@@ -140,7 +146,7 @@ def test_reduce_scatter_gives_each_rank_its_part_of_a_tensor_split(world: int, r
     bounds = [edge * row for edge in shard_bounds(rows, world)]
     what = Arithmetic(torch.float32, "sum")
     operations = [
-        ReduceScatter(tensor, torch.empty(expected[rank].shape), bounds, what, rank, world)
+        ReduceScatterOperation(tensor, torch.empty(expected[rank].shape), bounds, what, rank, world)
         for rank, tensor in enumerate(tensors)
     ]
     net = net_of(world, seed)
@@ -185,7 +191,9 @@ def test_all_gather_gives_everybody_everything_whatever_the_sizes(payloads: list
     world = len(payloads)
     given_ = [make(payload, rank) for rank, payload in enumerate(payloads)]
     net = net_of(world, seed)
-    results = net.run(*(data_movement.AllGather(given_[rank], rank, world, MAX_BYTES) for rank in range(world)))
+    results = net.run(
+        *(data_movement.AllGatherOperation(given_[rank], rank, world, MAX_BYTES) for rank in range(world))
+    )
     for result in results:
         assert all_same(result, given_)
     net.assert_nothing_is_left()
@@ -221,11 +229,13 @@ def test_broadcast_fills_tensors_in_their_place_and_makes_bytes_anew(
     root %= world
     net, source = net_of(world, seed), tensor_of(payload, seed)
     tensors = [source if rank == root else torch.zeros_like(source) for rank in range(world)]
-    results = net.run(*(data_movement.Broadcast(tensors[rank], root, rank, world, MAX_BYTES) for rank in range(world)))
+    results = net.run(
+        *(data_movement.BroadcastOperation(tensors[rank], root, rank, world, MAX_BYTES) for rank in range(world))
+    )
     assert all(result is tensor and same_bits(tensor, source) for result, tensor in zip(results, tensors, strict=True))
     results = net.run(
         *(
-            data_movement.Broadcast(payload if rank == root else None, root, rank, world, MAX_BYTES)
+            data_movement.BroadcastOperation(payload if rank == root else None, root, rank, world, MAX_BYTES)
             for rank in range(world)
         ),
         name="bytes",
@@ -279,7 +289,9 @@ def test_who_misses_a_frame_waits_for_its_sender_and_names_it(
     loser, silent_to = loser % world, silent_to % world
     net = net_of(world, seed)
     net.lost = lambda sender, receiver, frame: (sender, receiver, frame.seq) == (loser, silent_to, 1)
-    operations = [data_movement.AllGather(bytes(3 * CHUNK_BYTES), rank, world, MAX_BYTES) for rank in range(world)]
+    operations = [
+        data_movement.AllGatherOperation(bytes(3 * CHUNK_BYTES), rank, world, MAX_BYTES) for rank in range(world)
+    ]
     for operation in operations:
         net.start(operation)
     net.settle()

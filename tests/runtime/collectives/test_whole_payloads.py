@@ -27,7 +27,7 @@ from gradbus.runtime.collectives import data_movement, operation, reductions
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
-from gradbus.runtime.collectives.reductions import ReduceScatter, ReduceToRoot, all_reduce, shard_bounds
+from gradbus.runtime.collectives.reductions import ReduceScatterOperation, ReduceToRoot, all_reduce, shard_bounds
 from gradbus.runtime.collectives.tensors import Bytes, as_bytes
 from gradbus.runtime.errors import CollectiveError
 from gradbus.runtime.wire import frames
@@ -94,7 +94,7 @@ def half(rank: int) -> Operation:
 
 
 def scattered(rank: int) -> Operation:
-    return ReduceScatter(vector(rank), blank(NUMEL // WORLD), shard_bounds(NUMEL, WORLD), SUM, rank, WORLD)
+    return ReduceScatterOperation(vector(rank), blank(NUMEL // WORLD), shard_bounds(NUMEL, WORLD), SUM, rank, WORLD)
 
 
 def sent(kind: type, rank: int) -> Operation:
@@ -129,14 +129,16 @@ class Case:
 
 
 CASES = {
-    "all_gather": Case(lambda r: data_movement.AllGather(payload(r), r, WORLD, MAX_BYTES), free=True),
-    "all_gather, one chunk": Case(lambda r: data_movement.AllGather(payload(r, 60), r, WORLD, MAX_BYTES), free=True),
-    "all_gather of tensors": Case(lambda r: data_movement.AllGather(vector(r), r, WORLD, MAX_BYTES)),
+    "all_gather": Case(lambda r: data_movement.AllGatherOperation(payload(r), r, WORLD, MAX_BYTES), free=True),
+    "all_gather, one chunk": Case(
+        lambda r: data_movement.AllGatherOperation(payload(r, 60), r, WORLD, MAX_BYTES), free=True
+    ),
+    "all_gather of tensors": Case(lambda r: data_movement.AllGatherOperation(vector(r), r, WORLD, MAX_BYTES)),
     "broadcast": Case(
-        lambda r: data_movement.Broadcast(payload(1) if r == 1 else None, 1, r, WORLD, MAX_BYTES), free=True
+        lambda r: data_movement.BroadcastOperation(payload(1) if r == 1 else None, 1, r, WORLD, MAX_BYTES), free=True
     ),
     "broadcast of a tensor": Case(
-        lambda r: data_movement.Broadcast(vector(1) if r == 1 else blank(), 1, r, WORLD, MAX_BYTES)
+        lambda r: data_movement.BroadcastOperation(vector(1) if r == 1 else blank(), 1, r, WORLD, MAX_BYTES)
     ),
     "gather": Case(lambda r: data_movement.Gather(payload(r), 0, r, WORLD, MAX_BYTES), free=True),
     "scatter": Case(
