@@ -15,10 +15,10 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsParticipant
@@ -26,38 +26,31 @@ from cyclonedds.core import DDSException, InstanceState, Policy, Qos, ReadCondit
 from cyclonedds.domain import DomainParticipant
 
 from gradbus.runtime.dds import peer_processes
+from gradbus.runtime.dds.spdp import discovery_ports, goodbye
 
 MAX_CLAIM_BYTES = 64
 MAX_PARTICIPANTS = 4096  # of others
 ANNOUNCE_S = (0.8, 2.8, 6.8)  # when a participant is announced again, after it has been made
 # Of announcements at a time: a thousand take a tenth of a second, and there may be no end of them.
 _BATCH, _MOST_BATCHES = 64, 16
-_PROPERTIES = ("__Hostname", "__ProcessName", "__Pid", "__NetworkAddresses")
+_PROPERTIES = {"__Hostname": "host", "__ProcessName": "process", "__Pid": "pid", "__NetworkAddresses": "addresses"}
 _MAX_TEXT = 256
 _ADDRESSES_S = 1.0  # to look for sockets takes longer the more files are open
 
-# From the specification of RTPS 2.5: a message of one DATA submessage of the writer that announces participants, which
-# says of one participant that it is disposed of and unregistered.
-_RTPS = b"RTPS" + bytes((2, 5, 1, 16))
-_PARTICIPANT = bytes.fromhex("000001c1")
-_READER, _WRITER = bytes.fromhex("000100c7"), bytes.fromhex("000100c2")
-_DATA, _FLAGS = 0x15, 1 | 2 | 8  # little-endian, with a list of parameters, and then a key
-_STATUS_INFO, _PARTICIPANT_GUID, _END = 0x71, 0x50, struct.pack("<HH", 1, 0)
-_KEY_AS_PARAMETERS = bytes((0, 3, 0, 0))
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What discovery says of a participant. All of it but the address is what its process says of itself.
 
-def goodbye(prefix: bytes) -> bytes:
-    """The message with which a participant leaves. ``prefix``: the first 12 bytes of its GUID."""
-    status = struct.pack("<HH4B", _STATUS_INFO, 4, 0, 0, 0, 3) + _END
-    key = _KEY_AS_PARAMETERS + struct.pack("<HH", _PARTICIPANT_GUID, 16) + prefix + _PARTICIPANT + _END
-    body = struct.pack("<HH", 0, 16) + _READER + _WRITER + struct.pack("<iI", 0, 1) + status + key
-    return _RTPS + prefix + struct.pack("<BBH", _DATA, _FLAGS, len(body)) + body
+    Attributes:
+        host, process, pid: as announced; empty: not announced.
+        addresses: where Cyclone sends to, as ``udp/127.0.0.1:7412@1``.
+    """
 
-
-def discovery_ports(domain_id: int) -> range:
-    """Ports at which participants of a domain hear of others, as RTPS has it."""
-    first = 7400 + 250 * domain_id + 10
-    return range(first, first + 2 * 121, 2)
+    host: str = ""
+    process: str = ""
+    pid: str = ""
+    addresses: str = ""
 
 
 def own_addresses(domain_id: int) -> list[tuple[str, int]]:
@@ -109,9 +102,9 @@ class Discovery:
         """``participant``: one of this process's. Raises DDSException."""
         self._domain_id = domain_id
         self._lock = threading.Lock()
-        self._claims: dict[bytes, str] = {}  # by GUID prefix: the first claim counts
+        self._processes: dict[bytes, str] = {}  # by GUID prefix: the first claim counts
         self._of_process: dict[str, set[bytes]] = {}  # and the other way round
-        self._told: dict[bytes, dict[str, str]] = {}  # by GUID prefix
+        self._claims: dict[bytes, Claim] = {}  # by GUID prefix
         self._addresses: list[tuple[str, int]] = []
         self._addresses_s = -_ADDRESSES_S
         self._reader = BuiltinDataReader(participant, BuiltinTopicDcpsParticipant)
@@ -135,41 +128,40 @@ class Discovery:
 
     @property
     def others(self) -> dict[bytes, str]:
-        """Participants in other processes of this machine: the first 12 bytes of their GUID, and their claims."""
+        """The processes of participants elsewhere on this machine, by the first 12 bytes of the participant's GUID."""
         with self._lock:
-            return dict(self._claims)
+            return dict(self._processes)
 
     @property
-    def told(self) -> dict[bytes, dict[str, str]]:
-        """What participants say of themselves, by the first 12 bytes of their GUID: the properties ``__Hostname``,
-        ``__ProcessName``, ``__Pid`` and ``__NetworkAddresses``."""
+    def claims(self) -> dict[bytes, Claim]:
+        """What participants say of themselves, by the first 12 bytes of their GUID."""
         with self._lock:
-            return dict(self._told)
+            return dict(self._claims)
 
     def _note(self, sample: Any) -> None:
         prefix = sample.key.bytes[:12]
         if sample.sample_info.instance_state != InstanceState.Alive:
-            self._told.pop(prefix, None)
+            self._claims.pop(prefix, None)
             self._forget(prefix)
             return
-        if len(self._told) < MAX_PARTICIPANTS or prefix in self._told:
-            self._told[prefix] = _properties_in(sample.qos)
-        if prefix in self._claims or len(self._claims) >= MAX_PARTICIPANTS:
+        if len(self._claims) < MAX_PARTICIPANTS or prefix in self._claims:
+            self._claims[prefix] = _claim_in(sample.qos)
+        if prefix in self._processes or len(self._processes) >= MAX_PARTICIPANTS:
             return
-        claim = _claim_in(sample.qos)
+        claim = _process_in(sample.qos)
         if not claim or claim == peer_processes.own_claim():
             return
         others = self._of_process.setdefault(claim, set())
         others.add(prefix)
-        self._claims[prefix] = claim  # first: the end may be told at once
+        self._processes[prefix] = claim  # first: the end may be told at once
         if len(others) > 1:  # one listener for all of a process, which may announce thousands
             if peer_processes.has_ended(claim):
                 self._dismiss([prefix])
         elif not peer_processes.watched.watch(claim, self._on_ended):
-            del self._claims[prefix], self._of_process[claim]
+            del self._processes[prefix], self._of_process[claim]
 
     def _forget(self, prefix: bytes) -> None:
-        claim = self._claims.pop(prefix, None)
+        claim = self._processes.pop(prefix, None)
         if claim is not None:
             others = self._of_process[claim]
             others.discard(prefix)
@@ -196,13 +188,13 @@ class Discovery:
         """Before its participant goes."""
         with self._lock:
             self._is_open = False
-            claims, self._claims, self._of_process = list(self._of_process), {}, {}
+            claims, self._processes, self._of_process = list(self._of_process), {}, {}
             self._reader._delete(self._reader._ref)
         for claim in claims:
             peer_processes.watched.unwatch(claim, self._on_ended)
 
 
-def _claim_in(qos: Any) -> str:
+def _process_in(qos: Any) -> str:
     with contextlib.suppress(Exception):  # what others say there may be anything
         data = bytes(qos[Policy.Userdata].data)
         if len(data) <= MAX_CLAIM_BYTES:
@@ -210,13 +202,13 @@ def _claim_in(qos: Any) -> str:
     return ""
 
 
-def _properties_in(qos: Any) -> dict[str, str]:
+def _claim_in(qos: Any) -> Claim:
     found: dict[str, str] = {}
     with contextlib.suppress(Exception):
         for policy in qos:
             if isinstance(policy, Policy.Property) and policy.key in _PROPERTIES:
-                found[policy.key] = str(policy.value)[:_MAX_TEXT]
-    return found
+                found[_PROPERTIES[policy.key]] = str(policy.value)[:_MAX_TEXT]
+    return Claim(**found)
 
 
 def make_participant(domain_id: int) -> Any:

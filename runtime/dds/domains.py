@@ -21,9 +21,10 @@ from cyclonedds.domain import Domain
 from gradbus.runtime import forks
 from gradbus.runtime.dds import libddsc, peer_processes
 from gradbus.runtime.dds.discovery import Announcer, Discovery, keep_to_loopback, make_participant
-from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion
+from gradbus.runtime.dds.exclusion import Exclusion
 from gradbus.runtime.dds.log_sink import dds_log
 from gradbus.runtime.dds.network import leaves_machine
+from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.errors import BusError, ConfigError
 
 
@@ -130,15 +131,6 @@ def own_prefixes(domain_id: int) -> set[bytes]:
     with _lock:
         domain = _domains.get(domain_id)
         return set() if domain is None else {participant.prefix for participant in domain.participants}
-
-
-def claims(participant: SharedParticipant) -> dict[bytes, Claim]:
-    """What discovery says of each participant of the domain, by prefix."""
-    participant.discovery.look()
-    return {
-        prefix: Claim(*(told.get(f"__{key}", "") for key in ("Hostname", "ProcessName", "Pid", "NetworkAddresses")))
-        for prefix, told in participant.discovery.told.items()
-    }
 
 
 def _open(domain_id: int, xml: str) -> _OpenDomain:

@@ -5,7 +5,7 @@ ends a participant forgets it with all its readers, and to whoever knows a parti
 of it is only a sign of life. So this process sends two messages to itself: the end of that participant, and then an
 announcement in its name that offers no discovery endpoints. What Cyclone keeps then is a placeholder: nothing is sent
 to that participant, no reader or writer of it is found, and the placeholder goes when nothing has been heard of it for
-``PLACEHOLDER_LEASE_S``. The other one is told, with the same kind of message, that the participants of this process
+``spdp.PLACEHOLDER_LEASE_S``. The other one is told, with the same kind of message, that the participants of this process
 have ended: else it would go on to wait for readers here, and, as all that it says of its own ones has been
 acknowledged, it would not be found again later.
 
@@ -18,24 +18,17 @@ import contextlib
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from gradbus.runtime.dds.discovery import goodbye, own_addresses
+from gradbus.runtime.dds.discovery import Claim, own_addresses
 from gradbus.runtime.dds.missing_peers import address_of
+from gradbus.runtime.dds.spdp import goodbye, placeholder_of
 from gradbus.runtime.fast_paths import LOOPBACK
 
-PREFIX_BYTES = 12  # of a GUID: what says which participant is meant
-PLACEHOLDER_LEASE_S = 60
-_PARTICIPANT = b"\x00\x00\x01\xc1"
-_SPDP_READER, _SPDP_WRITER = b"\x00\x01\x00\xc7", b"\x00\x01\x00\xc2"
-_VENDOR = b"\x01\x10"  # Eclipse Cyclone DDS
-_NUMBER = 1 << 60  # of the announcement: a later one of the participant itself does not count as news
 _SEARCH_S = 0.05  # how long to look for a process behind a port
 _MAX_ADDRESSES = 4  # of one participant: it says itself where it is
 _ADDRESS = re.compile(r"udp/([0-9.]+):([0-9]+)")
@@ -47,52 +40,6 @@ class _Socket(NamedTuple):
     port: int
     user: int
     inode: int
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What discovery says of a participant. All of it but the address is what its process says of itself.
-
-    Attributes:
-        host, process, pid: as announced; empty: not announced.
-        addresses: where Cyclone sends to, as ``udp/127.0.0.1:7412@1``.
-    """
-
-    host: str = ""
-    process: str = ""
-    pid: str = ""
-    addresses: str = ""
-
-
-def placeholder_of(prefix: bytes, own: bytes, now_s: float, address: str, port: int) -> bytes:
-    """The RTPS message that announces a participant without discovery endpoints.
-
-    Args:
-        prefix: of the participant's GUID. own: of a participant of this process, whom the message is for.
-        now_s: the time of day. address, port: where it can be reached, which is this process itself.
-    """
-    locator = struct.pack("<iI", 1, port) + bytes(12) + socket.inet_aton(address)
-    parameters = (
-        _parameter(0x15, b"\x02\x05\0\0") + _parameter(0x16, _VENDOR + b"\0\0")  # protocol version, vendor
-        + _parameter(0x50, prefix + _PARTICIPANT) + _parameter(0x58, bytes(4))  # GUID, built-in endpoints: none
-        + _parameter(0x31, locator) + _parameter(0x32, locator)  # default and metatraffic unicast locator
-        + _parameter(0x02, struct.pack("<iI", PLACEHOLDER_LEASE_S, 0))
-    )  # fmt: skip
-    head = struct.pack("<HH", 0, 16) + _SPDP_READER + _SPDP_WRITER
-    data = head + struct.pack("<iI", _NUMBER >> 32, _NUMBER & 0xFFFF_FFFF) + b"\0\3\0\0" + parameters + _SENTINEL
-    submessages = (
-        struct.pack("<BBH", 0x0E, 1, 12) + own,  # INFO_DST
-        struct.pack("<BBHII", 0x09, 1, 8, int(now_s), int(now_s % 1 * (1 << 32))),  # INFO_TS
-        struct.pack("<BBH", 0x15, 1 | 4, len(data)) + data,  # DATA, little-endian
-    )
-    return b"".join((b"RTPS\x02\x05", _VENDOR, prefix, *submessages))
-
-
-_SENTINEL = struct.pack("<HH", 1, 0)
-
-
-def _parameter(number: int, value: bytes) -> bytes:
-    return struct.pack("<HH", number, len(value)) + value
 
 
 class Exclusion:

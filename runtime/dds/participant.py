@@ -36,7 +36,8 @@ from cyclonedds.util import duration
 from gradbus.runtime import forks
 from gradbus.runtime.dds import domains, idl_types, libddsc, malloc, native_topics
 from gradbus.runtime.dds.access_policy import AccessPolicy
-from gradbus.runtime.dds.exclusion import Claim, Exclusion
+from gradbus.runtime.dds.discovery import Claim
+from gradbus.runtime.dds.exclusion import Exclusion
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.log_sink import dds_log
 from gradbus.runtime.dds.missing_peers import Reach
@@ -348,8 +349,9 @@ class Participant:
         return domains.own_prefixes(self._lease.domain_id)
 
     def claims(self) -> dict[bytes, Claim]:
-        """See :func:`.domains.claims`."""
-        return domains.claims(self._lease)
+        """What discovery says of each participant of the domain, by the first 12 bytes of its GUID."""
+        self._lease.discovery.look()
+        return self._lease.discovery.claims
 
     @property
     def others(self) -> dict[bytes, str]:
@@ -446,22 +448,15 @@ class Participant:
         self._is_open = False
         for entity in reversed(self._made):
             if entity is self._subscriber:
-                _delete_readers(list(self._readers))
+                # DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits
+                # for that thread. One after the other, the first would wait for the last for ever.
+                _delete_at_once(list(self._readers))
             if entity is self._publisher:
                 _delete_together(list(self._writers))
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
-
-
-def _delete_readers(readers: Sequence[Reader]) -> None:
-    """Delete readers, all at the same time and before any writer.
-
-    DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits for that
-    thread. Nobody takes samples any more: one after the other, the first would wait for the last for ever.
-    """
-    _delete_at_once(readers)
 
 
 def _delete_together(writers: Sequence[Writer]) -> None:

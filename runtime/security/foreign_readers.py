@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from gradbus.runtime import forks
-from gradbus.runtime.dds.exclusion import PREFIX_BYTES, Claim, Exclusion, describe
+from gradbus.runtime.dds.discovery import Claim
+from gradbus.runtime.dds.exclusion import Exclusion, describe
 from gradbus.runtime.dds.libddsc import MatchedReader
 from gradbus.runtime.dds.participant import IoThread, Participant, Periodic, Writer
+from gradbus.runtime.dds.spdp import PREFIX_BYTES
 from gradbus.runtime.logs import get_logger
 
 IDLE_S = 1.0  # between two looks while no writer has guests

@@ -35,8 +35,8 @@ from gradbus.experiments.bench.processes import context
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.runtime import logs
 from gradbus.runtime.collectives import Group, join_group
-from gradbus.runtime.dds.discovery import discovery_ports, goodbye
 from gradbus.runtime.dds.participant import Participant
+from gradbus.runtime.dds.spdp import discovery_ports, goodbye
 from gradbus.runtime.errors import GradbusError
 from gradbus.runtime.security import Security
 from gradbus.runtime.wire.messages import Control
