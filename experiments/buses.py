@@ -41,7 +41,7 @@ def check(settings: BusSettings, *, rank: int | None = None) -> None:
 
 def document_of(settings: BusSettings) -> str:
     """The configuration of DDS. Raises ConfigError: no such interface, or CYCLONEDDS_URI holds none for Cyclone DDS."""
-    return build_xml(_network(settings), user_document=os.environ.get("CYCLONEDDS_URI"))
+    return build_xml(NetworkConfig.of(settings), user_document=os.environ.get("CYCLONEDDS_URI"))
 
 
 def _security(settings: BusSettings, rank: int | None) -> Security:
@@ -58,19 +58,8 @@ def open_bus(
     return connect(
         settings.job,
         domain=settings.domain,
-        network=_network(settings),
+        network=NetworkConfig.of(settings),
         stall_timeout_s=settings.stall_timeout_s,
         faults=settings.faults,
         security=replace(security, role="observer") if observes else security,
-    )
-
-
-def _network(settings: BusSettings) -> NetworkConfig:
-    return NetworkConfig(
-        profile=settings.network,
-        interface=settings.interface,
-        peers=settings.peers,
-        multicast=settings.multicast,
-        lease_s=settings.lease_s,
-        shared_memory=settings.shared_memory,
     )

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -178,27 +178,19 @@ class CheckpointStore:
         data_path = self._path(checkpoint.round_id, "safetensors")
         meta_path = self._path(checkpoint.round_id, "json")
         try:
-            temporary = data_path.with_suffix(".safetensors.tmp")
-            save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, temporary)
-            digest = _sha256(temporary)
-            body = {
-                "format": FORMAT,
-                "round_id": checkpoint.round_id,
-                "tensors_sha256": digest,
-                "meta": dict(checkpoint.meta),
-            }
-            text = json.dumps({**body, "sha256": _digest_of(body)})  # in one line: indented it takes ten times as long
-            if len(text) > MAX_META_BYTES:  # all of it is ASCII
-                raise OSError(errno.EFBIG, f"its JSON has {len(text):,} bytes, at most {MAX_META_BYTES:,} are read")
-            _commit(temporary, data_path)
-            temporary = meta_path.with_suffix(".json.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            _commit(temporary, meta_path)
-            _sync_directory(self.directory)
+            with _replacing(data_path) as temporary:
+                save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, temporary)
+                body = {
+                    "format": FORMAT, "round_id": checkpoint.round_id, "tensors_sha256": _sha256(temporary),
+                    "meta": dict(checkpoint.meta),
+                }  # fmt: skip
+                text = json.dumps({**body, "sha256": _digest_of(body)})  # indented it takes ten times as long
+                if len(text) > MAX_META_BYTES:  # all of it is ASCII
+                    raise OSError(errno.EFBIG, f"its JSON has {len(text):,} bytes, at most {MAX_META_BYTES:,} are read")
+            with _replacing(meta_path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+            _sync(self.directory)
         except (OSError, SafetensorError) as error:
-            for left in (data_path.with_suffix(".safetensors.tmp"), meta_path.with_suffix(".json.tmp")):
-                with contextlib.suppress(OSError):  # the disk may have become read-only
-                    left.unlink(missing_ok=True)  # what is half written only takes the room that is needed
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
                 f"checkpoint of round {checkpoint.round_id} cannot be written to {self.directory}: {reason}. "
@@ -223,10 +215,9 @@ class CheckpointStore:
         if path.exists():
             return
         try:
-            temporary = path.with_suffix(".safetensors.tmp")
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary)
-            _commit(temporary, path)
-            _sync_directory(self.directory)
+            with _replacing(path) as temporary:
+                save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary)
+            _sync(self.directory)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be written: {error}. Make room and start again") from None
 
@@ -340,17 +331,22 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _commit(temporary: Path, target: Path) -> None:
-    handle = os.open(temporary, os.O_RDONLY)
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """The file to write in place of ``target``, which it becomes, synced, when the block ends without an error."""
+    temporary = target.with_name(f"{target.name}.tmp")
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    temporary.replace(target)
+        yield temporary
+        _sync(temporary)
+        temporary.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the disk may have become read-only
+            temporary.unlink(missing_ok=True)  # what is half written only takes the room that is needed
+        raise
 
 
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

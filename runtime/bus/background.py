@@ -41,14 +41,7 @@ def settings_from_environment() -> BusSettings:
 def reach() -> Reach:
     """How far the bus of this process will reach. Raises ConfigError."""
     settings = settings_from_environment()
-    return Reach.of(settings.domain, _network(settings))
-
-
-def _network(settings: BusSettings) -> NetworkConfig:
-    return NetworkConfig(
-        profile=settings.network, interface=settings.interface, peers=settings.peers, multicast=settings.multicast,
-        lease_s=settings.lease_s, shared_memory=settings.shared_memory,
-    )  # fmt: skip
+    return Reach.of(settings.domain, NetworkConfig.of(settings))
 
 
 def numbered_job(number: str, settings: BusSettings) -> str:
@@ -95,8 +88,8 @@ class BusThread:
         settings = self._settings
         try:
             async with connect(
-                self.job, domain=settings.domain, network=_network(settings), stall_timeout_s=settings.stall_timeout_s,
-                security=self._security,
+                self.job, domain=settings.domain, network=NetworkConfig.of(settings),
+                stall_timeout_s=settings.stall_timeout_s, security=self._security,
             ) as bus:  # fmt: skip
                 self._opened.set_result(bus)
                 await self._stop.wait()

@@ -26,7 +26,6 @@ from gradbus.runtime.bus.participant_factory import (
     closed_on_error,
     open_participant,
     participant_maker,
-    profile_config,
     short_switch_interval,
 )
 from gradbus.runtime.bus.raw_endpoints import RawEndpoints
@@ -84,7 +83,7 @@ class Bus:
         self._flags = int(frames.Flags.NONE if participant.needs_crc else frames.Flags.HEAD_CRC)
         self._groups: set[str] = set()
         self.incarnations: deque[int] = deque(maxlen=64)  # of the ranks it has been; their words may still come
-        self._match_waiters: list[asyncio.Future[None]] = []
+        self._match_waiters: list[asyncio.Future[int]] = []
         self._messages_out = 0
         self._senders: dict[Identity, None] = {}  # that have sent through it
         self._closed = False
@@ -198,7 +197,7 @@ class Bus:
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._receiver.handover.post(function, *arguments)
 
     def raw_endpoints(self) -> RawEndpoints:
         """Topics of frames past the subscriptions, for who can take them on the receive thread; see RawEndpoints."""
@@ -264,7 +263,7 @@ class Bus:
             async with asyncio.timeout(timeout_s):
                 while not condition():
                     self._check_open()
-                    waiter: asyncio.Future[None] = self._loop.create_future()
+                    waiter: asyncio.Future[int] = self._loop.create_future()
                     self._match_waiters.append(waiter)
                     try:
                         await waiter
@@ -284,8 +283,7 @@ class Bus:
     def _on_matched(self) -> None:
         waiters, self._match_waiters = self._match_waiters, []
         for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            _resolve(waiter, 0)
 
     # State
 
@@ -348,20 +346,20 @@ class Bus:
             self._on_matched()
             self._sender.stop()
             self._thread.stop()
-            finished: asyncio.Future[None] = self._loop.create_future()
+            finished: asyncio.Future[int] = self._loop.create_future()
             threading.Thread(
                 target=self._shut_down, args=(finished, list(self._ports)), name="gradbus-close", daemon=True
             ).start()
             # A cancel does not stop the shutdown, which goes on in its thread; it only stops the wait for it.
             await asyncio.wait([finished], timeout=5.0)
 
-    def _shut_down(self, finished: asyncio.Future[None], ports: list[RawEndpoints]) -> None:
+    def _shut_down(self, finished: asyncio.Future[int], ports: list[RawEndpoints]) -> None:
         for port in ports:
             port.stop_writing()
         self._thread.join(3.0)
         self._sender.join(3.0)
         self._participant.close()
-        self._post(_finish, finished)
+        self._post(_resolve, finished, 0)
 
 
 def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
@@ -371,11 +369,6 @@ def _resolve(done: asyncio.Future[int], outcome: int | Exception) -> None:
         done.set_exception(outcome)
     else:
         done.set_result(outcome)
-
-
-def _finish(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 @opening("gradbus.connect", "bus")
@@ -420,7 +413,10 @@ async def connect(  # noqa: PLR0913 - settings by keyword, for programs that hav
     job = default_job() if job is None else job
     check_job(job, domain)
     if not isinstance(network, NetworkConfig):
-        network = profile_config(network, interface or LOOPBACK, peers, lease_s=lease_s, shared_memory=shared_memory)
+        network = NetworkConfig(
+            profile=network, interface=interface or LOOPBACK, peers=tuple(peers), lease_s=lease_s,
+            shared_memory=shared_memory,
+        )  # fmt: skip
     injector = FaultInjector(faults) if faults else None
     with short_switch_interval():
         participant = await open_participant(

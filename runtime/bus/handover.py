@@ -33,7 +33,7 @@ class Handover:
         self._ready: deque[Any] | None = getattr(loop, "_ready", None)
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have the loop call a function. From the receive thread, or from one that does its work.
+        """Have the loop call a function. From any thread; calls of one thread keep their order.
 
         Raises:
             RuntimeError: the loop is closed.

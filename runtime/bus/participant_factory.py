@@ -8,12 +8,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradbus.runtime.dds.network import NetworkConfig, Profile, build_xml, has_peers_elsewhere, leaves_machine
+from gradbus.runtime.dds.network import NetworkConfig, build_xml, has_peers_elsewhere, leaves_machine
 from gradbus.runtime.dds.participant import Participant
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.logs import get_logger
@@ -33,17 +33,6 @@ def check_job(job: str, domain: int) -> None:
         raise ConfigError(f"job name {job!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
     if not 0 <= domain <= 232:
         raise ConfigError(f"domain {domain}: expected 0 to 232")
-
-
-def profile_config(
-    profile: Profile, interface: str, peers: Sequence[str], *, lease_s: float | None, shared_memory: bool
-) -> NetworkConfig:
-    """A profile with its usual settings. Raises ConfigError: there is no such profile."""
-    if profile not in ("loopback", "network"):
-        raise ConfigError(f"network {profile!r}: expected 'loopback' or 'network'")
-    return NetworkConfig(
-        profile=profile, interface=interface, peers=tuple(peers), lease_s=lease_s, shared_memory=shared_memory
-    )
 
 
 def participant_maker(

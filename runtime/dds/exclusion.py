@@ -4,10 +4,9 @@ Cyclone DDS 11.0 has no ``ignore_participant``. What DDSI itself offers does the
 ends a participant forgets it with all its readers, and to whoever knows a participant already, a further announcement
 of it is only a sign of life. So this process sends two messages to itself: the end of that participant, and then an
 announcement in its name that offers no discovery endpoints. What Cyclone keeps then is a placeholder: nothing is sent
-to that participant, no reader or writer of it is found, and the placeholder goes when nothing has been heard of it for
-``spdp.PLACEHOLDER_LEASE_S``. The other one is told, with the same kind of message, that the participants of this process
-have ended: else it would go on to wait for readers here, and, as all that it says of its own ones has been
-acknowledged, it would not be found again later.
+to that participant, no reader or writer of it is found, and the placeholder goes after ``spdp.PLACEHOLDER_LEASE_S`` of
+silence. The other one gets the same kind of message about the participants of this process: else it would wait for
+readers here, and, as all that it announces of its own has been acknowledged, it would not be found again later.
 
 Everybody who can send to the port can do the same to anybody, as discovery is not protected; this is the one good use.
 """

@@ -16,12 +16,15 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree as ET
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
+
+if TYPE_CHECKING:
+    from gradbus.runtime.config.federated import BusSettings
 
 Profile = Literal["loopback", "network"]
 
@@ -60,6 +63,18 @@ class NetworkConfig:
     lease_s: float | None = None
     shared_memory: bool = True
     loss_per_mille: int = 0
+
+    def __post_init__(self) -> None:
+        if self.profile not in LEASES_S:
+            raise ConfigError(f"network {self.profile!r}: expected 'loopback' or 'network'")
+
+    @classmethod
+    def of(cls, settings: BusSettings) -> NetworkConfig:
+        """What the settings of a bus say about the network."""
+        return cls(
+            profile=settings.network, interface=settings.interface, peers=settings.peers,
+            multicast=settings.multicast, lease_s=settings.lease_s, shared_memory=settings.shared_memory,
+        )  # fmt: skip
 
     @property
     def effective_lease_s(self) -> float:
