@@ -376,7 +376,8 @@ class Mailbox:
 
     def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
         sleeper.remember()  # first: whatever comes after it keeps this thread awake
-        self._attention[0] = AFTER["sleep"]
+        with self._attending:  # a lock between the store and the next look, as memory_fence asks on x86-64
+            self._attention[0] = AFTER["sleep"]
         _fence()  # a sender that has not seen the store above has written what the next look finds
         if not self.poll() and not done():
             sleeper.sleep(timeout_s)
