@@ -9,6 +9,7 @@ was not running for a while makes all threads of this process sleep at once for 
 from __future__ import annotations
 
 import os
+import time
 
 STALL_S = 1e-3  # between two looks: more than what is done in between takes, less than another program's turn
 REST_STALLS = 4  # a rest is so many times as long as the stall
@@ -26,6 +27,15 @@ class Spinning:
     def pays(self, now_s: float) -> bool:
         """Whether to look for a while now. ``now_s``: ``time.monotonic``."""
         return now_s >= self._rests_until_s
+
+    def yield_core(self) -> bool:
+        """Let another thread have this core if one waits for it. False: it was gone for long, so sleep now. That what
+        this thread waits for has come meanwhile is no reason to spin again: it would have been woken for that earlier.
+        """
+        began_s = time.monotonic()
+        os.sched_yield()
+        now_s = time.monotonic()
+        return not self.was_stalled(now_s - began_s, now_s)
 
     def was_stalled(self, gap_s: float, now_s: float) -> bool:
         """Tell that so much time has passed between two looks. True: there is no core; sleep now."""

@@ -7,7 +7,6 @@ acknowledgements while it holds the GIL this is a deadlock.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -118,7 +117,6 @@ class WaitLoop(threading.Thread):
         spin_until_s = now_s + (SPIN_S if SPINNING.pays(now_s) else 0.0)
         turn_until_s = math.inf if may_sleep else until_s
         while not self.stopping and not done() and (left_s := until_s - now_s) > 0:
-            looked_s = now_s
             if now_s >= spin_until_s:
                 if not may_sleep:
                     break
@@ -127,10 +125,9 @@ class WaitLoop(threading.Thread):
                 continue
             found = self._turn(0.0, turn_until_s)
             now_s = time.monotonic()
-            if not found:
-                if SPINNING.was_stalled(now_s - looked_s, now_s):
-                    spin_until_s = now_s
-                os.sched_yield()  # to DDS's own threads, which bring what is waited for. Not when it is here
+            # To DDS's own threads, which bring what is waited for. Not when it is here.
+            if not found and not SPINNING.yield_core():
+                spin_until_s = now_s
 
     # On the thread, or on one that waits inline
 

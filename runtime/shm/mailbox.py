@@ -34,7 +34,6 @@ counters). Where there is no fence there is no mailbox: :data:`AVAILABLE`.
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 import time
@@ -335,12 +334,8 @@ class Mailbox:
         if self._made_in != forks.generation or "poller" in self._threads:
             return False
         try:
-            with self._attending:
-                if self._threads.setdefault("poller", poller) != poller:
-                    return False
-                self._pushes = work is not None
-                self._attention[0] = AFTER["begin poll"]
-                self.polls += 1
+            if not self._begin_poll(poller, work):
+                return False
             if thread is not None and thread.on_duty:
                 futex.wake(self._attention_at)  # it leaves the messages to this poll and the next ones
             sleeper = self._sleeper
@@ -352,15 +347,16 @@ class Mailbox:
                 found = self.poll()
                 if work is not None:
                     found |= work.push()
-                looked_s, now_s = now_s, time.monotonic()
+                now_s = time.monotonic()
                 if now_s >= until_s:
                     break
                 if found:
                     spin_until_s = now_s + spin_s
                     sleeper.nap_s = NAP_S
                     continue
-                if now_s < spin_until_s and not SPINNING.was_stalled(now_s - looked_s, now_s):
-                    os.sched_yield()
+                if now_s < spin_until_s:
+                    if not SPINNING.yield_core():
+                        spin_s = spin_until_s = 0.0
                     continue
                 if not may_sleep:
                     break
@@ -373,6 +369,15 @@ class Mailbox:
             if thread is not None and thread.on_duty:
                 futex.wake(self._attention_at)  # it may have fallen asleep beside this poll: no other thread wakes it
         return True
+
+    def _begin_poll(self, poller: int, work: Work | None) -> bool:
+        with self._attending:
+            if self._threads.setdefault("poller", poller) != poller:
+                return False
+            self._pushes = work is not None
+            self._attention[0] = AFTER["begin poll"]
+            self.polls += 1
+            return True
 
     def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
         sleeper.remember()  # first: whatever comes after it keeps this thread awake
