@@ -24,9 +24,9 @@ class Spinning:
         self._rests_until_s = 0.0 if cores > 1 else float("inf")
         self._rest_s = 0.0
 
-    def pays(self, now_s: float) -> bool:
-        """Whether to look for a while now. ``now_s``: ``time.monotonic``."""
-        return now_s >= self._rests_until_s
+    def budget_s(self, now_s: float, budget_s: float) -> float:
+        """How long to spin now: the budget, or 0 during a rest. ``now_s``: ``time.monotonic``."""
+        return budget_s if now_s >= self._rests_until_s else 0.0
 
     def yield_core(self) -> bool:
         """Let another thread have this core if one waits for it. False: it was gone for long, so sleep now. That what

@@ -114,7 +114,7 @@ class WaitLoop(threading.Thread):
 
     def _poll(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         now_s = time.monotonic()
-        spin_until_s = now_s + (SPIN_S if SPINNING.pays(now_s) else 0.0)
+        spin_until_s = now_s + SPINNING.budget_s(now_s, SPIN_S)
         turn_until_s = math.inf if may_sleep else until_s
         while not self.stopping and not done() and (left_s := until_s - now_s) > 0:
             if now_s >= spin_until_s:

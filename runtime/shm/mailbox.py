@@ -341,8 +341,7 @@ class Mailbox:
             sleeper = self._sleeper
             sleeper.nap_s = NAP_S
             now_s = time.monotonic()
-            spin_s = SPIN_S if SPINNING.pays(now_s) else 0.0
-            spin_until_s = now_s + spin_s
+            spin_until_s = now_s + SPINNING.budget_s(now_s, SPIN_S)
             while not done():
                 found = self.poll()
                 if work is not None:
@@ -351,21 +350,18 @@ class Mailbox:
                 if now_s >= until_s:
                     break
                 if found:
-                    spin_until_s = now_s + spin_s
+                    spin_until_s = now_s + SPINNING.budget_s(now_s, SPIN_S)
                     sleeper.nap_s = NAP_S
                     continue
                 if now_s < spin_until_s:
                     if not SPINNING.yield_core():
-                        spin_s = spin_until_s = 0.0
+                        spin_until_s = 0.0
                     continue
                 if not may_sleep:
                     break
                 self._sleep(sleeper, done, min(SLEEP_S if work is None or work.idle else WORK_S, until_s - now_s))
         finally:
-            with self._attending:
-                if self._threads.get("poller") == poller:
-                    del self._threads["poller"]
-                    self._attention[0] = AFTER["end poll" if self._thread is not None else "end"]
+            self._end_poll(poller)
             if thread is not None and thread.on_duty:
                 futex.wake(self._attention_at)  # it may have fallen asleep beside this poll: no other thread wakes it
         return True
@@ -378,6 +374,12 @@ class Mailbox:
             self._attention[0] = AFTER["begin poll"]
             self.polls += 1
             return True
+
+    def _end_poll(self, poller: int) -> None:
+        with self._attending:
+            if self._threads.get("poller") == poller:
+                del self._threads["poller"]
+                self._attention[0] = AFTER["end poll" if self._thread is not None else "end"]
 
     def _sleep(self, sleeper: _Sleeper, done: Callable[[], bool], timeout_s: float) -> None:
         sleeper.remember()  # first: whatever comes after it keeps this thread awake

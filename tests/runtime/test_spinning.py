@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from gradbus.runtime import spinning as module
 from gradbus.runtime.spinning import LONGEST_REST_S, STALL_S, Spinning
 
 
 def test_looking_pays_until_a_turn_was_lost() -> None:
     spinning = Spinning(cores=2)
-    assert spinning.pays(0.0)
+    assert spinning.budget_s(0.0, 1.0)
     assert not spinning.was_stalled(STALL_S / 2, 1.0)
-    assert spinning.pays(1.0)
+    assert spinning.budget_s(1.0, 1.0)
     assert spinning.was_stalled(3e-3, 2.0)
-    assert not spinning.pays(2.005)
-    assert spinning.pays(2.0 + LONGEST_REST_S)
+    assert not spinning.budget_s(2.005, 1.0)
+    assert spinning.budget_s(2.0 + LONGEST_REST_S, 1.0)
 
 
 def test_where_every_look_is_stalled_rests_become_long_and_short_again_afterwards() -> None:
     spinning, now_s, stalled_s = Spinning(cores=2), 0.0, 0.0
     while now_s < 10.0:
-        if spinning.pays(now_s):
+        if spinning.budget_s(now_s, 1.0):
             now_s += 3e-3
             stalled_s += 3e-3
             assert spinning.was_stalled(3e-3, now_s)
@@ -26,8 +31,19 @@ def test_where_every_look_is_stalled_rests_become_long_and_short_again_afterward
     assert stalled_s < 0.03 * now_s
     now_s += 1.0
     spinning.was_stalled(2e-3, now_s)
-    assert spinning.pays(now_s + 0.02)
+    assert spinning.budget_s(now_s + 0.02, 1.0)
 
 
 def test_on_a_single_core_nobody_looks() -> None:
-    assert not Spinning(cores=1).pays(1e9)
+    assert not Spinning(cores=1).budget_s(1e9, 1.0)
+
+
+def test_a_yield_that_takes_long_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has come meanwhile: a thread that sleeps would have been woken for it."""
+    times = iter([1.0, 1.0 + STALL_S / 2, 2.0, 2.0 + 3 * STALL_S])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(module, "os", SimpleNamespace(sched_yield=lambda: None))
+    spinning = Spinning(cores=2)
+    assert spinning.yield_core()
+    assert not spinning.yield_core()
+    assert spinning.budget_s(2.0 + 4 * STALL_S, 1.0) == 0.0
