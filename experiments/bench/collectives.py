@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -31,6 +34,8 @@ REPEATS = 15  # of 0.12 s each: with 7 of them the median of the ratios moved by
 FEW_REPEATS = 7  # of what takes longer
 GB = 10**9
 _MAX_ENCRYPTED = 1.05  # of the time without encryption, where data goes through shared memory
+_MAX_BUSY = 0.8  # of gloo's time, beside other programs
+BUSY = 2  # such programs
 _BOTH = ("all_reduce", "all_gather")
 
 
@@ -121,6 +126,30 @@ def _figures(
         yield measurement(f"{name}, not encrypted", "ms", ms["none"], against=gloo, at_most=bare)
         limit = _MAX_ENCRYPTED if through_memory else None
         yield measurement(f"{name}, encrypted", "ms", ms["ours"], against=("none", ms["none"]), at_most=limit)
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """Other programs that compute all the time, for as long as the block or this process lives."""
+    script = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    programs = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def measure_beside_others(transport: Transport, sizes: Sequence[int], repeats: int) -> Iterator[Measurement]:
+    """all_reduce of two ranks while other programs use the cores."""
+    spec = Cells(("all_reduce",), sizes, repeats)
+    with busy_programs(BUSY):
+        ranks = run_ranks(time_cells, 2, spec, transport=transport, timeout_s=600.0)
+    for size, of_ranks in zip(sizes, zip(*ranks, strict=True), strict=True):
+        ms = slowest_ms([rank.through_torch for rank in of_ranks])
+        name = f"all_reduce {size_text(size)}, {TRANSPORTS[transport]}, world 2, beside {BUSY} busy programs"
+        yield measurement(name, "ms", ms["ours"], against=("gloo", ms["gloo"]), at_most=_MAX_BUSY)
 
 
 def measure_multicast(worlds: Sequence[int], sizes: Sequence[int], repeats: int) -> Iterator[Measurement]:
@@ -269,6 +298,11 @@ def _measure_checked(chosen: argparse.Namespace) -> list[Measurement]:
     )
 
 
+def _measure_busy(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    sizes = chosen.sizes or (4 * KIB, 64 * KIB, MIB)
+    return measure_beside_others(chosen.transport or "one-host", sizes, chosen.repeats or REPEATS)
+
+
 def _measure_multicast(chosen: argparse.Namespace) -> Iterator[Measurement]:
     worlds, sizes = [chosen.world] if chosen.world else (3, 4, 8), chosen.sizes or (64 * KIB, MIB, 16 * MIB)
     return measure_multicast(worlds, sizes, chosen.repeats or FEW_REPEATS)
@@ -291,6 +325,7 @@ def _profile(chosen: argparse.Namespace) -> Iterator[Measurement]:
 
 _PARTS = {
     "collectives": Part(_measure_checked, "all_reduce and all_gather, worlds 2 and 4", 180),
+    "busy": Part(_measure_busy, "all_reduce while two other programs use the cores", 60),
     "multicast": Part(_measure_multicast, "what goes to all ranks, with multicast and without", 120),
     "ddp": Part(_measure_steps, "a step of DistributedDataParallel", 210),
     "big": Part(lambda chosen: measure_memory(_transports(chosen)), "memory for a tensor of 1 GB", 30),
