@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from gradbus.codecs.errors import NonFiniteError
@@ -69,6 +70,15 @@ class Decoded:
     codec: str
 
 
+class CodecOptions(BaseModel):
+    """Options of every codec, as a configuration has them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    version: Literal[1, 2] = 2
+    """Version of the codec's format. 1: the original bytes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
     """A wire format with its options fixed, without state. :func:`gradbus.codecs.get` makes one.
@@ -78,6 +88,7 @@ class Codec(ABC):
 
     version: int = 2
 
+    Options: ClassVar[type[BaseModel]] = CodecOptions
     name: ClassVar[str]
     lossless: ClassVar[bool]
     v1_is_delta: ClassVar[bool]  # version 1 has no flag: each format always means the same

@@ -21,7 +21,7 @@ MAGIC_V2 = b"F4\x00\x02"
 class Fp32(Codec):
     """Four bytes per element, exact."""
 
-    name = "fp32"
+    name = choice = "fp32"
     lossless = True
     v1_is_delta = False
 

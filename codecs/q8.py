@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, DenseBlock, Parsed
+from gradbus.codecs.base import Codec, CodecOptions, DenseBlock, Parsed
 from gradbus.codecs.quantize import check_chunk_elems, dequantized_blocks, num_chunks, quantize, quantized_views
 from gradbus.codecs.wire import (
     V2_HEADER,
@@ -28,13 +30,22 @@ _V1_HEADER = struct.Struct("<4sIQI")  # magic, chunk_elems, dim, number of chunk
 _V2_EXTRA = struct.Struct("<I")  # chunk_elems
 
 
+class ChunkOptions(CodecOptions):
+    """Options of q8."""
+
+    chunk_elems: Annotated[int, Field(ge=1, le=1 << 30)] = 8192
+    """Number of values that share a scale."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Q8(Codec):
     """Each element within half a scale of the original, where a scale is ``max|x| / 127`` of its chunk."""
 
     chunk_elems: int = 8192
 
-    name = "q8"
+    Options = ChunkOptions
+
+    name = choice = "q8"
     lossless = False
     v1_is_delta = False
 

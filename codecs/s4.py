@@ -10,13 +10,14 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from gradbus.codecs.base import Codec, Parsed, SparseBlock, check_finite
+from gradbus.codecs.base import Codec, CodecOptions, Parsed, SparseBlock, check_finite
 from gradbus.codecs.index_coding import check_ascending, decode_indices, encode_indices, max_index_bytes
 from gradbus.codecs.sparse import top_k
 from gradbus.codecs.wire import (
@@ -38,12 +39,20 @@ _V1_HEADER = struct.Struct("<4sii")  # magic, dim, k; then the fields of the val
 _V2_EXTRA = struct.Struct("<II")  # k, bytes of the coded indices; then the fields of the values
 
 
+class TopKOptions(CodecOptions):
+    """Options of s4."""
+
+    density: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of the values that is sent."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TopKCodec(Codec):
     """A codec that sends the largest ``density`` of all entries."""
 
     density: float = 0.1
 
+    Options = TopKOptions
     magics: ClassVar[tuple[bytes, bytes]]  # of version 1 and of version 2
     lossless = False
     v1_is_delta = True
@@ -98,7 +107,7 @@ class TopKCodec(Codec):
 class S4(TopKCodec):
     """Exact values for the entries that are sent; the rest is for the caller's residual."""
 
-    name = "s4"
+    name = choice = "s4"
     magics = (MAGIC_V1, MAGIC_V2)
 
     def _value_bytes(self, k: int, version: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradbus.codecs.q8 import ChunkOptions
 from gradbus.codecs.quantize import (
     check_chunk_elems,
     check_quantized,
@@ -20,7 +21,7 @@ from gradbus.codecs.quantize import (
     quantize,
     quantized_views,
 )
-from gradbus.codecs.s4 import TopKCodec, ValueFormat
+from gradbus.codecs.s4 import TopKCodec, TopKOptions, ValueFormat
 from gradbus.codecs.wire import count_chunks, tensor_bytes, tensor_view
 
 MAGIC_V1 = b"SQ\x00\x01"
@@ -31,13 +32,18 @@ _V1_FIELDS = struct.Struct("<ii")  # chunk_elems, number of chunks
 _V2_FIELDS = struct.Struct("<I")  # chunk_elems
 
 
+class ChunkedTopKOptions(TopKOptions, ChunkOptions):
+    """Options of sq8."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SQ8(TopKCodec):
     """Sent entries within half a scale of the original; the rest is for the caller's residual."""
 
     chunk_elems: int = 8192
 
-    name = "sq8"
+    Options = ChunkedTopKOptions
+    name = choice = "sq8"
     magics = (MAGIC_V1, MAGIC_V2)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.security.settings import Security, level_in_force, rank_security, security_of
 from gradbus.runtime.testing.faults import parse_rules

@@ -13,21 +13,15 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, model_validator
 
 from gradbus.experiments.run.rank_environment import MAX_WORLD
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.data_parallel import DataParallelConfig
-from gradbus.runtime.config.federated import (
-    BusSettings,
-    ClientConfig,
-    FederatedConfig,
-    NonNegative,
-    Settings,
-    load_settings,
-    read_settings,
-)
+from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.config.settings import NonNegative, Settings, load_settings, read_settings
 from gradbus.runtime.errors import ConfigError
 
 Options = dict[str, Any]
@@ -64,9 +58,9 @@ class TaskSettings(Settings):
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Number of samples of a step of one client or one worker."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of the clients' SGD. Workers use `worker.momentum`."""
+    """Momentum of the clients' SGD. Workers use `parallel.optimizer.momentum`."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of the clients' SGD. Workers use `worker.weight_decay`."""
+    """Weight decay of the clients' SGD. Workers use `parallel.optimizer.weight_decay`."""
     seed: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     """Seed of the initial weights and of the partition."""
     train_fn: str | None = None
@@ -104,15 +98,21 @@ class ClientFile(Settings):
     client: ClientConfig = ClientConfig()
 
 
-CLIENT_ONLY_SETTINGS = {"momentum": "worker.momentum", "weight_decay": "worker.weight_decay", "train_fn": "task.task"}
+CLIENT_ONLY_SETTINGS = {
+    "momentum": "parallel.optimizer.momentum",
+    "weight_decay": "parallel.optimizer.weight_decay",
+    "train_fn": "task.task",
+}
 
 
 class WorkerFile(Settings):
     """A configuration file of workers. All ranks may read the same file."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"worker": "parallel"}
+
     bus: BusSettings = BusSettings()
     task: TaskSettings = TaskSettings()
-    worker: DataParallelConfig = DataParallelConfig()
+    parallel: DataParallelConfig = DataParallelConfig()
     run_dir: Path | None = None
     """Directory of reports, figures and checkpoints, made by rank 0; the other ranks use the same one where they can
     see it, else one of that name. A run that is started again with the same directory is continued. null:
@@ -172,7 +172,7 @@ def load(
 def _owner_of(kind: type[Settings], path: Path | None) -> str:
     """Return the command whose configuration this file is, if it has a section that only another kind has, or settings
     of clients without the section of this kind; else ""."""
-    owners = {"federated": "controller", "client": "client", "worker": "worker"}
+    owners = {"federated": "controller", "client": "client", "parallel": "worker"}
     sections: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # of which the caller has an error already
         sections = {} if path is None else read_settings(path)

@@ -1,7 +1,9 @@
 """Choices by name: a class that a package has under this name, or one of the user's as ``package.module:Name``.
 
 A built-in choice is a class with a ``choice`` of its own, in any module of the package: it is found by looking, so that
-a new one is a new file, and nothing else is edited. Error texts, help and documents come from the same table.
+a new one is a new file, and nothing else is edited. Its options are the fields of its ``Options``, a pydantic model.
+Settings, error texts, help and documents come from the same table. A package is imported when a setting first names
+something in it, so a table says by a string where its classes are.
 """
 
 from __future__ import annotations
@@ -15,34 +17,57 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from gradbus.runtime.errors import ConfigError
 
 T = TypeVar("T")
 
+_MAX_NAME_CHARS = 256
 
-class NoOptions(BaseModel):
-    """The options of a choice that has none of its own. A choice's ``Options`` are such a model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Options(BaseModel):
+    """Options of a choice: keywords of its constructor. The text below a field is its description. Without fields,
+    those of a choice that has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class Choice(BaseModel):
+    """What a setting names, with the options that were given; those that were not have the defaults of the choice."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that were given, checked."""
+        return dict(self.model_extra or {})
 
 
 class Choices(Generic[T]):
-    """What one setting may name."""
+    """What one setting may name: the annotation of its field, which is a :class:`Choice`.
 
-    def __init__(self, package: str, *, key: str, what: str, options_key: str = "") -> None:
+    A setting is given as a name, or as a mapping with ``name`` and options; without ``name`` they are options of the
+    default choice.
+    """
+
+    def __init__(self, package: str, *, key: str, what: str, default: str, own: bool = True) -> None:
         """
         Args:
             package: whose modules have the built-in classes.
             key: of the setting, as in ``federated.strategy``.
             what: what a choice is, in a few words.
-            options_key: the setting with its options; by default ``key`` with ``_options``.
+            default: the choice where the setting is not given.
+            own: whether a class of the user's may be named.
         """
         self._package = package
-        self._options_key = options_key or f"{key}_options"
+        self._own = own
         self.key = key
         self.what = what
+        self.default = Choice(name=default)
 
     @cached_property
     def table(self) -> Mapping[str, type[T]]:
@@ -66,35 +91,118 @@ class Choices(Generic[T]):
         Raises:
             ConfigError: there is none; it names the nearest one.
         """
-        if ":" not in name:
+        if ":" not in name or not self._own:
             if (kind := self.table.get(name)) is not None:
                 return kind
             near = difflib.get_close_matches(name, self.table, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            own = ", or your own as package.module:Name" if self._own else ""
             raise ConfigError(
-                f"{self.key}: there is no {self.what} {name[:100]!r}; {hint}Known here: {', '.join(self.table)}, or "
-                f"your own as package.module:Name"
+                f"{self.key}: there is no {self.what} {name[:100]!r}; {hint}Known here: {', '.join(self.table)}{own}"
             )
         found: Any = import_object(name, key=self.key)
         if not inspect.isclass(found):
             raise ConfigError(f"{self.key}: {name[:200]!r} is a {type(found).__name__}, expected a class")
         return cast("type[T]", found)
 
-    def options(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a choice as keyword arguments, checked by its ``Options``, with their defaults.
+    def options_of(self, name: str) -> type[BaseModel]:
+        """The model of the options of this choice. Raises ConfigError as :meth:`find` does."""
+        return cast("type[BaseModel]", getattr(self.find(name), "Options", Options))
+
+    def options(self, choice: Choice) -> dict[str, Any]:
+        """All options of a choice as keyword arguments, checked, with their defaults.
 
         Raises:
-            ConfigError: one is not known, or has another type or range.
+            ConfigError: there is no such choice, or one of its options is not known, or has another type or range.
         """
-        model: type[BaseModel] = getattr(self.find(name), "Options", NoOptions)
         try:
-            checked = model(**values)
+            checked = self._checked(choice.name, choice.options)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join([self._options_key, *map(str, first["loc"])])
-            known = ", ".join(model.model_fields) or "none"
-            raise ConfigError(f"{where}: {first['msg']}; the options of {name!r} are: {known}") from None
-        return {field: getattr(checked, field) for field in model.model_fields}
+            raise ConfigError(f"{'.'.join([self.key, *map(str, first['loc'])])}: {first['msg']}") from None
+        return {field: getattr(checked, field) for field in type(checked).model_fields}
+
+    def make(self, choice: Choice, *arguments: Any) -> T:
+        """An object of the class that is chosen, made with ``arguments`` and its options as keywords.
+
+        Raises:
+            ConfigError: as :meth:`options` does.
+        """
+        return self.find(choice.name)(*arguments, **self.options(choice))
+
+    def _checked(self, name: str, given: Mapping[str, Any]) -> BaseModel:
+        model = self.options_of(name)
+        known = model.model_fields
+        if model.model_config.get("extra") != "allow" and (unknown := given.keys() - known.keys()):
+            raise ValidationError.from_exception_data(
+                name, [self._unknown(name, key, given[key], known) for key in sorted(unknown)]
+            )
+        return model.model_validate(dict(given))
+
+    def _unknown(self, name: str, key: str, value: Any, known: Mapping[str, Any]) -> InitErrorDetails:
+        """The error about an option that the choice does not have, with whose it is."""
+        owners = [other for other in self.table if key in self.options_of(other).model_fields]
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        text = f"this is an option of {', '.join(owners)}" if owners else "there is no such option"
+        text += (
+            f", did you mean {near[0]!r}?" if near and not owners else f"; {name!r} has {', '.join(known) or 'none'}"
+        )
+        return InitErrorDetails(type=PydanticCustomError("option", "{text}", {"text": text}), loc=(key,), input=value)
+
+    def check(self, value: Any) -> dict[str, Any]:
+        """A setting's value as name and options, the latter as their model has them.
+
+        A class of the user's is not imported yet: to read settings runs no code that they name. :meth:`options` does,
+        before a run starts.
+
+        Raises:
+            ValueError: there is no such choice, or one of its options is wrong.
+        """
+        if isinstance(value, Choice):
+            return {"name": value.name, **value.options}
+        given = dict(value) if isinstance(value, Mapping) else {"name": value}
+        name = given.pop("name", self.default.name)
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS:
+            raise ValueError(f"expected the name of a choice ({self.what}), or an object with name and options")
+        if self._own and ":" in name:
+            return {"name": name, **given}
+        try:
+            checked = self._checked(name, given)
+        except ConfigError as error:  # the caller says which setting it is
+            raise ValueError(str(error).removeprefix(f"{self.key}: ")) from None
+        return {"name": name, **{key: getattr(checked, key) for key in given}}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A name, or an object for each choice with its options."""
+        names: list[dict[str, Any]] = [{"enum": list(self.table)}]
+        objects = []
+        for name in self.table:
+            inner = self.options_of(name).model_json_schema()
+            fields = {"name": {"const": name, "description": self.help()[name]}, **inner.get("properties", {})}
+            required = [] if name == self.default.name else ["name"]
+            objects.append(
+                {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+            )
+        if self._own:
+            pattern = {"type": "string", "pattern": ":"}
+            names.append(pattern)
+            objects.append({"type": "object", "properties": {"name": pattern}, "required": ["name"]})
+        return {"anyOf": [*names, *objects]}
+
+
+STRATEGIES: Choices[Any] = Choices(
+    "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy", default="fedavg"
+)
+CLIENT_RULES: Choices[Any] = Choices(
+    "gradbus.actors.federated.rules", key="federated.training.rule", what="training rule", default="plain"
+)
+CODECS: Choices[Any] = Choices("gradbus.codecs", key="federated.codec", what="codec", default="fp32", own=False)
+EXCHANGES: Choices[Any] = Choices(
+    "gradbus.actors.data_parallel.exchanges", key="parallel.exchange", what="exchange of gradients", default="dense"
+)
 
 
 def import_object(spec: str, *, key: str) -> Any:

@@ -38,7 +38,7 @@ UNSAFE_CALLS = {
 LIMITED_BY = {
     "msgpack.unpackb": "runtime/wire/bounded_msgpack.py", "msgpack.unpack": "",
     "msgpack.Unpacker": "runtime/wire/bounded_msgpack.py", "json.loads": "runtime/json_text.py", "json.load": "",
-    "tomllib.loads": "runtime/config/federated.py", "tomllib.load": "",
+    "tomllib.loads": "runtime/config/settings.py", "tomllib.load": "",
     "gzip.decompress": "", "zlib.decompress": "", "bz2.decompress": "", "lzma.decompress": "",
 }  # fmt: skip
 # The folders of runtime: each imports from itself and from those before it in this list.
@@ -354,7 +354,7 @@ BAD = [
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path)"),
     (nothing_runs_foreign_code, "runtime/checkpoint.py", "torch.load(path, weights_only=False)"),
     (nothing_runs_foreign_code, "models/data.py", "np.load(path, allow_pickle=True)"),
-    (nothing_runs_foreign_code, "runtime/config/federated.py", "import yaml"),
+    (nothing_runs_foreign_code, "runtime/config/settings.py", "import yaml"),
     (nothing_runs_foreign_code, "runtime/_torch/work.py", "dist.all_gather_object(found, mine)"),
     (nothing_runs_foreign_code, "models/task.py", "from torch import package"),
     (what_comes_from_outside_is_read_within_limits, "runtime/wire/control.py", "msgpack.unpackb(data)"),

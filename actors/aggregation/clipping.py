@@ -188,13 +188,14 @@ def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -
 def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
     """The strategy, behind the limits that the configuration sets, if it sets any. A cap on samples that goes by the
     median is the intake's business: see :func:`sample_cap`."""
-    fixed = None if config.cap_samples == "median" else config.cap_samples
-    if config.clip_norm is None and fixed is None:
+    limits = config.limits
+    fixed = None if limits.cap_samples == "median" else limits.cap_samples
+    if limits.clip_norm is None and fixed is None:
         return strategy
-    return LimitedStrategy(strategy, clip_norm=config.clip_norm, cap_samples=fixed)
+    return LimitedStrategy(strategy, clip_norm=limits.clip_norm, cap_samples=fixed)
 
 
 def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
     """The cap on samples that goes by the median, where it is set and the strategy weighs samples at all."""
-    by_median = config.cap_samples == "median" and strategy.weighs_samples
-    return SampleCap(config.cap_times_median if by_median else None)
+    by_median = config.limits.cap_samples == "median" and strategy.weighs_samples
+    return SampleCap(config.limits.cap_times_median if by_median else None)

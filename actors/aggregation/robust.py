@@ -16,17 +16,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from gradbus.actors.aggregation.clipping import differences
 from gradbus.actors.aggregation.exact_sum import OutOfRange
 from gradbus.actors.aggregation.strategies import NoRoom, Strategy
 from gradbus.codecs import DenseBlock, Parsed
+from gradbus.runtime.choices import Options
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
@@ -83,10 +85,20 @@ _BLOCK_ELEMS = 8 * 1024  # ten rows of it stay in the second-level cache
 Block = NDArray[np.float32]
 
 
+class RobustOptions(Options):
+    """Options of a strategy that keeps the updates of a round."""
+
+    byzantine: Annotated[int, Field(ge=0, le=100_000)] = 1
+    """Number of hostile clients in a round that are tolerated. It decides the least `federated.clients.min`."""
+    budget_bytes: Annotated[int, Field(ge=1)] = BUDGET_BYTES
+    """Memory, in bytes, that the updates of a round may take."""
+
+
 class Robust(Strategy):
     """What they have in common: they keep the updates of a round, as differences, and combine them at its end."""
 
     weighs_samples = False
+    Options: ClassVar[type[Options]] = RobustOptions
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
         """A strategy without updates.
@@ -105,11 +117,6 @@ class Robust(Strategy):
         self._free: list[Block] = []  # of the round before
         self._base: Tensor | None = None
 
-    @classmethod
-    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
-        more = {**options, "keep": config.krum_keep} if cls.choice == "multi_krum" else options
-        return cls(dim, byzantine=config.byzantine, budget_bytes=config.robust_budget_bytes, **more)
-
     @property
     @abstractmethod
     def least(self) -> int:
@@ -122,19 +129,20 @@ class Robust(Strategy):
 
     def check(self, config: FederatedConfig) -> None:
         named = f"strategy {self.choice} with byzantine={self._byzantine}"
-        if config.min_clients < self.least:
+        least = config.clients.min
+        if least < self.least:
             raise ConfigError(
-                f"{named} needs {self.bound} = {self.least} updates in every round, but min_clients lets a round end "
-                f"with {config.min_clients}: set federated.min_clients={self.least} or more, or a smaller "
-                f"federated.byzantine"
+                f"{named} needs {self.bound} = {self.least} updates in every round, but clients.min lets a round end "
+                f"with {least}: set federated.clients.min={self.least} or more, or a smaller "
+                f"federated.strategy.byzantine"
             )
-        clients = max(config.num_clients or 0, config.min_clients)
+        clients = max(config.clients.num or 0, least)
         need = 4 * self._dim * clients
         if need > self._budget_bytes:
             raise ConfigError(
                 f"{named} keeps the updates of all clients: {clients} x {self._dim:,} values of 4 bytes are "
-                f"{need:,} bytes, more than federated.robust_budget_bytes={self._budget_bytes:,}. Raise it if the "
-                f"controller has the memory, or use fedavg with federated.clip_norm, which needs one sum"
+                f"{need:,} bytes, more than federated.strategy.budget_bytes={self._budget_bytes:,}. Raise it if the "
+                f"controller has the memory, or use fedavg with federated.limits.clip_norm, which needs one sum"
             )
 
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -167,14 +175,14 @@ class Robust(Strategy):
         if self._free:
             return self._free.pop()
         if 4 * self._dim * (len(self._rows) + 1) > self._budget_bytes:
-            raise NoRoom(f"{len(self._rows)} updates fill federated.robust_budget_bytes={self._budget_bytes:,}")
+            raise NoRoom(f"{len(self._rows)} updates fill federated.strategy.budget_bytes={self._budget_bytes:,}")
         return np.empty(self._dim, np.float32)
 
     def finish(self, weights: Tensor) -> None:
         if len(self._rows) < self.least:
             raise ValueError(
                 f"{type(self).__name__} with byzantine={self._byzantine} needs {self.bound} = {self.least} updates, "
-                f"got {len(self._rows)}: set min_clients={self.least} or more"
+                f"got {len(self._rows)}: set clients.min={self.least} or more"
             )
         out = weights.numpy()
         for place, delta in self._combined([self._rows[client_id] for client_id in sorted(self._rows)]):
@@ -232,6 +240,13 @@ class TrimmedMean(_Sorting):
         return range(self._byzantine, num_rows - self._byzantine)
 
 
+class MultiKrumOptions(RobustOptions):
+    """Options of MultiKrum."""
+
+    keep: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Number of updates that are averaged. null: as many as it may."""
+
+
 class MultiKrum(Robust):
     """The mean of the m updates with the smallest scores. The score of an update is the sum of the squared distances to
     the n - f - 2 others that are nearest to it; of two that are equal the smaller id comes first.
@@ -241,6 +256,7 @@ class MultiKrum(Robust):
     """
 
     choice = "multi_krum"
+    Options: ClassVar[type[Options]] = MultiKrumOptions
 
     def __init__(
         self, dim: int, *, byzantine: int = 1, keep: int | None = None, budget_bytes: int = BUDGET_BYTES
@@ -286,6 +302,7 @@ class Krum(MultiKrum):
     """The one update with the smallest score."""
 
     choice = "krum"
+    Options = RobustOptions
 
     def __init__(self, dim: int, *, byzantine: int = 1, budget_bytes: int = BUDGET_BYTES) -> None:
         super().__init__(dim, byzantine=byzantine, keep=1, budget_bytes=budget_bytes)

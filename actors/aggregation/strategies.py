@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, ClassVar
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from gradbus.actors.aggregation.exact_sum import ExactMean
 from gradbus.codecs import Parsed
-from gradbus.runtime.choices import Choices, NoOptions
+from gradbus.runtime.choices import Options
 from gradbus.runtime.config.federated import FederatedConfig
+from gradbus.runtime.config.settings import Positive
 from gradbus.runtime.errors import CheckpointError
 
 
@@ -38,13 +39,8 @@ class Strategy(ABC):
     """
 
     choice: ClassVar[str] = ""  # its name in the configuration, of a built-in one
-    Options: ClassVar[type[BaseModel]] = NoOptions
+    Options: ClassVar[type[BaseModel]] = Options
     weighs_samples = True
-
-    @classmethod
-    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
-        """Make it as configured; ``options`` are those of its own, checked by :attr:`Options`."""
-        return cls(dim, **options)  # type: ignore[call-arg]
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
@@ -140,24 +136,47 @@ class _WithBuffers(FedAvg):
             buffer.copy_(state[name])
 
 
+class ServerOptions(Options):
+    """Options of a strategy that is an optimizer of the server."""
+
+    lr: Positive = 1.0
+    """Learning rate of the server."""
+
+
+class FedAvgMOptions(ServerOptions):
+    """Options of FedAvgM."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the server."""
+
+
 class FedAvgM(_WithBuffers):
     """FedAvg with momentum at the server."""
 
     choice = "fedavgm"
     names = ("server_momentum",)
 
+    Options = FedAvgMOptions
+
     def __init__(self, dim: int, *, lr: float = 1.0, momentum: float = 0.9) -> None:
         super().__init__(dim)
         self._lr, self._momentum = lr, momentum
-
-    @classmethod
-    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
-        return cls(dim, lr=config.server_lr, momentum=config.server_momentum)
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         velocity = self._buffers["server_momentum"][place]
         velocity.mul_(self._momentum).add_(delta)
         weights.add_(velocity, alpha=self._lr)
+
+
+class FedAdamOptions(ServerOptions):
+    """Options of FedAdam."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the second moment."""
+    tau: Positive = 1e-3
+    """Constant that is added to the denominator."""
 
 
 class FedAdam(_WithBuffers):
@@ -166,17 +185,13 @@ class FedAdam(_WithBuffers):
     choice = "fedadam"
     names = ("server_m", "server_v")
 
+    Options = FedAdamOptions
+
     def __init__(
         self, dim: int, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
     ) -> None:
         super().__init__(dim)
         self._lr, self._beta1, self._beta2, self._tau = lr, beta1, beta2, tau
-
-    @classmethod
-    def from_settings(cls, config: FederatedConfig, dim: int, options: Mapping[str, Any]) -> Self:
-        return cls(
-            dim, lr=config.server_lr, beta1=config.server_momentum, beta2=config.server_beta2, tau=config.server_tau
-        )
 
     def _step(self, place: slice, delta: Tensor, weights: Tensor) -> None:
         m, v = self._buffers["server_m"][place], self._buffers["server_v"][place]
@@ -184,14 +199,3 @@ class FedAdam(_WithBuffers):
         m.mul_(self._beta1).add_(delta32, alpha=1 - self._beta1)
         v.mul_(self._beta2).addcmul_(delta32, delta32, value=1 - self._beta2)
         weights.addcdiv_(m, v.sqrt().add_(self._tau), value=self._lr)
-
-
-STRATEGIES: Choices[Strategy] = Choices(
-    "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy"
-)
-
-
-def make_strategy(config: FederatedConfig, dim: int) -> Strategy:
-    """The strategy that the configuration names. Raises ConfigError: there is none, or its options are wrong."""
-    options = STRATEGIES.options(config.strategy, config.strategy_options)
-    return STRATEGIES.find(config.strategy).from_settings(config, dim, options)

@@ -107,17 +107,17 @@ class WorkerState:
     def __init__(self, config: DataParallelConfig, rank: int, world: int, *, exchange: ExchangeLabel) -> None:
         """Raises CheckpointError: the directory cannot be used, or holds a run while ``resume`` is off."""
         self._exchange = exchange
-        assert config.state_dir is not None
+        assert config.checkpoint.dir is not None
         self._config = config
         self._rank = rank
         self._world = world
         # One more than asked for until all ranks have saved: a crash in between must leave a step that all have.
-        self._store = CheckpointStore(config.state_dir / f"rank-{rank}", keep=config.keep_checkpoints + 1)
-        if self.steps() and not config.resume:
+        self._store = CheckpointStore(config.checkpoint.dir / f"rank-{rank}", keep=config.checkpoint.keep + 1)
+        if self.steps() and not config.checkpoint.resume:
             self._store.close()
             raise CheckpointError(
                 f"{self._store.directory} holds a run (step {self.steps()[-1]}), resume is off. Choose another "
-                f"state_dir, or set resume=true"
+                f"checkpoint.dir, or set checkpoint.resume=true"
             )
 
     def steps(self) -> list[int]:
@@ -158,10 +158,10 @@ class WorkerState:
         return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
 
     def prune(self) -> None:
-        """All ranks have saved: the oldest beyond ``keep_checkpoints`` are needed no more."""
+        """All ranks have saved: the oldest beyond ``checkpoint.keep`` are needed no more."""
         with contextlib.suppress(OSError):  # without the mark the second checkpoint says the same
             (self._store.directory / _COMPLETED).touch()
-        for step in self.steps()[: -self._config.keep_checkpoints]:
+        for step in self.steps()[: -self._config.checkpoint.keep]:
             self._store.remove(step)
 
     def delete_later(self, step: int) -> None:
@@ -177,13 +177,13 @@ class WorkerState:
         if (saved.rank, saved.world) != (self._rank, self._world):
             raise CheckpointMismatch(
                 f"the checkpoint of step {step} is of rank {saved.rank} of {saved.world}, this is rank "
-                f"{self._rank} of {self._world}. Start as many workers as before, or choose another state_dir"
+                f"{self._rank} of {self._world}. Start as many workers as before, or choose another checkpoint.dir"
             )
         for key, value in self._settings().items():
             if saved.settings.get(key) != value:
                 raise CheckpointMismatch(
                     f"the checkpoint of step {step} was made with {key}={saved.settings.get(key)!r:.200}, now it is "
-                    f"{value!r}. Go on with the same, or choose another state_dir"
+                    f"{value!r}. Go on with the same, or choose another checkpoint.dir"
                 )
         return checkpoint
 
@@ -210,8 +210,8 @@ def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
     if any(steps) and not common:
         found = "; ".join(f"rank {rank}: {list(own) or 'none'}" for rank, own in enumerate(steps))
         raise CheckpointError(
-            f"there is no step that all ranks have a checkpoint of ({found}). Give each rank the state_dir it had, or "
-            f"move all of them away to start afresh"
+            f"there is no step that all ranks have a checkpoint of ({found}). Give each rank the "
+            f"checkpoint.dir it had, or move all of them away to start afresh"
         )
     return sorted(common, reverse=True)
 
@@ -258,7 +258,7 @@ def restore_run(model: nn.Module, exchange: Exchange, checkpoint: Checkpoint) ->
     except CheckpointError as error:
         raise CheckpointError(
             f"checkpoint of step {checkpoint.round_id}: {error}. If the model is the same, it is damaged: restore it "
-            f"from a backup, or choose another state_dir"
+            f"from a backup, or choose another checkpoint.dir"
         ) from None
     restore_random_numbers(checkpoint)
 
@@ -334,5 +334,5 @@ def _check_one_run(step: int, run_ids: list[Any]) -> None:
     if len(set(run_ids)) > 1:
         found = ", ".join(f"rank {rank} of run {run}" for rank, run in enumerate(run_ids))
         raise CheckpointError(
-            f"the checkpoints of step {step} are of different runs: {found}. Give each rank the state_dir it had"
+            f"the checkpoints of step {step} are of different runs: {found}. Give each rank the checkpoint.dir it had"
         )

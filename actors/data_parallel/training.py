@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.exchanges.base import EXCHANGES, Exchange, ExchangeLabel
+from gradbus.actors.data_parallel.exchanges.base import Exchange, ExchangeLabel
 from gradbus.actors.data_parallel.state import Position
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
 from gradbus.codecs.base import are_finite
+from gradbus.runtime.choices import EXCHANGES
 from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.profiling.profile import StepProfile
@@ -140,6 +141,7 @@ class ShardTraining:
 
     Attributes:
         model: the live module. exchange: what makes steps of its gradients. label: its name and options.
+        options: all that the configuration gives the exchange, with their defaults.
     """
 
     model: nn.Module
@@ -152,8 +154,7 @@ class ShardTraining:
     ) -> None:  # fmt: skip
         """``make_exchange``: in place of the one that ``config.exchange`` names."""
         self._make_exchange = make_exchange
-        if make_exchange is None:  # what the configuration names is looked for before anything is loaded
-            self._options = EXCHANGES.options(config.exchange, config.exchange_options)
+        self.options = EXCHANGES.options(config.exchange)  # what is wrong in them is found before anything is loaded
         self._config = config
         self._group = group
         self._task = task
@@ -177,9 +178,9 @@ class ShardTraining:
         if self._make_exchange is not None:
             self.exchange = self._make_exchange(self._config, self._group, trained)
         else:
-            make: Any = EXCHANGES.find(self._config.exchange)
-            self.exchange = make(self._config, self._group, trained, **self._options)
-        self.label = ExchangeLabel.of(self.exchange, self._config.exchange_options)
+            self.exchange = EXCHANGES.make(self._config.exchange, self._config, self._group, trained)
+        is_own = ":" in self._config.exchange.name
+        self.label = ExchangeLabel.of(self.exchange, self.options if is_own else None)
         self._buffers = _Buffers(self.model)
         device = next(iter(trained.values())).device
         self._loss_sum, self._step_loss = self._loss_sum.to(device), self._step_loss.to(device)

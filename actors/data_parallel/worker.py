@@ -78,11 +78,11 @@ class Worker:
         self._on_open = on_open
         self._config = config = config or DataParallelConfig()
         self._log = get_logger("worker", rank=group.rank)
-        self._probe = Probe(f"rank-{group.rank}", config.history_dir, fail_at=fail_at)
+        self._probe = Probe(f"rank-{group.rank}", config.history.dir, fail_at=fail_at)
         self._compute = ComputeThread(f"worker-{group.rank}")
         self._training = ShardTraining(config, group, task, self._compute.should_stop, make_exchange=make_exchange)
-        jsonl = None if config.profile_dir is None else config.profile_dir / f"profile-rank-{group.rank}.jsonl"
-        self.profile = Profile(group.rank, window_steps=config.profile_window_steps, jsonl=jsonl)
+        jsonl = None if config.profile.dir is None else config.profile.dir / f"profile-rank-{group.rank}.jsonl"
+        self.profile = Profile(group.rank, window_steps=config.profile.window_steps, jsonl=jsonl)
         self.skipped_steps = 0
         self._position = Position()
         self._report: EpochReport | None = None
@@ -112,7 +112,7 @@ class Worker:
     def exchange(self) -> str:
         """Name of the exchange of gradients, its own once the run has started."""
         label = getattr(self._training, "label", None)
-        return self._config.exchange if label is None else label.name
+        return self._config.exchange.name if label is None else label.name
 
     @property
     def step(self) -> int:
@@ -153,7 +153,9 @@ class Worker:
             And what the task raises.
         """
         if self._has_started:
-            raise RuntimeError("a Worker runs once: make another one; with a state_dir it goes on where this one ended")
+            raise RuntimeError(
+                "a Worker runs once: make another one; with a checkpoint.dir it goes on where this one ended"
+            )
         self._has_started, started_s = True, time.perf_counter()
         try:
             await self._open()
@@ -182,30 +184,33 @@ class Worker:
         """Agree with the others, and become a copy of rank 0."""
         config, group = self._config, self._group
         await self._compute.run(self._training.open)
-        if config.state_dir is not None:
+        if config.checkpoint.dir is not None:
             self._state = await self._compute.run(
                 WorkerState, config, group.rank, group.world, exchange=self._training.label
             )
         label = self._training.label
         hello = {
-            "settings": {**config.shared(), "exchange": label.name, "exchange_options": label.options},
+            "settings": {
+                **config.shared({"name": label.name, **self._training.options}),
+                "exchange_options": label.options,
+            },
             "layout": describe_layout(self.model),
             "run_id": int.from_bytes(os.urandom(8), "little"),
             "steps": [] if self._state is None else self._state.steps(),
             "has_completed": self._state is not None and self._state.has_completed,
         }
-        hellos = await group.all_gather_object("worker/hello", hello, timeout_s=config.join_timeout_s)
+        hellos = await group.all_gather_object("worker/hello", hello, timeout_s=config.timeouts.join_s)
         check_equal("settings", [hello["settings"] for hello in hellos])
         check_equal_layouts([hello["layout"] for hello in hellos])
         self._run_id = hellos[0]["run_id"]
         self._replicas = Replicas(
-            group, self._compute, self.model, timeout_s=config.collective_timeout_s, probe=self._probe
+            group, self._compute, self.model, timeout_s=config.timeouts.collective_s, probe=self._probe
         )
         checkpoint = None
         if self._state is not None:
             checkpoint = await find_checkpoint(
                 group, self._compute, self._state, [hello["steps"] for hello in hellos],
-                has_completed=any(hello["has_completed"] for hello in hellos), timeout_s=config.collective_timeout_s,
+                has_completed=any(hello["has_completed"] for hello in hellos), timeout_s=config.timeouts.collective_s,
             )  # fmt: skip
         if checkpoint is not None:
             await self._compute.run(self._restore, checkpoint)
@@ -244,7 +249,7 @@ class Worker:
         finished = position.epoch_step >= plan.steps
         self._check_progress(finished)
         report = self._report = await self._report_epoch(clock, finished)
-        due = self._is_checkpoint_due or not self._config.checkpoint_every_steps
+        due = self._is_checkpoint_due or not self._config.checkpoint.every_steps
         if finished:
             self._position = position.next_epoch()
         if due or self._is_done:
@@ -260,10 +265,10 @@ class Worker:
             raise CheckpointError(
                 f"the checkpoint lies in the middle of epoch {epoch}, of {restored} batches on rank "
                 f"{self._group.rank}; now there are {own}. Go on with the same data and batch size, or choose another "
-                f"state_dir"
+                f"checkpoint.dir"
             )
         counts = await self._group.all_gather_object(
-            "worker/batches", own, round_id=self.step, timeout_s=self._config.collective_timeout_s
+            "worker/batches", own, round_id=self.step, timeout_s=self._config.timeouts.collective_s
         )
         return EpochPlan.of(counts, self._config.accumulation_steps)
 
@@ -310,7 +315,7 @@ class Worker:
         if not ranks:  # the sum does not tell; this exchange is made in steps that are skipped only
             finite = await self._group.all_gather_object(
                 "worker/finite", await self._compute.run(self._training.own_is_finite), round_id=position.step,
-                timeout_s=config.collective_timeout_s,
+                timeout_s=config.timeouts.collective_s,
             )  # fmt: skip
             ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
         tells = self._group.rank in (0, *ranks)  # the others have it in their log for whoever looks for it
@@ -331,12 +336,12 @@ class Worker:
     def _diverged(self, what: str, ranks: Sequence[int]) -> TrainingDiverged:
         config = self._config
         whose = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "some rank"
-        limit = "lower clip_norm" if config.clip_norm is not None else "set clip_norm"
+        limit = "lower optimizer.clip_norm" if config.optimizer.clip_norm is not None else "set optimizer.clip_norm"
         return TrainingDiverged(
             self.step, f"{what}, for NaN or infinity in the loss or the gradients of {whose}",
-            f"Look at the data and the loss there, lower lr ({config.lr:g}), or {limit}. The parameters are those of "
-            f"the last step that was not skipped. max_nonfinite_steps ({config.max_nonfinite_steps}) says how many may "
-            f"be, 0: any number", ranks,
+            f"Look at the data and the loss there, lower optimizer.lr ({config.optimizer.lr:g}), or {limit}. The "
+            f"parameters are those of the last step that was not skipped. max_nonfinite_steps "
+            f"({config.max_nonfinite_steps}) says how many may be, 0: any number", ranks,
         )  # fmt: skip
 
     async def _check_model(self) -> None:
@@ -344,7 +349,8 @@ class Worker:
         if not await self._compute.run(self._training.model_is_finite):
             raise TrainingDiverged(
                 self.step, "the parameters have NaN or infinity",
-                f"Lower lr ({self._config.lr:g}), or set clip_norm; checkpoints from before are as they were",
+                f"Lower optimizer.lr ({self._config.optimizer.lr:g}), or set optimizer.clip_norm; checkpoints from "
+                f"before are as they were",
             )  # fmt: skip
 
     async def _compare(self) -> int:
@@ -383,7 +389,7 @@ class Worker:
         own = [position.loss_sum, position.batches]
         own += [0, 0, 0.0] if counts is None else [counts.correct, counts.total, counts.loss_sum]
         tallies = await self._group.all_gather_object(
-            "worker/epoch", own, round_id=position.step, timeout_s=config.collective_timeout_s
+            "worker/epoch", own, round_id=position.step, timeout_s=config.timeouts.collective_s
         )
         loss_sum, batches, correct, total, eval_loss = (sum(column) for column in zip(*tallies, strict=True))
         self._params_hash = await self._compare()
@@ -405,7 +411,7 @@ class Worker:
 
     @property
     def _is_checkpoint_due(self) -> bool:
-        every = self._config.checkpoint_every_steps
+        every = self._config.checkpoint.every_steps
         return every > 0 and self._position.step % every == 0
 
     async def _save(self) -> None:
@@ -434,4 +440,4 @@ class Worker:
         self._log.info("checkpoint", step=position.step, bytes=size)
 
     async def _barrier(self, name: str) -> None:
-        await self._group.barrier(name, round_id=self.step, timeout_s=self._config.checkpoint_timeout_s)
+        await self._group.barrier(name, round_id=self.step, timeout_s=self._config.checkpoint.timeout_s)

@@ -88,7 +88,7 @@ class Client:
         self._status = ClientStatus()
         self._transfers = 0
         self._frozen_known = (0, 0)  # session and hash of frozen parameters that are in the model
-        self._probe = Probe(f"client-{client_id}", self._config.history_dir)
+        self._probe = Probe(f"client-{client_id}", self._config.history.dir)
         self._sender = UpdateSender(bus, self._identity, self._probe)
         self._rounds = self._refused = 0
         self._waiting = WaitLog(log, bus.reach, client=client_id)

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradbus import codecs
 from gradbus.actors.aggregation.clipping import CAPPED, sample_cap, within_limits
-from gradbus.actors.aggregation.strategies import STRATEGIES, Strategy, make_strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated.clients import ClientRegistry
 from gradbus.actors.federated.dispatch import Dispatcher, TrainingFailureLog
 from gradbus.actors.federated.flat_model import FlatModel
@@ -33,7 +32,6 @@ from gradbus.actors.federated.liveness import (
     claim_job,
     tolerate_write_timeout,
 )
-from gradbus.actors.federated.local_training import codec_options
 from gradbus.actors.federated.participation import NO_UPDATE
 from gradbus.actors.federated.publish import ModelPublisher
 from gradbus.actors.federated.report import Progress, RoundReport
@@ -46,13 +44,13 @@ from gradbus.actors.federated.rounds import (
     Round,
     RoundRules,
 )
-from gradbus.actors.federated.rules.base import CLIENT_RULES
 from gradbus.actors.federated.selection import ParticipantSelection
 from gradbus.actors.federated.state import RunContext, RunState
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
+from gradbus.runtime.choices import CLIENT_RULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
@@ -73,8 +71,8 @@ def check_choices(config: FederatedConfig) -> None:
     Raises:
         ConfigError: there is none of that name, or its options are wrong.
     """
-    STRATEGIES.options(config.strategy, config.strategy_options)
-    CLIENT_RULES.options(config.client_rule, config.client_options)
+    STRATEGIES.options(config.strategy)
+    CLIENT_RULES.options(config.training.rule)
 
 
 class Controller:
@@ -105,14 +103,14 @@ class Controller:
         self._config = config
         self._given_strategy = strategy
         self._identity = Identity(CONTROLLER, new_incarnation())
-        self._probe = Probe("controller", config.history_dir, payloads=config.history_payloads, fail_at=fail_at)
+        self._probe = Probe("controller", config.history.dir, payloads=config.history.payloads, fail_at=fail_at)
         self._compute = ComputeThread("controller")
         self._round: Round | None = None
         self._wakeup = asyncio.Event()
         self._failures = TrainingFailureLog()
         self._has_commanded = False
         self._missed: dict[int, str] = {}  # clients that are lost to the open round, and why
-        self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
+        self.progress = Progress(rounds=config.rounds, minimum=config.clients.min)
         # Made by _open; the other parts by _wire.
         self._model: FlatModel
         self._strategy: Strategy
@@ -122,7 +120,9 @@ class Controller:
         """Build the model and restore the state: off the loop, as this takes its time."""
         config = self._config
         self._model = FlatModel(self._task.build_model(), config.exchange)
-        self._strategy = within_limits(self._given_strategy or make_strategy(config, self._model.dim), config)
+        self._strategy = within_limits(
+            self._given_strategy or STRATEGIES.make(config.strategy, self._model.dim), config
+        )
         self._strategy.check(config)
         self._state = RunState(config, self._model, self._strategy)
         # Later than every start before, whatever the clock says.
@@ -138,20 +138,19 @@ class Controller:
             self._bus, self._identity, self._compute, config, state, self._probe.history
         )  # fmt: skip
         self._registry = ClientRegistry(
-            dim=dim, layout=self._model.layout, session=self._identity.incarnation, dead_after_s=config.dead_after_s,
-            duplicate_after_s=2.4 * config.heartbeat_s, memory=self._bus.memory.here,
-            trained_only=config.exchange == "trained",
+            dim=dim, layout=self._model.layout, session=self._identity.incarnation,
+            dead_after_s=config.clients.dead_after_s, duplicate_after_s=2.4 * config.clients.heartbeat_s,
+            memory=self._bus.memory.here, trained_only=config.exchange == "trained",
         )  # fmt: skip
-        downlink = codecs.get(config.downlink_codec, **codec_options(config.downlink_codec, config))
-        self._publisher = ModelPublisher(context, downlink, self._registry)
+        self._publisher = ModelPublisher(context, CODECS.make(config.downlink_codec), self._registry)
         self._selection = ParticipantSelection(
             context, self._registry, self.progress, sleep_until=self._sleep_until, changed=self.membership_changed
         )
         self._cap = sample_cap(self._strategy, config)
         admission = UpdateAdmission(
-            state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.receive_budget_bytes,
-            max_bytes=codecs.get(config.codec, **codec_options(config.codec, config)).max_bytes(dim),
-            max_samples=config.max_samples,
+            state.quarantine, self._cap, run_id=state.run_id, budget_bytes=config.limits.receive_budget_bytes,
+            max_bytes=CODECS.make(config.codec).max_bytes(dim),
+            max_samples=config.limits.max_samples,
         )  # fmt: skip
         self._receiver = UpdateReceiver(
             context, self._strategy, admission, dim=dim, on_strike=self._selection.on_strike, on_change=self._changed
@@ -267,7 +266,9 @@ class Controller:
         stack.callback(self._compute.close)
         await self._compute.run(self._open)
         state = self._state
-        await claim_job(self._bus, self._identity, config.heartbeat_s, hangs_after_s=config.dead_after_s)
+        await claim_job(
+            self._bus, self._identity, config.clients.heartbeat_s, hangs_after_s=config.clients.dead_after_s
+        )
         self._wire()
         stack.callback(self._publisher.close)
         self._on_open()
@@ -362,8 +363,8 @@ class Controller:
         accepted: set[int] = set()
         self._missed = {}
         self._cap.begin(round_id, self._state.participation.samples())
-        for attempt in range(1, self._config.max_attempts + 1):
-            if len(accepted.union(self._selection.ready(round_id))) < self._config.min_clients:
+        for attempt in range(1, self._config.round.max_attempts + 1):
+            if len(accepted.union(self._selection.ready(round_id))) < self._config.clients.min:
                 await self._selection.wait_for_start(round_id, accepted)
             round_, outcome = await self._collect(round_id, accepted)
             accepted = round_.accepted
@@ -387,13 +388,16 @@ class Controller:
                 f"then the controller again: the run goes on from the last committed model", failed,
             )  # fmt: skip
         accepted = len(round_.accepted)
-        return RoundTimeout(round_.round_id, accepted, self._config.min_clients, self._config.max_attempts)
+        return RoundTimeout(round_.round_id, accepted, self._config.clients.min, self._config.round.max_attempts)
 
     async def _collect(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome]:
         """Command the round and take in updates until it is over."""
         config = self._config
         rules = RoundRules(
-            minimum=config.min_clients, quorum=config.quorum, deadline_s=config.round_timeout_s, grace_s=config.grace_s
+            minimum=config.clients.min,
+            quorum=config.round.quorum,
+            deadline_s=config.round.timeout_s,
+            grace_s=config.round.grace_s,
         )
         round_ = Round(
             round_id, self._selection.ready(round_id), rules, now_s=time.monotonic(), accepted=accepted,
@@ -407,7 +411,8 @@ class Controller:
         self._changed()
         if self._probe.history.on:
             await self._compute.run(self._note_command, round_)
-        command = TrainCmd(round_id, config.subset_size, config.epochs, config.lr, config.seed)
+        training = config.training
+        command = TrainCmd(round_id, training.subset_size, training.epochs, training.lr, config.seed)
         self._receiver.timing.commanded()
         with tolerate_write_timeout("command", round_id):
             await self._bus.publish(self._identity, command)
@@ -503,7 +508,7 @@ class Controller:
         participation = self._state.participation
         if self._missed:  # in a round that was not committed
             participation.commit(self._state.round_id + 1, self._receiver.totals.samples, self._missed)
-        never = participation.never_counted(range(self._config.num_clients or 0))
+        never = participation.never_counted(range(self._config.clients.num or 0))
         self.progress.never_counted = never
         for client_id, why in list(never.items())[:MAX_NAMED]:
             log.warning("client never counted", client=client_id, reason=why)

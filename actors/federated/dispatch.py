@@ -20,6 +20,7 @@ from gradbus.actors.federated.rounds import TRAINING_FAILED
 from gradbus.actors.federated.state import RunContext
 from gradbus.actors.federated.updates_in import UpdateReceiver
 from gradbus.runtime.bus.bus import Subscription
+from gradbus.runtime.choices import CODECS
 from gradbus.runtime.errors import BusClosed, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
@@ -200,12 +201,14 @@ class Dispatcher:
     async def welcome(self, client: ClientRecord) -> None:
         """Send a client the round from which on it takes part, and the rules."""
         config = self._context.config
+        rule, codec = config.training.rule, CODECS.options(config.codec)
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
-            next_round=client.from_round, codec=config.codec, density=config.density, chunk_elems=config.chunk_elems,
-            codec_version=config.codec_version, num_clients=config.num_clients or 0, heartbeat_s=config.heartbeat_s,
+            next_round=client.from_round, codec=config.codec.name, density=codec.get("density", 1.0),
+            chunk_elems=codec.get("chunk_elems", 1), codec_version=codec["version"],
+            num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
-            rule=config.client_rule, options=config.client_options,
+            rule=rule.name, options=rule.options,
         )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)

@@ -187,7 +187,7 @@ class LivenessMonitor:
         """Whether this process stood still just now, or until a moment ago: a lease that DDS reports as expired then
         says nothing about its client."""
         now_s = time.monotonic()
-        return now_s < self._stalled_until_s or now_s - self._beaten_s > 2 * self._context.config.heartbeat_s
+        return now_s < self._stalled_until_s or now_s - self._beaten_s > 2 * self._context.config.clients.heartbeat_s
 
     async def run(self) -> None:
         """Send heartbeats, and find silent clients, until cancelled.
@@ -196,7 +196,7 @@ class LivenessMonitor:
         meanwhile is still to be handled, and may be so after this timer, so that time counts as one heartbeat. And not
         as none: on a machine on which every beat is late, a client that hangs is still found, after so many more.
         """
-        host, heartbeat_s, registry = process_name(), self._context.config.heartbeat_s, self._registry
+        host, heartbeat_s, registry = process_name(), self._context.config.clients.heartbeat_s, self._registry
         self._beaten_s = time.monotonic()
         while True:
             status = make_status(
@@ -235,7 +235,9 @@ class LivenessMonitor:
                 return
             self._left.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(self._context.config.heartbeat_s, max(0.0, until_s - time.monotonic()))):
+                async with asyncio.timeout(
+                    min(self._context.config.clients.heartbeat_s, max(0.0, until_s - time.monotonic()))
+                ):
                     await self._left.wait()
 
     def client_left(self) -> None:

@@ -107,8 +107,8 @@ class ParticipantSelection:
         self._progress.phase = "waiting"
         kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
         condition = StartCondition(
-            minimum=config.min_clients, expected=config.num_clients, now_s=time.monotonic(),
-            timeout_s=config.start_timeout_s, grace_s=config.start_grace_s, excused=out,
+            minimum=config.clients.min, expected=config.clients.num, now_s=time.monotonic(),
+            timeout_s=config.clients.start_timeout_s, grace_s=config.clients.start_grace_s, excused=out,
             describe=lambda: (
                 f"round {round_id} cannot start{kept_out}: clients", bus.misconfiguration, bus.reach.advice()
             ),
@@ -117,9 +117,9 @@ class ParticipantSelection:
         while not condition.may_start(ready := sorted({*accepted, *self.ready(round_id)}), time.monotonic()):
             waiting.look(self._absent(condition.missing(ready)), misconfiguration=bus.misconfiguration)
             # No event tells when our own side has matched, which may be after the client's last message.
-            await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.heartbeat_s))
-        if len(ready) < (config.num_clients or 0) - len(out):
-            log.warning("starting without all clients", ready=ready, expected=config.num_clients)
+            await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
+        if len(ready) < (config.clients.num or 0) - len(out):
+            log.warning("starting without all clients", ready=ready, expected=config.clients.num)
 
     def _absent(self, missing: Collection[int]) -> list[str]:
         """Clients that are waited for, for a line of the log."""

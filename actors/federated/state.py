@@ -170,7 +170,7 @@ class RunState:
         self._layout, self._table = model.layout, model.table
         self.model = model
         self._strategy = strategy
-        self._downlink_codec = config.downlink_codec
+        self._downlink_codec = config.downlink_codec.name
         self._store: CheckpointStore | None = None
         self._config = config
         self.weights: Tensor = model.read()
@@ -179,12 +179,12 @@ class RunState:
         self.round_id = 0
         self.incarnation = 0
         self.history: list[RoundReport] = []
-        self.quarantine = Quarantine(config.max_strikes, config.quarantine_rounds)
+        self.quarantine = Quarantine(config.limits.max_strikes, config.limits.quarantine_rounds)
         self.participation = Participation()
-        if config.init_path is not None:
-            self._set_initial(config.init_path)
-        if config.state_dir is not None:
-            self._store = CheckpointStore(config.state_dir, keep=config.keep_checkpoints)
+        if config.checkpoint.init_path is not None:
+            self._set_initial(config.checkpoint.init_path)
+        if config.checkpoint.dir is not None:
+            self._store = CheckpointStore(config.checkpoint.dir, keep=config.checkpoint.keep)
             try:
                 self._open_store(config)
             except BaseException:
@@ -195,14 +195,14 @@ class RunState:
 
     def _open_store(self, config: FederatedConfig) -> None:
         assert self._store is not None
-        if config.resume:
+        if config.checkpoint.resume:
             checkpoint = self._store.load_newest(SavedRun.of)
             if checkpoint is not None:
                 self._restore(checkpoint)
         elif self._store.rounds():
             raise CheckpointError(
-                f"state directory {config.state_dir} holds a run (round {self._store.rounds()[-1]}), resume is off. "
-                f"Choose another directory, or set federated.resume=true"
+                f"state directory {config.checkpoint.dir} holds a run (round {self._store.rounds()[-1]}), resume is "
+                f"off. Choose another directory, or set federated.checkpoint.resume=true"
             )
 
     def _set_initial(self, path: Path) -> None:

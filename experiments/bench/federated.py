@@ -76,9 +76,7 @@ def launch(case: Case, way: str, echo: Echo) -> tuple[float, float, float]:
     """Seconds of overhead of a round, of processor time, and of bare TCP before and after. ``way``: one of the WAYS."""
     size = 4 * case.dim
     trips = [echo.round_trip_s(size) for _ in range(4)][1:]
-    found = run_rounds(
-        case.dim, clients=case.clients, rounds=case.rounds, timeout_s=400.0, dead_after_s=20.0, shared_memory=WAYS[way]
-    )
+    found = run_rounds(case.dim, clients=case.clients, rounds=case.rounds, timeout_s=400.0, shared_memory=WAYS[way])
     trips += [echo.round_trip_s(size) for _ in range(3)]
     return statistics.median(found.overheads_s), found.cpu_s, case.clients * statistics.median(trips)
 
@@ -106,7 +104,7 @@ def measure_durable(way: str) -> Iterator[Measurement]:
     """Round overhead with a durable checkpoint in every round."""
     for name, dim, rounds in (("4.8 MB", MODEL_4_8_MB, 30), ("100 MB", MODEL_100_MB, 6)):
         with tempfile.TemporaryDirectory() as directory:
-            found = run_rounds(dim, clients=2, rounds=rounds, state_dir=directory, shared_memory=WAYS[way])
+            found = run_rounds(dim, clients=2, rounds=rounds, checkpoint={"dir": directory}, shared_memory=WAYS[way])
         ms = [1e3 * one for one in found.overheads_s]
         yield measurement(f"round overhead with a checkpoint (fsync), {name}, {way}", "ms", ms)
 
@@ -120,7 +118,7 @@ def measure_memory(way: str, counts: Sequence[int] = (2, 8, 32)) -> Iterator[Mea
     size = 4.0 * MODEL_100_MB
     for count in counts:
         found = run_rounds(
-            MODEL_100_MB, clients=count, rounds=3, timeout_s=580.0, round_timeout_s=300.0, dead_after_s=20.0,
+            MODEL_100_MB, clients=count, rounds=3, timeout_s=580.0, round={"timeout_s": 300.0},
             shared_memory=WAYS[way],
         ).controller  # fmt: skip
         note = f"{(found['peak_bytes'] - found['empty_bytes']) / size:.2f} above the process before it had a model"

@@ -77,13 +77,14 @@ def run_rounds(
     dim: int, *, clients: int, rounds: int, processes: int = 2, timeout_s: float = 300.0, shared_memory: bool = True,
     gaps: bool = False, **settings: Any,
 ) -> Rounds:  # fmt: skip
-    """Run a controller and so many clients, which share ``processes`` processes. ``settings``: of the rounds.
+    """Run a controller and so many clients, which share ``processes`` processes. ``settings``: others of the run.
 
     Raises:
         ProcessFailed: a process failed, or not all have ended in time.
     """
     job = RoundsJob(f"bench-{os.getpid()}", dim, shared_memory, gaps)
-    rules = {"rounds": rounds, "num_clients": clients, "eval_every": 0, "start_timeout_s": 120.0, **settings}
+    present = {"num": clients, "start_timeout_s": 120.0, "dead_after_s": 20.0}
+    rules = {"rounds": rounds, "clients": present, "eval_every": 0, **settings}
     with Processes() as running:
         running.start("controller", _controller, job, rules)
         for index in range(processes):

@@ -66,9 +66,7 @@ def measure_clients(chosen: argparse.Namespace) -> Iterator[Measurement]:
     for count in counts:
         taken: dict[str, list[float]] = {}
         for _ in range(launches):
-            found = run_rounds(
-                _CLIENTS_DIM, clients=count, processes=1, rounds=_CLIENTS_ROUNDS, timeout_s=150.0, dead_after_s=20.0
-            )
+            found = run_rounds(_CLIENTS_DIM, clients=count, processes=1, rounds=_CLIENTS_ROUNDS, timeout_s=150.0)
             (clients,) = found.clients
             for name, value in (
                 ("controller, processor time of a round/ms", 1e3 * found.controller_cpu_s),
@@ -152,8 +150,8 @@ def measure_payload(chosen: argparse.Namespace) -> Iterator[Measurement]:
 def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Measurement]:
     """The figures of one size, one of the WAYS."""
     found = run_rounds(
-        round(megabytes * 1e6 / 4), clients=1, processes=1, rounds=rounds, timeout_s=240.0, round_timeout_s=120.0,
-        dead_after_s=20.0, shared_memory=WAYS[way],
+        round(megabytes * 1e6 / 4), clients=1, processes=1, rounds=rounds, timeout_s=240.0,
+        round={"timeout_s": 120.0}, shared_memory=WAYS[way],
     )  # fmt: skip
     peak = _above(found.controller, "idle_bytes")
     for cost, unit, samples in (

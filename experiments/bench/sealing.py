@@ -217,7 +217,7 @@ async def _controller(member: SealingProcess) -> list[TimedBlock]:
     blocks: dict[str, list[TimedBlock]] = {}
 
     async def run(level: str) -> None:
-        config = gradbus.FederatedConfig(rounds=ROUNDS * member.case.blocks, num_clients=2, eval_every=ROUNDS)
+        config = gradbus.FederatedConfig(rounds=ROUNDS * member.case.blocks, clients={"num": 2}, eval_every=ROUNDS)
         task = _BlockTask(level, turns, member)
         async with member.connect(level) as bus:
             times = [report.seconds async for report in gradbus.Controller(bus, task, config).rounds()]

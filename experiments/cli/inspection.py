@@ -177,7 +177,7 @@ def doctor(
     """
     from gradbus.experiments.doctor.report import DEFAULT_WAIT_S, examine
     from gradbus.runtime import logs
-    from gradbus.runtime.config.federated import BusSettings
+    from gradbus.runtime.config.bus import BusSettings
 
     logs.configure(level="error")
     addresses = addresses_of(peers)

@@ -115,7 +115,11 @@ def controller(
 
     add_current_directory_to_path()
     own = settings_of(
-        overrides, resume=("federated.resume", resume), run_dir=run_dir, tensorboard=tensorboard, insecure=insecure
+        overrides,
+        resume=("federated.checkpoint.resume", resume),
+        run_dir=run_dir,
+        tensorboard=tensorboard,
+        insecure=insecure,
     )
     controller_run(config, own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
 
@@ -190,7 +194,11 @@ def worker(
 
     add_current_directory_to_path()
     own = settings_of(
-        overrides, resume=("worker.resume", resume), run_dir=run_dir, tensorboard=tensorboard, insecure=insecure
+        overrides,
+        resume=("parallel.checkpoint.resume", resume),
+        run_dir=run_dir,
+        tensorboard=tensorboard,
+        insecure=insecure,
     )
     worker_run(config, (rank, world), own, data_root, Screen(live=live, level=log_level, style=log_style), loop)
 
@@ -212,7 +220,7 @@ def run(
 ) -> None:
     """Start all ranks of a data-parallel job on this machine, and end them together.
 
-    For example: gradbus run -n 4 -- my.json --set worker.epochs=3
+    For example: gradbus run -n 4 -- my.json --set parallel.epochs=3
 
     Each line of a rank comes with [rank R] before it. Ctrl-C is passed on, the second one kills. Where a rank fails,
     the others are ended, and its last lines are shown again.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 
 DEADLINE_S = 20.0  # some seconds are the start of a Python process, where the machine is busy
 _LIFETIME_S = 60.0  # of the second process, even where the doctor is killed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradbus.experiments.rundir.versions import versions
 from gradbus.runtime import fast_paths
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.needs import fault_of

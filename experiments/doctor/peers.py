@@ -14,7 +14,7 @@ from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor.datagrams import LARGE_BYTES, SMALL_BYTES, Datagrams, DoctorIdentity, RemoteDoctor
 from gradbus.experiments.doctor.machine import Finding, Severity, mtu_of
 from gradbus.experiments.doctor.remote_bus import BusPeer, PeerMeasurements
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import address_of, port_range
 from gradbus.runtime.security.settings import level_in_force, security_of
 from gradbus.runtime.security.user_key import load_key

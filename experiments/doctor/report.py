@@ -16,7 +16,7 @@ from rich.text import Text
 from gradbus.experiments.cli.choices import LoopName
 from gradbus.experiments.doctor.machine import Finding, Severity, machine, packages
 from gradbus.experiments.run.lifecycle import run_loop
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import address_of, port_range
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK

@@ -15,7 +15,8 @@ from gradbus.experiments.buses import document_of, open_bus
 from gradbus.experiments.doctor.machine import Finding, Severity
 from gradbus.experiments.peer_link import PEER, ROOT, Link
 from gradbus.experiments.run.status import BusFile
-from gradbus.runtime.config.federated import BusSettings, load_settings
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.dds.network import has_peers_elsewhere, leaves_machine
 from gradbus.runtime.errors import BusError, ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK

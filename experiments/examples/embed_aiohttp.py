@@ -49,7 +49,7 @@ class ControllerJob:
         connection: AbstractAsyncContextManager[gradbus.Bus],
     ) -> None:
         self.name = name
-        self.progress = Progress(rounds=config.rounds, minimum=config.min_clients)
+        self.progress = Progress(rounds=config.rounds, minimum=config.clients.min)
         self.outcome = "running"
         self.error: BaseException | None = None
         self._task = task

@@ -34,7 +34,7 @@ class Int8Exchange(DenseExchange):
     def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those that are trained, by name, in the order of the model; on the CPU."""
         # It sends when all gradients are there.
-        super().__init__(config.model_copy(update={"overlap": False}), group, parameters)
+        super().__init__(config, group, parameters, overlap=False)
         self._parameters = list(parameters.values())
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._handle: CollectiveHandle[list[bytes]] | None = None
@@ -52,7 +52,7 @@ class Int8Exchange(DenseExchange):
             [it.grad if has_data and it.grad is not None else torch.zeros_like(it) for it in self._parameters]
         )
         self._handle = self._group.all_gather(
-            "int8", payload, round_id=self._step, timeout_s=self._config.collective_timeout_s
+            "int8", payload, round_id=self._step, timeout_s=self._config.timeouts.collective_s
         )
         return [self._handle]
 

@@ -25,7 +25,8 @@ _TIMEOUT_S = 3600.0  # on a very busy machine; an idle one takes a minute
 # work is going on a client may be silent for seconds.
 _SETTINGS = (
     "bus.shared_memory=false",
-    "federated.start_timeout_s=1800", "federated.dead_after_s=120", "federated.round_timeout_s=1800", "bus.lease_s=10",
+    "federated.clients.start_timeout_s=1800", "federated.clients.dead_after_s=120", "federated.round.timeout_s=1800",
+    "bus.lease_s=10",
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def command(run: FederatedRun, run_dir: Path) -> list[str]:
     return [
         "demo", "--no-live", "--rounds", str(run.rounds), "--clients", str(run.clients), "--samples", str(run.samples),
         "--data", run.data, "--codec", run.codec, "--downlink-codec", run.downlink, "--partition", run.partition,
-        "--seed", str(run.seed), "--run-dir", str(run_dir), "--set", f"federated.codec_version={run.version}",
+        "--seed", str(run.seed), "--run-dir", str(run_dir), "--set", f"federated.codec.version={run.version}",
         "--set", f"federated.eval_every={run.eval_every}", *(word for text in _SETTINGS for word in ("--set", text)),
     ]  # fmt: skip
 
@@ -112,10 +113,11 @@ async def _train(place: BenchRank) -> Any:
     task = Training(
         model=mnist_mlp, batch_size=run.batch_size, samples=run.samples, data=run.data, config={"seed": run.seed}
     ).task()
+    dgc = {"name": "dgc", "density": run.density, "warmup": run.warmup}
     config = gradbus.DataParallelConfig(
-        epochs=run.epochs, lr=run.lr, seed=run.seed, exchange="dgc" if run.exchange == "dgc" else "dense",
-        density=run.density, warmup=run.warmup, overlap=run.overlap, profile_dir=folder, join_timeout_s=1800,
-        collective_timeout_s=1800,
+        epochs=run.epochs, optimizer={"lr": run.lr}, seed=run.seed,
+        exchange=dgc if run.exchange == "dgc" else {"name": "dense", "overlap": run.overlap},
+        profile={"dir": folder}, timeouts={"join_s": 1800, "collective_s": 1800},
     )  # fmt: skip
     # The bus is measured: by default, ranks of one machine pass large data through memory they share.
     async with place.group(NetworkConfig(shared_memory=False, lease_s=10.0)) as group:

@@ -149,9 +149,10 @@ def _nothing_lost(run: RunHistory, result: InvariantResult) -> None:
     before: Start | None = None
     for start in run.controller:
         opening = start.opening
-        name, durable = opening["run"], opening["federated"]["state_dir"] is not None
-        if before is not None and durable and opening["federated"]["resume"]:
-            same_place = before.opening["federated"]["state_dir"] == opening["federated"]["state_dir"]
+        name, kept = opening["run"], opening["federated"]["checkpoint"]
+        durable = kept["dir"] is not None
+        if before is not None and durable and kept["resume"]:
+            same_place = before.opening["federated"]["checkpoint"]["dir"] == kept["dir"]
             result.expect(
                 name == before.opening["run"] or not same_place or not any(before.all("commanded")),
                 f"run {before.opening['run']} was not continued: a start from the same directory began run {name}",

@@ -80,7 +80,7 @@ def read_history(path: Path) -> RunHistory:
     if not any(_NAME.fullmatch(file.name) for file in files):
         raise ConfigError(
             f"{path} holds no history. Runs of `gradbus controller`, `worker` and `demo` keep one in RUN_DIR/history; "
-            f"clients where client.history_dir says"
+            f"clients where client.history.dir says"
         )
     return run
 

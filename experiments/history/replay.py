@@ -50,7 +50,7 @@ def replay(run: RunHistory, expect: Expect) -> None:
 def _has_all(opening: Event) -> bool:
     """Whether the weights are all that the run went on from. Later on there may be the state of a strategy, and what
     the clients hold, and of these no history has the bytes."""
-    alone = opening["federated"]["strategy"] == "fedavg" and opening["held_crc32"] == opening["crc32"]
+    alone = opening["federated"]["strategy"]["name"] == "fedavg" and opening["held_crc32"] == opening["crc32"]
     return bool(alone or opening["round"] == 0)
 
 
@@ -65,7 +65,8 @@ class _Replay:
         import numpy as np
 
         from gradbus.actors.aggregation.clipping import within_limits
-        from gradbus.actors.aggregation.strategies import FedAvg, make_strategy
+        from gradbus.actors.aggregation.strategies import FedAvg
+        from gradbus.runtime.choices import STRATEGIES
         from gradbus.runtime.config.federated import FederatedConfig
 
         self._folder = run.directory / "payloads"
@@ -74,8 +75,8 @@ class _Replay:
         config = FederatedConfig.model_validate(opening["federated"])
         data = (self._folder / weights_name(self._run_id, opening["round"])).read_bytes()
         self._weights: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(data, dtype="<f4").copy()
-        self._held = None if config.downlink_codec == "fp32" else self._weights.copy()
-        strategy = within_limits(make_strategy(config, self._weights.size), config)
+        self._held = None if config.downlink_codec.name == "fp32" else self._weights.copy()
+        strategy = within_limits(STRATEGIES.make(config.strategy, self._weights.size), config)
         self._strategy = None if type(strategy) is FedAvg else strategy
 
     def all(self, rounds: list[tuple[Event, list[Event]]]) -> None:

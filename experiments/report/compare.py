@@ -16,7 +16,7 @@ from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.errors import ConfigError
 
-IGNORED = {"run_dir", "federated.state_dir", "worker.state_dir", "bus.job", "bus.domain", "rank"}
+IGNORED = {"run_dir", "federated.checkpoint.dir", "parallel.checkpoint.dir", "bus.job", "bus.domain", "rank"}
 """Settings that say where a run was done, not how."""
 
 MAX_LABEL = 24  # letters

@@ -41,7 +41,7 @@ def page_of(run: RunFiles) -> Page:
     up, down = codec_look(run, "codec"), codec_look(run, "downlink_codec")
     curve = draw.curve_of_rounds(reports, up)
     outcome = str(run.summary.get("outcome") or "not finished")
-    codecs = (run.setting("federated", key, "?") for key in ("codec", "downlink_codec"))
+    codecs = (run.setting("federated", key, "?") for key in ("codec.name", "downlink_codec.name"))
     what = "Federated run" + (", codec {} up and {} down".format(*codecs) if run.config else "")
     return Page(
         title=run.job,
@@ -81,7 +81,7 @@ def page_of(run: RunFiles) -> Page:
 
 def codec_look(run: RunFiles, key: str) -> Look:
     """The look of the codec that ``federated.codec`` or ``federated.downlink_codec`` names."""
-    name = str(run.setting("federated", key, "fp32"))
+    name = str(run.setting("federated", f"{key}.name", "fp32"))
     return style.look_of(name) if name in style.CODECS else style.nth_look(0, name)
 
 

@@ -69,13 +69,13 @@ def exchange_look(run: RunFiles) -> Look:
 
 def _exchange(run: RunFiles) -> str:
     """The name of the exchange that was used, as the summary has it, else of the one that was asked for."""
-    return str(run.summary.get("exchange") or run.setting("worker", "exchange") or "")
+    return str(run.summary.get("exchange") or run.setting("parallel", "exchange.name") or "")
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
     epochs, last = run.epochs, run.epochs[-1]
     known = [report.accuracy for report in epochs if report.accuracy is not None]
-    wanted, skipped = run.setting("worker", "epochs"), sum(report.skipped_steps for report in epochs)
+    wanted, skipped = run.setting("parallel", "epochs"), sum(report.skipped_steps for report in epochs)
     tiles = [
         Tile("test accuracy", percent(known[-1] if known else None), f"best {percent(max(known))}" if known else ""),
         Tile("epochs", str(len(epochs)), f"of {wanted}" if wanted else ""),

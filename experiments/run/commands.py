@@ -66,7 +66,11 @@ def controller_run(
     screen.configure_logs()
     path = file.run_dir or new_path(file.bus.job)
     federated = file.federated
-    done = finished(path, federated.state_dir or path / "state", federated.rounds) if federated.resume else None
+    done = (
+        finished(path, federated.checkpoint.dir or path / "state", federated.rounds)
+        if federated.checkpoint.resume
+        else None
+    )
     if done is not None:
         screen.say(
             f"finished: all {done.rounds} rounds of this run are done, and {path} stays as it is. For more rounds: "
@@ -78,7 +82,7 @@ def controller_run(
         if_stopped.append(f"To continue: gradbus controller {config} --run-dir {run.path}")
         if screen.table:
             log_file = screen.log_file(run.log)
-            display = round_display(screen, log_file, f"job {file.bus.job}", federated.num_clients or 0)
+            display = round_display(screen, log_file, f"job {file.bus.job}", federated.clients.num or 0)
             with screen.logging_to(log_file):
                 reports = run_loop(lambda: run_controller(file, run, display, say=screen.say, scalars=scalars), loop)
         else:  # each round is a line of the log
@@ -126,7 +130,7 @@ def worker_run(
         except ExceptionGroup as group:
             raise single_error(group) from None
 
-    epochs = file.worker.epochs
+    epochs = file.parallel.epochs
     lines: Display[EpochReport] = Display()
     if prints:
         lines = Lines(screen.console, lambda report: epoch_line(report, epochs, of_all=leads))

@@ -85,7 +85,7 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
     if task.note:
         log.info("data", note=task.note)
         output.say(f"data: {task.note}")
-    rules = file.worker
+    rules = file.parallel
     run: _Run | None = None
     try:
         async with open_bus(file.bus, rank=rank) as bus:
@@ -95,8 +95,8 @@ async def run_worker(file: WorkerFile, place: RankPlace, output: Output) -> Work
                     f"waiting for {world - 1} more of {world} ranks: job {file.bus.job}, on {file.bus.interface}"
                 )
             async with join_group(
-                bus, rank=rank, world=world, timeout_s=rules.join_timeout_s,
-                collective_timeout_s=rules.collective_timeout_s,
+                bus, rank=rank, world=world, timeout_s=rules.timeouts.join_s,
+                collective_timeout_s=rules.timeouts.collective_s,
             ) as group:  # fmt: skip
                 met = await _meet(group, file, task, directory)
                 output.say(met.text)
@@ -114,18 +114,17 @@ class _Run:
     def __init__(
         self, file: WorkerFile, group: Group, task: ConfiguredShardTask, directory: WorkerDirectory, output: Output
     ) -> None:
-        config: DataParallelConfig = file.worker
-        if config.state_dir is None:
-            config = config.model_copy(update={"state_dir": directory.state})
-        if config.history_dir is None:
-            config = config.model_copy(update={"history_dir": directory.history})
-        self._file = file.model_copy(update={"worker": config, "run_dir": directory.path, "world": group.world})
+        config: DataParallelConfig = file.parallel
+        if config.checkpoint.dir is None:
+            config = config.replaced("checkpoint.dir", directory.state)
+        if config.history.dir is None:
+            config = config.replaced("history.dir", directory.history)
+        self._file = file.model_copy(update={"parallel": config, "run_dir": directory.path, "world": group.world})
         self._group = group
         self._task = task
         self._directory = directory
         self._output = output
-        profile_dir = config.profile_dir or directory.path
-        own = config.model_copy(update={"profile_dir": profile_dir})
+        own = config.replaced("profile.dir", config.profile.dir or directory.path)
         self._worker = Worker(group, task, own, on_open=self._opened)
         self._scalars = output.scalars
         if self._scalars is not None:
@@ -210,9 +209,9 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
     hello = {
         "machine": _machine(), "facts": task.facts(),
         "directory": None if directory is None else directory.invitation(),
-        "is_finished": directory is not None and directory.is_finished(file.worker),
+        "is_finished": directory is not None and directory.is_finished(file.parallel),
     }  # fmt: skip
-    hellos = await group.all_gather_object("run/hello", hello, timeout_s=file.worker.join_timeout_s)
+    hellos = await group.all_gather_object("run/hello", hello, timeout_s=file.parallel.timeouts.join_s)
     check_equal_facts([hello["facts"] for hello in hellos])
     machines = [hello["machine"] for hello in hellos]
     if "threads" not in file.task.model_fields_set:
@@ -223,8 +222,8 @@ async def _meet(group: Group, file: WorkerFile, task: ConfiguredShardTask, direc
         return _Met(
             directory,
             f"finished: all of this run is done, and {directory.path} stays as it is. For more: the same command for "
-            f"all ranks, with a larger worker.epochs ({file.worker.epochs}) or worker.max_steps "
-            f"({file.worker.max_steps or 'none'}). To begin anew: another --run-dir",
+            f"all ranks, with a larger parallel.epochs ({file.parallel.epochs}) or parallel.max_steps "
+            f"({file.parallel.max_steps or 'none'}). To begin anew: another --run-dir",
             is_finished=True,
         )
     many = len(set(machines))

@@ -83,8 +83,9 @@ def plan(options: DemoOptions) -> DemoPlan:
         **data, "partition": _partition(options.partition), "num_clients": options.clients, "seed": options.seed,
     }  # fmt: skip
     federated = {
-        "rounds": options.rounds, "num_clients": options.clients, "subset_size": options.samples, "lr": 0.02,
-        "codec": options.codec, "downlink_codec": options.downlink_codec, "seed": options.seed,
+        "rounds": options.rounds, "clients": {"num": options.clients},
+        "training": {"subset_size": options.samples, "lr": 0.02}, "codec": options.codec,
+        "downlink_codec": options.downlink_codec, "seed": options.seed,
     }  # fmt: skip
     # The controller computes only while its clients wait, so it may take the cores that they leave.
     threads = min(4, cores())
@@ -101,7 +102,7 @@ def plan(options: DemoOptions) -> DemoPlan:
             "task": controller.task.model_copy(update={"threads": 1}),
             "client": {
                 "controller_timeout_s": 30.0,
-                "history_dir": run_dir / "history",
+                "history": {"dir": run_dir / "history"},
                 "full_traceback": options.full_traceback,
             },
         }
@@ -175,7 +176,7 @@ async def run_demo(
         return code
 
     display = round_display(
-        screen, log_file, f"job {planned.controller.bus.job}", planned.controller.federated.num_clients or 0
+        screen, log_file, f"job {planned.controller.bus.job}", planned.controller.federated.clients.num or 0
     )
     clients = [asyncio.create_task(client(number), name=f"client-{number}") for number in range(options.clients)]
     run_tasks: list[asyncio.Task[Any]] = []

@@ -43,10 +43,10 @@ async def run_controller(
     started_s = time.perf_counter()
     config = file.federated
     check_choices(config)
-    if config.state_dir is None:
-        config = config.model_copy(update={"state_dir": run.state})
-    if config.history_dir is None:
-        config = config.model_copy(update={"history_dir": run.history})
+    if config.checkpoint.dir is None:
+        config = config.replaced("checkpoint.dir", run.state)
+    if config.history.dir is None:
+        config = config.replaced("history.dir", run.history)
     outcome, progress, task = "failed", Progress(), ConfiguredTask(file.task)
     is_ours = not (run.path / "config.json").exists()  # else it may be a run that this one is not allowed to go on with
 
@@ -98,7 +98,7 @@ async def end_again(file: ControllerFile, run_id: int) -> None:
         JobInUse: another controller commands this job by now. BusError: there is no bus.
     """
     async with open_bus(file.bus) as bus:
-        await announce_run_ended(bus, run_id, heartbeat_s=file.federated.heartbeat_s)
+        await announce_run_ended(bus, run_id, heartbeat_s=file.federated.clients.heartbeat_s)
 
 
 async def run_client(file: ClientFile, client_id: int) -> ClientSummary:

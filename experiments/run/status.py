@@ -22,7 +22,8 @@ from gradbus.experiments.amounts import percent, ranges, size
 from gradbus.experiments.buses import open_bus
 from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.runtime.collectives.status import period_s
-from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.plain_text import plain_line

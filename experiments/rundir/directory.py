@@ -229,7 +229,7 @@ class WorkerDirectory(RunDirectory):
 
     def is_finished(self, rules: DataParallelConfig) -> bool:
         """Whether all that these rules ask for is done and written down. Nothing is written."""
-        if not rules.resume:
+        if not rules.checkpoint.resume:
             return False
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # others report what is wrong there
             summary = _summary_in(self.path)
@@ -237,7 +237,7 @@ class WorkerDirectory(RunDirectory):
             enough = int(summary["epochs"]) >= rules.epochs or (
                 rules.max_steps is not None and steps >= rules.max_steps
             )
-            saved = (rules.state_dir or self.state) / "rank-0" / f"round-{steps:06d}.json"
+            saved = (rules.checkpoint.dir or self.state) / "rank-0" / f"round-{steps:06d}.json"
             written = (self.path / self.reports_file).exists()
             return enough and summary["outcome"] == "done" and saved.exists() and written
         return False

@@ -24,7 +24,7 @@ from gradbus.experiments.run.configured_task import ConfiguredShardTask, Configu
 from gradbus.experiments.rundir.directory import replaced
 from gradbus.experiments.rundir.reading import Kind, kind_of
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, copy_state
-from gradbus.runtime.config.federated import load_settings
+from gradbus.runtime.config.settings import load_settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
 Format = Literal["safetensors", "torch"]
@@ -89,12 +89,12 @@ def _load(run: Path, number: int | None) -> tuple[Kind, nn.Module, Checkpoint]:
         raise ConfigError(f"{config} is not there: it names the model. A run writes it when it begins")
     if kind == "federated":
         federated = load_settings(ControllerFile, config, environment={})
-        store, checkpoint = _newest(run, federated.federated.state_dir, "", number, SavedRun.of)
+        store, checkpoint = _newest(run, federated.federated.checkpoint.dir, "", number, SavedRun.of)
         model = ConfiguredTask(_on_cpu(federated.task)).build_model()
         restore_weights(model, checkpoint, store.load_constant)
     else:
         parallel = load_settings(WorkerFile, config, environment={})
-        _, checkpoint = _newest(run, parallel.worker.state_dir, "rank-0", number, SavedRank.of)
+        _, checkpoint = _newest(run, parallel.parallel.checkpoint.dir, "rank-0", number, SavedRank.of)
         model = ConfiguredShardTask(_on_cpu(parallel.task)).build_model()
         restore_model(model, checkpoint)
     return kind, model, checkpoint

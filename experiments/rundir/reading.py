@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 64 << 20  # of config.json, and of summary.json
 MAX_TRACES = 8  # ranks whose traces are read: each may have tens of megabytes
 MAX_LOSS = 1e30
 _LEFT_BY: dict[Kind, str] = {"federated": "rounds.jsonl", "parallel": "epochs.jsonl"}
-_SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "worker"}
+_SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
 
 
 class StepSpan(NamedTuple):
@@ -87,9 +87,13 @@ class RunFiles:
         return " on ".join(str(part) for part in (model, data) if part)
 
     def setting(self, section: str, key: str, default: Any = None) -> Any:
-        """One key of the configuration."""
-        values = self.config.get(section)
-        return values.get(key, default) if isinstance(values, Mapping) else default
+        """One key of the configuration, such as ``rounds`` or ``codec.name``."""
+        found: Any = self.config.get(section)
+        for step in key.split("."):
+            if not isinstance(found, Mapping) or step not in found:
+                return default
+            found = found[step]
+        return found
 
 
 def kind_of(path: Path) -> Kind:

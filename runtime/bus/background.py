@@ -16,7 +16,8 @@ from pydantic import Field
 
 from gradbus.runtime import forks
 from gradbus.runtime.bus.bus import Bus, connect
-from gradbus.runtime.config.federated import BusSettings, Settings, load_settings
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.settings import Settings, load_settings
 from gradbus.runtime.dds.missing_peers import Reach
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.runtime.security.settings import Security, rank_security

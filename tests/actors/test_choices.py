@@ -10,9 +10,9 @@ import pytest
 import torch
 from pydantic import BaseModel, Field
 
-from gradbus.actors.aggregation.strategies import STRATEGIES, FedAvg, make_strategy
-from gradbus.actors.data_parallel.exchanges.base import EXCHANGES
-from gradbus.actors.federated.rules.base import CLIENT_RULES, ClientRule, make_rule
+from gradbus.actors.aggregation.strategies import FedAvg
+from gradbus.actors.federated.rules.base import ClientRule, make_rule
+from gradbus.runtime.choices import CLIENT_RULES, EXCHANGES, STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.wire.control import Welcome, decode, encode
@@ -68,8 +68,8 @@ def test_the_documents_table_is_that_of_the_choices() -> None:
 
 
 def test_a_strategy_of_the_users_is_made_from_the_configuration_with_its_options() -> None:
-    config = FederatedConfig(strategy=SCALED, strategy_options={"factor": 2.0})
-    strategy = make_strategy(config, 3)
+    config = FederatedConfig(strategy={"name": SCALED, "factor": 2.0})
+    strategy = STRATEGIES.make(config.strategy, 3)
     assert isinstance(strategy, Scaled)
     assert strategy.factor == 2.0
 
@@ -78,7 +78,13 @@ def test_a_strategy_of_the_users_is_made_from_the_configuration_with_its_options
     ("name", "options", "text"),
     [
         ("fedagv", {}, "did you mean 'fedavg'"),
-        ("fedavg", {"factor": 1}, "strategy_options.factor"),
+        ("fedavg", {"factor": 1}, r"strategy\.factor: there is no such option; 'fedavg' has none"),
+        (
+            "fedavg",
+            {"byzantine": 1},
+            r"strategy\.byzantine: this is an option of krum, median, multi_krum, trim",
+        ),
+        (SCALED, {"facto": 1}, "did you mean 'factor'"),
         (SCALED, {"factor": -1}, "greater than 0"),
         ("no.such.module:X", {}, "there is no module 'no'"),
         (f"{__name__}:Missing", {}, "has no 'Missing'"),
@@ -87,11 +93,11 @@ def test_a_strategy_of_the_users_is_made_from_the_configuration_with_its_options
 )
 def test_a_choice_that_is_wrong_is_refused_with_what_to_do(name: str, options: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        make_strategy(FederatedConfig(strategy=name, strategy_options=options), 3)
+        STRATEGIES.make(FederatedConfig(strategy={"name": name, **options}).strategy, 3)
 
 
 def test_an_exchange_that_there_is_not_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"worker\.exchange: there is no .* 'sparse'; .*dense, dgc, or your own"):
+    with pytest.raises(ConfigError, match=r"parallel\.exchange: there is no .* 'sparse'; .*dense, dgc, or your own"):
         EXCHANGES.find("sparse")
 
 

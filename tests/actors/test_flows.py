@@ -37,7 +37,7 @@ def finish(controller: Node, *clients: Node) -> list[dict[str, Any]]:
 
 
 def test_a_controller_and_two_clients_run_three_rounds(federation: Federation) -> None:
-    controller = federation.controller(rounds=3, num_clients=2)
+    controller = federation.controller(rounds=3, clients__num=2)
     clients = [federation.client(0), federation.client(1)]
     reports = finish(controller, *clients)
     assert [report["clients"] for report in reports] == [[0, 1]] * 3
@@ -46,7 +46,7 @@ def test_a_controller_and_two_clients_run_three_rounds(federation: Federation) -
 
 
 def test_a_round_completes_at_the_deadline_with_one_of_two_clients(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=5.0)
+    controller = federation.controller(rounds=2, clients__num=2, round__timeout_s=5.0)
     clients = [federation.client(0), federation.client(1, hold={"1": NEVER})]
     reports = finish(controller, *clients)
     assert reports[0]["clients"] == [0]
@@ -55,14 +55,16 @@ def test_a_round_completes_at_the_deadline_with_one_of_two_clients(federation: F
 
 
 def test_a_quorum_and_its_grace_end_a_round_before_the_deadline(federation: Federation) -> None:
-    controller = federation.controller(rounds=1, num_clients=2, quorum=0.5, grace_s=0.3)
+    controller = federation.controller(rounds=1, clients__num=2, round__quorum=0.5, round__grace_s=0.3)
     clients = [federation.client(0), federation.client(1, hold={"1": NEVER})]
     reports = finish(controller, *clients)
     assert (reports[0]["clients"], reports[0]["outcome"]) == ([0], "quorum and grace")
 
 
 def test_a_client_killed_in_training_is_not_waited_for(federation: Federation) -> None:
-    controller = federation.controller(rounds=3, num_clients=2, dead_after_s=DEAD_AFTER_S, round_timeout_s=HELD_UP_S)
+    controller = federation.controller(
+        rounds=3, clients__num=2, clients__dead_after_s=DEAD_AFTER_S, round__timeout_s=HELD_UP_S
+    )
     client, victim = federation.client(0), federation.client(1, hold={"2": NEVER}, network=MORTAL)
     victim.wait_for("training", round=2)
     victim.signal(signal.SIGKILL)
@@ -75,7 +77,7 @@ def test_a_client_killed_in_mid_upload_leaves_no_trace_and_may_come_back(tmp_pat
     # A model of 32 MB takes long enough on its way to be cut in the middle.
     gate = tmp_path / "gate"
     with Federation(domain=new_domain(), dim=8_000_000, silence_s=NOBODY_DIES_S) as federation:
-        controller = federation.controller(rounds=3, num_clients=2, dead_after_s=DEAD_AFTER_S)
+        controller = federation.controller(rounds=3, clients__num=2, clients__dead_after_s=DEAD_AFTER_S)
         client = federation.client(0, hold={"2": str(gate)})
         victim = federation.client(
             1, die_after_bytes=8 << 20, network={**MORTAL, "shared_memory": False}
@@ -95,7 +97,7 @@ def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_curre
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=6, min_clients=1, start_grace_s=0.0, downlink_codec="s4")
+    controller = federation.controller(rounds=6, clients__min=1, clients__start_grace_s=0.0, downlink_codec="s4")
     client = federation.client(0, hold={"2": str(gate)})
     client.wait_for("training", round=2)
     late = federation.client(1)
@@ -109,7 +111,7 @@ def test_a_client_that_starts_late_takes_part_from_the_next_round_with_the_curre
 def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_on(tmp_path: Path) -> None:
     first, third = tmp_path / "first", tmp_path / "third"
     with Federation(domain=new_domain(), silence_s=MORTAL["lease_s"]) as federation:
-        controller = federation.controller(rounds=4, num_clients=2)
+        controller = federation.controller(rounds=4, clients__num=2)
         client = federation.client(0, hold={"1": str(first), "3": str(third)})
         sleeper = federation.client(1)
         controller.wait_for("takes part", client=1)
@@ -126,7 +128,7 @@ def test_a_suspended_client_is_not_waited_for_and_takes_part_again_when_it_goes_
 
 
 def test_a_client_whose_training_holds_the_interpreter_is_counted_in_every_round(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, num_clients=2, heartbeat_s=0.1, dead_after_s=0.6)
+    controller = federation.controller(rounds=2, clients__num=2, clients__heartbeat_s=0.1, clients__dead_after_s=0.6)
     clients = [federation.client(0), federation.client(1, gil_s=2.5)]
     reports = finish(controller, *clients)
     assert [report["clients"] for report in reports] == [[0, 1], [0, 1]]
@@ -137,7 +139,7 @@ def test_an_offer_of_a_client_that_was_only_silent_counts_while_its_round_is_ope
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=1, num_clients=2, dead_after_s=1.0)
+    controller = federation.controller(rounds=1, clients__num=2, clients__dead_after_s=1.0)
     client = federation.client(0, hold={"1": str(gate)})
     sleeper = federation.client(1, faults="delay upload_request round=1 seconds=2")
     sleeper.wait_for("phase", phase="offering")
@@ -153,7 +155,7 @@ def test_an_offer_of_a_client_that_was_only_silent_counts_while_its_round_is_ope
 
 def test_a_client_that_was_silent_in_all_rounds_is_named_at_the_end(federation: Federation) -> None:
     """It joined, and nobody has said how many clients there should be."""
-    controller = federation.controller(rounds=1, min_clients=2, dead_after_s=2.0)
+    controller = federation.controller(rounds=1, clients__min=2, clients__dead_after_s=2.0)
     sleeper = federation.client(2)
     controller.wait_for("takes part", client=2)
     sleeper.signal(signal.SIGSTOP)
@@ -166,7 +168,7 @@ def test_a_client_that_was_silent_in_all_rounds_is_named_at_the_end(federation: 
 
 
 def test_without_any_client_the_controller_says_who_is_missing(federation: Federation) -> None:
-    controller = federation.controller(rounds=1, num_clients=2, min_clients=2, start_timeout_s=0.5)
+    controller = federation.controller(rounds=1, clients__num=2, clients__min=2, clients__start_timeout_s=0.5)
     assert controller.wait() == 3
     (error,) = controller.all("error")
     assert error["kind"] == "BarrierTimeout"
@@ -174,7 +176,7 @@ def test_without_any_client_the_controller_says_who_is_missing(federation: Feder
 
 
 def test_a_round_that_nobody_answers_is_tried_again_and_then_given_up(federation: Federation) -> None:
-    controller = federation.controller(rounds=1, num_clients=1, round_timeout_s=0.5, max_attempts=2)
+    controller = federation.controller(rounds=1, clients__num=1, round__timeout_s=0.5, round__max_attempts=2)
     federation.client(0, hold={"1": NEVER})
     assert controller.wait(40.0) == 3
     (error,) = controller.all("error")
@@ -182,7 +184,7 @@ def test_a_round_that_nobody_answers_is_tried_again_and_then_given_up(federation
 
 
 def test_a_failing_training_function_costs_its_client_the_round_and_nothing_else(federation: Federation) -> None:
-    controller = federation.controller(rounds=3, num_clients=2)
+    controller = federation.controller(rounds=3, clients__num=2)
     clients = [federation.client(0), federation.client(1, raise_in=2)]
     reports = finish(controller, *clients)
     assert [report["clients"] for report in reports] == [[0, 1], [0], [0, 1]]
@@ -190,7 +192,7 @@ def test_a_failing_training_function_costs_its_client_the_round_and_nothing_else
 
 
 def test_a_client_whose_model_is_not_finite_costs_only_its_own_round(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, num_clients=2)
+    controller = federation.controller(rounds=2, clients__num=2)
     clients = [federation.client(0), federation.client(1, nan_in=1)]
     reports = finish(controller, *clients)
     assert [report["clients"] for report in reports] == [[0], [0, 1]]
@@ -198,7 +200,7 @@ def test_a_client_whose_model_is_not_finite_costs_only_its_own_round(federation:
 
 
 def test_a_client_whose_loss_alone_is_not_finite_says_so_and_its_update_does_not_count(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, num_clients=2)
+    controller = federation.controller(rounds=2, clients__num=2)
     clients = [federation.client(0), federation.client(1, nan_loss_in=1)]
     reports = finish(controller, *clients)
     assert [report["clients"] for report in reports] == [[0], [0, 1]]
@@ -209,7 +211,7 @@ def test_a_second_process_with_the_same_id_is_refused_and_the_first_goes_on(
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=2, num_clients=1, duplicate_after_s=6.0)
+    controller = federation.controller(rounds=2, clients__num=1, duplicate_after_s=6.0)
     client = federation.client(0, hold={"1": str(gate)})
     client.wait_for("training", round=1)
     twin = federation.client(0)
@@ -222,7 +224,7 @@ def test_a_second_process_with_the_same_id_is_refused_and_the_first_goes_on(
 
 
 def test_a_client_with_another_model_is_refused_with_the_reason(federation: Federation) -> None:
-    controller = federation.controller(rounds=1, num_clients=1)
+    controller = federation.controller(rounds=1, clients__num=1)
     stranger = federation.client(1, dim=1000)
     assert stranger.wait() == 3
     assert "1,000 values, here 200,000" in stranger.all("error")[0]["text"]
@@ -233,7 +235,9 @@ def test_a_client_that_dies_and_is_back_at_once_does_not_hold_up_the_open_round(
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=3, num_clients=2, dead_after_s=DEAD_AFTER_S, round_timeout_s=HELD_UP_S)
+    controller = federation.controller(
+        rounds=3, clients__num=2, clients__dead_after_s=DEAD_AFTER_S, round__timeout_s=HELD_UP_S
+    )
     client = federation.client(0, hold={"2": str(gate)})
     victim = federation.client(1, hold={"2": NEVER}, network=MORTAL)
     victim.wait_for("training", round=2)
@@ -251,7 +255,9 @@ def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
     network = {"shared_memory": False}
     with Federation(domain=new_domain(), dim=25_000_000, silence_s=DEAD_AFTER_S, network=network) as federation:
         # It says that it trains, so in one round it is waited for as long as the rules say.
-        controller = federation.controller(rounds=3, num_clients=2, round_timeout_s=100.0, quorum=0.5, grace_s=1.0)
+        controller = federation.controller(
+            rounds=3, clients__num=2, round__timeout_s=100.0, round__quorum=0.5, round__grace_s=1.0
+        )
         clients = [federation.client(0), federation.client(1, block_loop_in=1)]
         reports = finish(controller, clients[0])
     assert reports[-1]["clients"] == [0]
@@ -259,7 +265,7 @@ def test_a_client_whose_loop_stands_still_does_not_hold_up_the_others() -> None:
 
 
 def test_the_only_client_killed_in_a_round_comes_back_and_the_round_is_done(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, num_clients=1, dead_after_s=DEAD_AFTER_S)
+    controller = federation.controller(rounds=2, clients__num=1, clients__dead_after_s=DEAD_AFTER_S)
     victim = federation.client(0, hold={"1": NEVER}, network=MORTAL)
     victim.wait_for("training", round=1)
     victim.signal(signal.SIGKILL)
@@ -274,7 +280,12 @@ def test_what_counted_in_an_attempt_counts_in_the_next_and_nobody_trains_twice(
 ) -> None:
     gate = tmp_path / "gate"
     controller = federation.controller(
-        rounds=1, num_clients=2, min_clients=2, round_timeout_s=5.0, max_attempts=20, start_timeout_s=30.0
+        rounds=1,
+        clients__num=2,
+        clients__min=2,
+        round__timeout_s=5.0,
+        round__max_attempts=20,
+        clients__start_timeout_s=30.0,
     )
     quick, slow = federation.client(0), federation.client(1, hold={"1": str(gate)})
     slow.wait_for("training", round=1)
@@ -289,7 +300,7 @@ def test_a_client_gives_up_when_its_controller_is_gone_while_it_offers_an_update
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=1, num_clients=1, network=MORTAL)
+    controller = federation.controller(rounds=1, clients__num=1, network=MORTAL)
     controller.wait_for("started")
     client = federation.client(0, hold={"1": str(gate)}, client={"controller_timeout_s": 4.0})
     client.wait_for("training", round=1)

@@ -61,7 +61,7 @@ def run(
 ) -> list[gradbus.RoundReport]:
     """A whole run; each client has its task. ``at_end``: called when the controller is done, and clients may not be."""
     job, domain = f"flow-{os.getpid()}-{next(_jobs)}", new_domain()
-    config = config.model_copy(update={"dead_after_s": 30.0})  # nobody dies here, if a thread stands still, say
+    config = config.replaced("clients.dead_after_s", 30.0)  # nobody dies here, if a thread stands still, say
 
     async def one(client_id: int, task: Any) -> None:
         async with gradbus.connect(job=job, domain=domain, network=network or "loopback") as bus:
@@ -90,7 +90,7 @@ def test_the_weights_do_not_depend_on_the_order_of_arrival_nor_on_the_way(
     for module in (publish, shared_payload):
         monkeypatch.setattr(module, "SHARED_BYTES", 1)  # also what a sparse codec makes of this model
     config = gradbus.FederatedConfig(
-        rounds=3, num_clients=3, codec=codec, downlink_codec=codec, codec_version=version, eval_every=0
+        rounds=3, clients={"num": 3}, codec={"name": codec, "version": version}, downlink_codec=codec, eval_every=0
     )
     weights = []
     for share, order in (True, ([1, 2], [], [])), (False, ([], [1, 3], [2])):
@@ -112,7 +112,7 @@ def test_the_global_model_is_there_by_name_while_rounds_run_and_after_the_end() 
     async def main() -> gradbus.Controller:
         job, domain = f"flow-{os.getpid()}-{next(_jobs)}", new_domain()
         async with asyncio.timeout(60), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
-            rules = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0, dead_after_s=30.0)
+            rules = gradbus.FederatedConfig(rounds=2, clients={"num": 1, "dead_after_s": 30.0}, eval_every=0)
             controller = gradbus.Controller(bus, NoopTask(100), rules)
             with pytest.raises(RuntimeError, match="has not started"):
                 await controller.state_dict()
@@ -133,13 +133,14 @@ def test_the_global_model_is_there_by_name_while_rounds_run_and_after_the_end() 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam"])
 def test_every_strategy_runs_and_is_reproducible(strategy: str) -> None:
-    config = gradbus.FederatedConfig(rounds=2, num_clients=2, strategy=strategy, server_lr=0.5, eval_every=0)
+    options = {} if strategy == "fedavg" else {"lr": 0.5}
+    config = gradbus.FederatedConfig(rounds=2, clients={"num": 2}, strategy={"name": strategy, **options}, eval_every=0)
     first, second = (run(config, [SlowTask([]), SlowTask([])]) for _ in range(2))
     assert [report.weights_crc32 for report in first] == [report.weights_crc32 for report in second]
 
 
 def test_bytes_are_counted_as_they_are_encoded() -> None:
-    config = gradbus.FederatedConfig(rounds=2, num_clients=2, codec="sq8", codec_version=1, eval_every=0)
+    config = gradbus.FederatedConfig(rounds=2, clients={"num": 2}, codec={"name": "sq8", "version": 1}, eval_every=0)
     (first, second) = run(config, [SlowTask([]), SlowTask([])])
     one_update = 20 + 5 * (DIM // 10) + 4 * 2
     assert first.bytes_up == second.bytes_up == 2 * one_update
@@ -163,8 +164,8 @@ def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_o
 
     monkeypatch.setattr(RoundTiming, "counted", noted)
     config = gradbus.FederatedConfig(
-        rounds=2, num_clients=2, codec="sq8", downlink_codec="q8", eval_every=0,
-        cap_samples=None,  # else nothing counts in the first round before all have trained
+        rounds=2, clients={"num": 2}, codec="sq8", downlink_codec="q8", eval_every=0,
+        limits={"cap_samples": None},  # else nothing counts in the first round before all have trained
     )  # fmt: skip
     reports = run(config, [SlowTask([]), Second([1, 2])])
     for report in reports:
@@ -182,7 +183,7 @@ def test_a_report_tells_where_the_time_of_each_client_went_and_what_the_codecs_o
             assert client.num_bytes * 2 == pytest.approx(report.bytes_up, rel=0.1)
             assert client.update_norm
             assert client.residual_norm
-    lossless = run(gradbus.FederatedConfig(rounds=1, num_clients=1, eval_every=0), [SlowTask([])])
+    lossless = run(gradbus.FederatedConfig(rounds=1, clients={"num": 1}, eval_every=0), [SlowTask([])])
     assert (lossless[0].timeline[0].residual_norm, lossless[0].downlink_residual_norm) == (0.0, 0.0)
 
 
@@ -192,7 +193,7 @@ def test_the_mean_of_the_clients_differences_is_added_to_the_model() -> None:
     def keep(bus: gradbus.Bus, controller: gradbus.Controller) -> None:
         captured["weights"] = controller.weights.clone()
 
-    config = gradbus.FederatedConfig(rounds=1, num_clients=2, eval_every=0)
+    config = gradbus.FederatedConfig(rounds=1, clients={"num": 2}, eval_every=0)
     run(config, [SlowTask([]), SlowTask([])], check=keep)
     expected = torch.zeros(DIM, dtype=torch.float64)
     for client_id in (0, 1):
@@ -206,7 +207,7 @@ def test_the_mean_of_the_clients_differences_is_added_to_the_model() -> None:
 
 def test_a_run_survives_ten_percent_packet_loss() -> None:
     network = gradbus.NetworkConfig(profile="network", loss_per_mille=100, shared_memory=False)
-    config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0)
+    config = gradbus.FederatedConfig(rounds=3, clients={"num": 2}, eval_every=0)
     reports = run(config, [SlowTask([]), SlowTask([])], network=network)
     assert [report.clients for report in reports] == [(0, 1)] * 3
 
@@ -218,7 +219,7 @@ def test_a_training_function_that_never_stops_by_itself_is_called_off_when_the_r
                 time.sleep(0.005)
             raise RuntimeError("called off")
 
-    config = gradbus.FederatedConfig(rounds=1, num_clients=2, quorum=0.5, grace_s=0.0, eval_every=0)
+    config = gradbus.FederatedConfig(rounds=1, clients={"num": 2}, round={"quorum": 0.5, "grace_s": 0.0}, eval_every=0)
     (report,) = run(config, [SlowTask([]), Endless(DIM)])
     assert report.clients == (0,)
 
@@ -243,7 +244,7 @@ def test_a_client_that_does_not_get_the_last_model_read_before_the_end_leaves_wi
     monkeypatch.setattr(shared_model_reader, "read", late)
     monkeypatch.setattr(gradbus.Bus, "publish", heard)
     monkeypatch.setattr(shared_model_reader, "LAST_READ_S", 0.1)
-    config = gradbus.FederatedConfig(rounds=2, num_clients=1, eval_every=0)
+    config = gradbus.FederatedConfig(rounds=2, clients={"num": 1}, eval_every=0)
     with capture_logs() as lines:
         reports = run(config, [SlowTask([])], at_end=over.set)
     assert [report.clients for report in reports] == [(0,)] * 2
@@ -260,7 +261,7 @@ def test_an_actor_whose_bus_has_lost_its_receive_thread_ends_and_says_so(who: st
     async def main() -> None:
         place = {"job": f"flow-{os.getpid()}-{next(_jobs)}", "domain": new_domain()}
         async with asyncio.timeout(60), gradbus.connect(**place) as bus:
-            config = gradbus.FederatedConfig(rounds=1, num_clients=1)
+            config = gradbus.FederatedConfig(rounds=1, clients={"num": 1})
             controller = gradbus.Controller(bus, NoopTask(DIM), config)
             client = gradbus.Client(bus, NoopTask(DIM), client_id=0)
             running = asyncio.create_task((client if who == "client" else controller).run())
@@ -283,14 +284,14 @@ def test_what_is_noted_of_each_round_and_update_is_not_written_on_the_event_loop
         write(self, line)
 
     monkeypatch.setattr(History, "_write", watched)
-    config = gradbus.FederatedConfig(rounds=2, num_clients=2, eval_every=0, codec="sq8", history_dir=tmp_path)
-    run(config, [SlowTask([]), SlowTask([])], client=gradbus.ClientConfig(history_dir=tmp_path))
+    config = gradbus.FederatedConfig(rounds=2, clients={"num": 2}, eval_every=0, codec="sq8", history={"dir": tmp_path})
+    run(config, [SlowTask([]), SlowTask([])], client=gradbus.ClientConfig(history={"dir": tmp_path}))
     assert here == {"welcomed", "ended"}
     assert elsewhere == {"started", "commanded", "offered", "counted", "receipt", "committed", "decoded"}
 
 
 def test_two_jobs_run_side_by_side_in_one_process_and_do_not_mix() -> None:
-    config = gradbus.FederatedConfig(rounds=3, num_clients=1, eval_every=0)
+    config = gradbus.FederatedConfig(rounds=3, clients={"num": 1}, eval_every=0)
 
     async def one(job: str, domain: int, dim: int) -> list[gradbus.RoundReport]:
         async with gradbus.connect(job=job, domain=domain) as bus, gradbus.connect(job=job, domain=domain) as other:

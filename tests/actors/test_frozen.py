@@ -11,6 +11,7 @@ import pytest
 import torch
 from dds_domains import new_domain
 from safetensors.torch import save_file
+from settings import nested
 from torch import Tensor, nn
 
 import gradbus
@@ -69,9 +70,8 @@ def run(server: Tuning, *tasks: Tuning, shared_memory: bool = True, **rules: Any
     async def main() -> tuple[Controller, list[Any]]:
         network = gradbus.NetworkConfig(shared_memory=shared_memory)
         place = {"job": f"frozen-{os.getpid()}", "domain": new_domain(), "network": network}
-        config = gradbus.FederatedConfig(
-            **{"rounds": 2, "num_clients": len(tasks), "min_clients": len(tasks), "cap_samples": None, **rules}
-        )
+        all_of_them = {"rounds": 2, "clients__num": len(tasks), "clients__min": len(tasks), "limits__cap_samples": None}
+        config = gradbus.FederatedConfig(**nested(all_of_them | rules))
         async with asyncio.timeout(60), gradbus.connect(**place) as bus, gradbus.connect(**place) as others:
             controller = Controller(bus, server, config)  # type: ignore[arg-type]
             async with asyncio.TaskGroup() as group:
@@ -113,8 +113,8 @@ def test_initial_weights_bring_their_frozen_parameters_and_a_resume_has_them_wit
     given = Backbone(5)
     save_file({name: tensor.detach() for name, tensor in given.state_dict().items()}, tmp_path / "given.safetensors")
     server, client = Tuning(), Tuning()
-    state = {"state_dir": tmp_path / "state"}
-    run(server, client, init_path=tmp_path / "given.safetensors", **state)
+    state = {"checkpoint__dir": tmp_path / "state"}
+    run(server, client, checkpoint__init_path=tmp_path / "given.safetensors", **state)
     again, later = Tuning(), Tuning()
     run(again, later, rounds=3, **state)
     for task in (server, client, again, later):
@@ -125,9 +125,9 @@ def test_initial_weights_bring_their_frozen_parameters_and_a_resume_has_them_wit
 def test_a_checkpoint_as_initial_weights_brings_its_frozen_parameters_too(tmp_path: Path) -> None:
     given = Backbone(5)
     save_file({name: tensor.detach() for name, tensor in given.state_dict().items()}, tmp_path / "given.safetensors")
-    run(Tuning(), Tuning(), init_path=tmp_path / "given.safetensors", state_dir=tmp_path / "state")
+    run(Tuning(), Tuning(), checkpoint__init_path=tmp_path / "given.safetensors", checkpoint__dir=tmp_path / "state")
     server, client = Tuning(), Tuning()
-    run(server, client, init_path=tmp_path / "state" / "round-000002.safetensors")
+    run(server, client, checkpoint__init_path=tmp_path / "state" / "round-000002.safetensors")
     for task in (server, client):
         assert task.seen
         assert all(torch.equal(seen, given.body) for seen in task.seen)
@@ -136,7 +136,7 @@ def test_a_checkpoint_as_initial_weights_brings_its_frozen_parameters_too(tmp_pa
 @pytest.mark.parametrize(("how", "what"), [("thaws", "parameter 'body' was"), ("writes", "parameters were")])
 def test_to_train_what_was_frozen_is_an_error_that_says_what_to_do(how: str, what: str) -> None:
     with pytest.raises((TrainingFailed, ExceptionGroup)) as caught:
-        run(Tuning(), Tuning(**{how: True}), max_attempts=1)
+        run(Tuning(), Tuning(**{how: True}), round__max_attempts=1)
     error = caught.value
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
@@ -155,7 +155,7 @@ def test_a_client_that_has_frozen_others_is_refused() -> None:
             return model
 
     with pytest.raises(ExceptionGroup) as caught:
-        run(Tuning(), Other(), start_timeout_s=5.0)
+        run(Tuning(), Other(), clients__start_timeout_s=5.0)
     assert "set the same model" in str(caught.value.exceptions[0])
 
 

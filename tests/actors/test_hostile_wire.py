@@ -108,7 +108,7 @@ def test_a_run_under_a_spray_of_garbage_ends_with_the_weights_of_a_quiet_one(
 
 async def _run(attack_seed: int | None) -> list[int]:
     job, domain = f"hostile-{os.getpid()}", new_domain()
-    config = gradbus.FederatedConfig(rounds=3, num_clients=2, codec="s4", eval_every=0, dead_after_s=30.0)
+    config = gradbus.FederatedConfig(rounds=3, clients={"num": 2, "dead_after_s": 30.0}, codec="s4", eval_every=0)
 
     async def client(client_id: int) -> None:
         async with gradbus.connect(job=job, domain=domain) as bus:
@@ -156,7 +156,7 @@ def test_an_update_of_another_size_or_with_damaged_content_is_refused_and_the_ro
 
     async def main() -> list[gradbus.RoundReport]:
         job, domain = f"bad-{os.getpid()}", new_domain()
-        config = gradbus.FederatedConfig(rounds=2, num_clients=2, eval_every=0, dead_after_s=30.0)
+        config = gradbus.FederatedConfig(rounds=2, clients={"num": 2, "dead_after_s": 30.0}, eval_every=0)
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(job, domain, client_id))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 TIMES = 5  # that a recording is said again
 _ON_THE_BUS = {"shared_memory": False}  # so that all of it is on the bus
 # No round without both clients: one that is not seen for a moment, because it stands still, changes no weights.
-_RULES: dict[str, Any] = {"rounds": 3, "num_clients": 2, "min_clients": 2, "codec": "s4"}
+_RULES: dict[str, Any] = {"rounds": 3, "clients__num": 2, "clients__min": 2, "codec": "s4"}
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_clients_come_back_by_themselves_to_a_controller_that_was_killed_and_a_r
     known: Identities, tmp_path: Path
 ) -> None:
     domain, job, gate = new_domain(), f"restarted-{os.getpid()}", tmp_path / "gate"
-    rules = {"state_dir": str(tmp_path / "state")}
+    rules = {"checkpoint__dir": str(tmp_path / "state")}
     with (
         Outsider(job, domain, lease_s=NOBODY_DIES_S, patience_s=5.0) as outsider,
         Federation(domain=domain, job=job, silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation,
@@ -144,7 +144,7 @@ def test_clients_come_back_by_themselves_to_a_controller_that_was_killed_and_a_r
 
 def test_who_is_taken_off_the_list_ends_with_the_reason_and_the_others_go_on(known: Identities, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    rules = {"rounds": 3, "num_clients": 2, "min_clients": 1, "codec": "s4"}
+    rules = {"rounds": 3, "clients__num": 2, "clients__min": 1, "codec": "s4"}
     with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=_ON_THE_BUS) as federation:
         controller = federation.controller(**rules, security=known.security("server"))
         stays = federation.client(0, security=known.security("robot-0"), hold={"2": str(gate)})

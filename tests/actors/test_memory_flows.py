@@ -50,7 +50,7 @@ def weights(done: dict[str, Any]) -> list[int]:
 def over_dds() -> list[int]:
     """CRC-32 of the weights after each round of a run of three that shares no memory."""
     with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S, network=OFF) as federation:
-        done = finish(federation.controller(rounds=3, num_clients=2), federation.client(0), federation.client(1))
+        done = finish(federation.controller(rounds=3, clients__num=2), federation.client(0), federation.client(1))
     assert [one["shared"] for one in done] == [{}] * 3
     assert done[0]["received"][UP] > 6 * UPDATE
     assert done[1]["received"][DOWN] > 4 * MODEL
@@ -60,7 +60,7 @@ def over_dds() -> list[int]:
 def test_updates_and_models_pass_through_memory_and_no_payload_over_dds(
     federation: Federation, over_dds: list[int]
 ) -> None:
-    controller = federation.controller(rounds=3, num_clients=2)
+    controller = federation.controller(rounds=3, clients__num=2)
     clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]  # also the last model, after RunEnded
     done, *others = finish(controller, *clients)
     assert weights(done) == over_dds
@@ -78,7 +78,7 @@ def test_updates_and_models_pass_through_memory_and_no_payload_over_dds(
 def test_where_one_side_shares_no_memory_its_data_goes_over_dds_without_a_word(
     off: str, federation: Federation, over_dds: list[int]
 ) -> None:
-    controller = federation.controller(rounds=3, num_clients=2, **({"network": OFF} if off == "controller" else {}))
+    controller = federation.controller(rounds=3, clients__num=2, **({"network": OFF} if off == "controller" else {}))
     clients = [federation.client(0), federation.client(1, **({"network": OFF} if off == "client" else {}))]
     done, near, far = finish(controller, *clients)
     assert weights(done) == over_dds
@@ -98,7 +98,7 @@ def test_where_one_side_shares_no_memory_its_data_goes_over_dds_without_a_word(
 def test_memory_that_cannot_be_opened_costs_one_line_in_the_log_for_each_and_the_data_goes_over_dds(
     federation: Federation, over_dds: list[int]
 ) -> None:
-    controller = federation.controller(rounds=3, num_clients=2, refuse_memory=True)
+    controller = federation.controller(rounds=3, clients__num=2, refuse_memory=True)
     clients = [federation.client(0), federation.client(1, refuse_memory=True)]
     done, near, far = finish(controller, *clients)
     assert weights(done) == over_dds
@@ -112,7 +112,7 @@ def test_memory_that_cannot_be_opened_costs_one_line_in_the_log_for_each_and_the
 
 
 def test_a_client_killed_with_an_update_in_memory_leaves_nothing_and_the_round_goes_on(federation: Federation) -> None:
-    controller = federation.controller(rounds=2, num_clients=2, dead_after_s=5.0)
+    controller = federation.controller(rounds=2, clients__num=2, clients__dead_after_s=5.0)
     client, victim = federation.client(0), federation.client(1, die_after_offer=True, network=MORTAL)
     assert victim.wait(60.0) == -signal.SIGKILL
     done, _ = finish(controller, client)
@@ -127,7 +127,7 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_hands_out_its_model
     federation: Federation, over_dds: list[int], tmp_path: Path
 ) -> None:
     clients = [federation.client(0), federation.client(1, read_delay_s=LATE_S)]
-    rules = {"rounds": 3, "num_clients": 2, "min_clients": 2, "state_dir": str(tmp_path / "state")}
+    rules = {"rounds": 3, "clients__num": 2, "clients__min": 2, "checkpoint__dir": str(tmp_path / "state")}
     # Both have worked from model 1.
     first = federation.controller(**rules, fail_at="after_collect_before_aggregate:2", network=MORTAL)
     assert first.wait(60.0) == -signal.SIGKILL
@@ -146,7 +146,7 @@ def test_a_client_that_comes_late_reads_the_model_of_the_open_round_in_memory_or
     shares: bool, federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    controller = federation.controller(rounds=6, min_clients=1, start_grace_s=0.0)
+    controller = federation.controller(rounds=6, clients__min=1, clients__start_grace_s=0.0)
     client = federation.client(0, hold={"2": str(gate)})
     client.wait_for("training", round=2)
     late = federation.client(1, **({} if shares else {"network": OFF}))

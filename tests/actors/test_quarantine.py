@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dds_domains import new_domain
+from settings import nested
 
 import gradbus
 from gradbus.actors.federated import selection
@@ -67,14 +68,13 @@ async def run(config: gradbus.FederatedConfig, *, clients: int = 3) -> tuple[lis
 
 
 def config_of(**changes: Any) -> gradbus.FederatedConfig:
-    return gradbus.FederatedConfig(
-        **{"num_clients": 3, "min_clients": 2, "eval_every": 0, "heartbeat_s": 0.1, "dead_after_s": 30.0, **changes}
-    )
+    clients = {"clients__num": 3, "clients__min": 2, "clients__heartbeat_s": 0.1, "clients__dead_after_s": 30.0}
+    return gradbus.FederatedConfig(**nested({**clients, "eval_every": 0, **changes}))
 
 
 def test_after_its_strikes_a_client_is_out_for_some_rounds_and_then_back(liars: dict[int, set[int]]) -> None:
     liars[1] = {1, 2}
-    reports, ends = asyncio.run(run(config_of(rounds=6, max_strikes=2, quarantine_rounds=2)))
+    reports, ends = asyncio.run(run(config_of(rounds=6, limits__max_strikes=2, limits__quarantine_rounds=2)))
     assert ends == {}
     assert [report.clients for report in reports] == [(0, 2), (0, 2), (0, 2), (0, 2), (0, 1, 2), (0, 1, 2)]
     assert [report.expected for report in reports] == [3, 3, 2, 2, 3, 3]
@@ -87,7 +87,7 @@ def test_after_its_strikes_a_client_is_out_for_some_rounds_and_then_back(liars: 
 
 def test_out_for_good_is_told_to_the_client_and_those_that_are_left_go_on(liars: dict[int, set[int]]) -> None:
     liars[2] = set(range(10))
-    reports, ends = asyncio.run(run(config_of(rounds=3, max_strikes=1, quarantine_rounds=0)))
+    reports, ends = asyncio.run(run(config_of(rounds=3, limits__max_strikes=1, limits__quarantine_rounds=0)))
     assert [report.clients for report in reports] == [(0, 1)] * 3
     assert [strike.out_until for report in reports for strike in report.strikes] == [FOR_GOOD]
     assert list(ends) == [2]
@@ -104,7 +104,7 @@ def test_a_run_that_lacks_clients_says_who_is_kept_out(
 
     monkeypatch.setattr(selection, "StartCondition", gathering)
     liars[2] = set(range(10))
-    config = config_of(rounds=3, min_clients=3, max_strikes=1, max_attempts=2)
+    config = config_of(rounds=3, clients__min=3, limits__max_strikes=1, round__max_attempts=2)
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run(config))
     error = single_error(caught.value)
@@ -114,8 +114,8 @@ def test_a_run_that_lacks_clients_says_who_is_kept_out(
 
 def test_a_restart_forgets_neither_strikes_nor_who_is_out(liars: dict[int, set[int]], tmp_path: Path) -> None:
     liars[1] = {1, 2}
-    rules: dict[str, Any] = {"max_strikes": 2, "quarantine_rounds": 2, "state_dir": tmp_path}
-    unbroken, _ = asyncio.run(run(config_of(rounds=5, **{**rules, "state_dir": None})))
+    rules: dict[str, Any] = {"limits__max_strikes": 2, "limits__quarantine_rounds": 2, "checkpoint__dir": tmp_path}
+    unbroken, _ = asyncio.run(run(config_of(rounds=5, **{**rules, "checkpoint__dir": None})))
     for rounds in (1, 3, 5):
         reports, _ = asyncio.run(run(config_of(rounds=rounds, **rules)))
     assert [report.clients for report in reports] == [report.clients for report in unbroken]
@@ -125,7 +125,7 @@ def test_a_restart_forgets_neither_strikes_nor_who_is_out(liars: dict[int, set[i
 
 
 def test_a_clipped_update_is_named_in_the_report_and_bounded_in_the_model(tmp_path: Path) -> None:
-    reports, _ = asyncio.run(run(config_of(rounds=1, clip_norm=1e-3, state_dir=tmp_path)))
+    reports, _ = asyncio.run(run(config_of(rounds=1, limits__clip_norm=1e-3, checkpoint__dir=tmp_path)))
     assert reports[0].marks == {"clipped": (0, 1, 2)}
     store = CheckpointStore(tmp_path)
     checkpoint = store.load_newest()

@@ -17,8 +17,8 @@ from gradbus.actors.federated.rounds import CLIENT_LOST
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 # No round without both clients: one that is not seen for a moment, because it stands still, changes no weights.
-_RULES = {"rounds": 4, "num_clients": 2, "min_clients": 2, "codec": "sq8", "downlink_codec": "s4",
-          "strategy": "fedavgm", "history_payloads": True}  # fmt: skip
+_RULES = {"rounds": 4, "clients__num": 2, "clients__min": 2, "codec": "sq8", "downlink_codec": "s4",
+          "strategy": "fedavgm", "history__payloads": True}  # fmt: skip
 _MORTAL = {"lease_s": 1.0}
 _STEPS = [
     "before_command",
@@ -64,9 +64,9 @@ def test_killed_at_any_step_the_run_ends_with_the_weights_of_an_unbroken_one(
 ) -> None:
     state = str(tmp_path / "controller")
     clients = [federation.client(i, client={"state_dir": str(tmp_path / "clients")}) for i in (0, 1)]
-    first = federation.controller(**_RULES, state_dir=state, fail_at=f"{step}:2", network=_MORTAL)
+    first = federation.controller(**_RULES, checkpoint__dir=state, fail_at=f"{step}:2", network=_MORTAL)
     assert first.wait(60.0) == -signal.SIGKILL
-    second = federation.controller(**_RULES, state_dir=state)
+    second = federation.controller(**_RULES, checkpoint__dir=state)
     done = second.wait_for("done", timeout_s=60.0)
     assert [client.wait() for client in clients] == [0, 0]  # they were not restarted
     assert weights_of(done["reports"], killed_in=2) == unbroken
@@ -83,13 +83,13 @@ def test_everybody_dies_and_all_go_on_from_what_is_on_the_disk(
 ) -> None:
     state, client = str(tmp_path / "controller"), {"state_dir": str(tmp_path / "clients")}
     clients = [federation.client(i, client=client) for i in (0, 1)]
-    first = federation.controller(**_RULES, state_dir=state, fail_at="mid_collect:3", network=_MORTAL)
+    first = federation.controller(**_RULES, checkpoint__dir=state, fail_at="mid_collect:3", network=_MORTAL)
     assert first.wait(60.0) == -signal.SIGKILL
     for node in clients:
         node.signal(signal.SIGKILL)
         node.wait()
     again = [federation.client(i, client=client) for i in (0, 1)]
-    done = federation.controller(**_RULES, state_dir=state).wait_for("done", timeout_s=60.0)
+    done = federation.controller(**_RULES, checkpoint__dir=state).wait_for("done", timeout_s=60.0)
     assert [node.wait() for node in again] == [0, 0]
     assert weights_of(done["reports"], killed_in=3) == unbroken
 
@@ -100,13 +100,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     state, client = tmp_path / "controller", {"state_dir": str(tmp_path / "clients")}
     federation.may_break.add("I4")  # what was written to the disk was lost there
     clients = [federation.client(i, client=client) for i in (0, 1)]
-    first = federation.controller(**_RULES, state_dir=str(state), fail_at="after_publish:3", network=_MORTAL)
+    first = federation.controller(**_RULES, checkpoint__dir=str(state), fail_at="after_publish:3", network=_MORTAL)
     assert first.wait(60.0) == -signal.SIGKILL
     newest = state / "round-000003.safetensors"
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
-    second = federation.controller(**_RULES, state_dir=str(state))
+    second = federation.controller(**_RULES, checkpoint__dir=str(state))
     done = second.wait_for("done", timeout_s=60.0)
     assert [node.wait() for node in clients] == [0, 0]
     assert [event["round_id"] for event in second.all("round")] == [3, 4]
@@ -115,28 +115,28 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 
 def test_a_finished_run_started_again_has_nothing_to_do(federation: Federation, tmp_path: Path) -> None:
     state = str(tmp_path / "state")
-    controller = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    controller = federation.controller(rounds=1, clients__num=1, checkpoint__dir=state)
     client = federation.client(0)
     controller.wait_for("done")
     assert client.wait() == 0
-    again = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    again = federation.controller(rounds=1, clients__num=1, checkpoint__dir=state)
     done = again.wait_for("done")
     assert [report["round_id"] for report in done["reports"]] == [1]
 
 
 def test_two_controllers_cannot_share_a_state_directory(federation: Federation, tmp_path: Path) -> None:
     state = str(tmp_path / "state")
-    first = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    first = federation.controller(rounds=1, clients__num=1, checkpoint__dir=state)
     first.wait_for("started")
     federation.client(0, hold={"1": "/nonexistent/gate"}).wait_for("training", round=1)
-    second = federation.controller(rounds=1, num_clients=1, state_dir=state)
+    second = federation.controller(rounds=1, clients__num=1, checkpoint__dir=state)
     assert second.wait() == 3
     assert "in use by another running process" in second.all("error")[0]["text"]
 
 
 def test_a_checkpoint_holds_the_history_and_only_the_last_few_are_kept(federation: Federation, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    controller = federation.controller(rounds=5, num_clients=1, state_dir=str(state), keep_checkpoints=2)
+    controller = federation.controller(rounds=5, clients__num=1, checkpoint__dir=str(state), checkpoint__keep=2)
     client = federation.client(0)
     controller.wait_for("done", timeout_s=60.0)
     assert client.wait() == 0
@@ -151,7 +151,7 @@ def test_killed_after_the_last_commit_the_controller_comes_back_to_say_that_all_
 ) -> None:
     state = str(tmp_path / "state")
     client = federation.client(0)
-    rules = {"rounds": 1, "num_clients": 1, "state_dir": state}
+    rules = {"rounds": 1, "clients__num": 1, "checkpoint__dir": state}
     first = federation.controller(**rules, fail_at="after_commit_before_publish:1", network=_MORTAL)
     assert first.wait() == -signal.SIGKILL
     second = federation.controller(**rules)
@@ -164,7 +164,7 @@ def test_a_controller_whose_clock_was_set_back_is_still_the_one_that_counts(
 ) -> None:
     state = str(tmp_path / "state")
     client = federation.client(0)
-    rules = {"rounds": 3, "num_clients": 1, "state_dir": state}
+    rules = {"rounds": 3, "clients__num": 1, "checkpoint__dir": state}
     first = federation.controller(**rules, fail_at="after_command:2", network=_MORTAL)
     assert first.wait() == -signal.SIGKILL
     second = federation.controller(**rules, clock_offset_s=-3600)
@@ -177,7 +177,7 @@ def test_a_controller_whose_clock_was_set_back_is_still_the_one_that_counts(
 def test_what_was_being_trained_for_a_dead_controller_is_no_answer_to_the_next_one(
     durable: bool, federation: Federation, tmp_path: Path
 ) -> None:
-    rules = {"rounds": 1, "num_clients": 1, **({"state_dir": str(tmp_path / "state")} if durable else {})}
+    rules = {"rounds": 1, "clients__num": 1, **({"checkpoint__dir": str(tmp_path / "state")} if durable else {})}
     gate = tmp_path / "gate"
     client = federation.client(0, hold={"1": str(gate)})
     first = federation.controller(**rules, network=_MORTAL)

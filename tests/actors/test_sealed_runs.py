@@ -16,7 +16,7 @@ from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 pytestmark = pytest.mark.slow
 
 _NETWORK = {"shared_memory": False}  # so that all of it is on the bus
-_RULES: dict[str, Any] = {"rounds": 3, "num_clients": 2, "codec": "s4"}
+_RULES: dict[str, Any] = {"rounds": 3, "clients__num": 2, "codec": "s4"}
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_with_another_key_both_sides_say_what_to_compare(key: str, tmp_path: Pat
     write_secret_file(tmp_path / "other", new_job_key().text)
     with Federation(domain=new_domain(), silence_s=NOBODY_DIES_S) as federation:
         # Neither hears the other before both are there, and one may be there for seconds before the other is.
-        controller = federation.controller(rounds=1, start_timeout_s=5.0, security=sealed(key))
+        controller = federation.controller(rounds=1, clients__start_timeout_s=5.0, security=sealed(key))
         client = federation.client(0, security=sealed(str(tmp_path / "other")), client={"controller_timeout_s": 5.0})
         for node in (controller, client):
             error = node.wait_for("error")

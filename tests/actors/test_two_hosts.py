@@ -23,7 +23,7 @@ def network(here: Host, other: Host) -> dict[str, Any]:
 
 def test_a_run_between_two_hosts_gives_the_weights_of_a_run_on_one(hosts: tuple[Host, Host]) -> None:
     left, right = hosts
-    rules = {"rounds": 3, "num_clients": 2, "codec": "sq8"}
+    rules = {"rounds": 3, "clients__num": 2, "codec": "sq8"}
     with Federation(domain=7, dim=1_199_882, silence_s=NOBODY_DIES_S) as federation:
         controller = federation.controller(**rules, prefix=left.prefix, network=network(left, right))
         clients = [
@@ -47,7 +47,7 @@ def test_a_client_behind_a_cut_link_is_left_out_and_is_back_after_the_link_is_me
     left, right = hosts
     gates = {str(round_id): str(tmp_path / str(round_id)) for round_id in (2, 3)}
     with Federation(domain=7, silence_s=3.0) as federation:
-        controller = federation.controller(rounds=4, num_clients=2, prefix=left.prefix, network=network(left, right))
+        controller = federation.controller(rounds=4, clients__num=2, prefix=left.prefix, network=network(left, right))
         near = federation.client(0, prefix=left.prefix, network=network(left, right), hold=gates)
         far = federation.client(1, prefix=right.prefix, network=network(right, left), hold={"2": "/nonexistent/gate"})
         far.wait_for("training", round=2, timeout_s=60.0)

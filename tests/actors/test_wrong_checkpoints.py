@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import make_strategy
 from gradbus.actors.data_parallel.exchanges.base import ExchangeLabel
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.data_parallel.state import (
@@ -35,6 +34,7 @@ from gradbus.actors.federated.state import RunState, SavedRun
 from gradbus.experiments.rundir.directory import json_text, totals
 from gradbus.runtime import checkpoint as module
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
@@ -52,10 +52,10 @@ WRONG: tuple[Any, ...] = (
 
 def federated(directory: Path) -> RunState:
     """The state of a controller with all that there is to save; opened again it goes on."""
-    config = FederatedConfig(state_dir=directory, strategy="fedadam", downlink_codec="q8")
+    config = FederatedConfig(checkpoint={"dir": directory}, strategy="fedadam", downlink_codec="q8")
     torch.manual_seed(0)
     model = FlatModel(torch.nn.Linear(3, 4))
-    strategy = make_strategy(config, model.dim)
+    strategy = STRATEGIES.make(config.strategy, model.dim)
     state = RunState(config, model, strategy)
     for round_id in range(state.round_id + 1, state.round_id + 3):
         assert state.held is not None
@@ -87,7 +87,7 @@ def client(directory: Path) -> None:
 
 def rank(directory: Path, exchange: str) -> None:
     """What rank 0 saves in the midst of an epoch."""
-    scene = Scene(exchange=exchange, state_dir=directory, density=0.1)
+    scene = Scene(exchange=exchange, checkpoint__dir=directory, exchange__density=0.1)
     label = ExchangeLabel.of(scene.exchange)
     state = WorkerState(scene.config, 0, 1, exchange=label)
     try:

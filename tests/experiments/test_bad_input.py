@@ -65,7 +65,10 @@ def test_a_worker_without_a_place_is_told_how_to_give_it(invoke, configs, place,
     ("arguments", "said"),
     [
         (("-n", 4, "--", "absent.json"), "absent.json cannot be read: No such file"),
-        (("-n", 4, "--", "x.json", "--set", "worker.lr=-1"), "worker.lr: input should be greater than 0, got -1"),
+        (
+            ("-n", 4, "--", "x.json", "--set", "parallel.optimizer.lr=-1"),
+            "parallel.optimizer.lr: input should be greater than 0, got -1",
+        ),
         (("-n", 0, "--", "x.json"), "-n must be 1 to 1024, got 0"),
         (("-n", 2, "--", "x.json", "--rank", 1), "--rank is not for 'gradbus run'"),
         (("-n", 2, "--", "x.json", "--set", "bus.interface=nope0"), "'nope0' does not exist here"),
@@ -86,7 +89,7 @@ def test_an_option_that_workers_do_not_have_is_refused_once(invoke, configs) -> 
 
 
 def test_a_rank_that_does_not_come_is_named(invoke, configs, domain) -> None:
-    soon = ("--set", "worker.join_timeout_s=0.5", "--set", f"bus.domain={domain}")
+    soon = ("--set", "parallel.timeouts.join_s=0.5", "--set", f"bus.domain={domain}")
     ended = invoke("worker", configs / "ddp.conf.json", "--rank", 0, "--world", 3, *soon, *GLYPHS)
     assert ended.code == 4
     assert "missing [1, 2]" in one_line(ended.err)
@@ -112,7 +115,7 @@ def test_data_that_are_not_there_are_asked_for(invoke, configs, command, tmp_pat
 
 def test_a_state_directory_that_cannot_be_made_is_named(invoke, configs, domain, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    where = ("--set", "federated.state_dir=file/state", "--set", f"bus.domain={domain}")
+    where = ("--set", "federated.checkpoint.dir=file/state", "--set", f"bus.domain={domain}")
     ended = invoke("controller", configs / "controller.conf.json", *where, *GLYPHS)
     assert ended.code == 6
     assert "state directory file/state cannot be written: Not a directory" in one_line(ended.err)
@@ -140,7 +143,7 @@ def test_an_interface_that_does_not_exist_is_named_with_those_that_do(invoke, co
 
 
 def test_clients_that_do_not_come_are_counted_and_named(invoke, configs, domain) -> None:
-    soon = ("--set", "federated.start_timeout_s=0.3", "--set", f"bus.domain={domain}")
+    soon = ("--set", "federated.clients.start_timeout_s=0.3", "--set", f"bus.domain={domain}")
     ended = invoke("controller", configs / "controller.conf.json", *soon, *GLYPHS)
     assert ended.code == 4
     assert "missing [0, 1]" in one_line(ended.err)

@@ -57,7 +57,7 @@ def test_the_slowest_rank_counts_in_each_repeat() -> None:
 def test_a_rank_that_fails_is_named() -> None:
     with pytest.raises(ProcessFailed, match=r"rank 0 failed: (.|\n)*AttributeError: .*'model'"):
         run_ranks(time_steps, 1)
-    run = Training(model=mnist_mlp, batch_size=8, config={"lr": -1.0}, data="glyphs")
+    run = Training(model=mnist_mlp, batch_size=8, config={"optimizer": {"lr": -1.0}}, data="glyphs")
     with pytest.raises(ProcessFailed, match=r"rank [01] failed(.|\n)*lr"):
         train(run, timeout_s=30)
 

@@ -20,7 +20,8 @@ from gradbus.experiments.rundir.export import Format
 from gradbus.models import partition
 from gradbus.models.data_sets import SourceName
 from gradbus.runtime import logs
-from gradbus.runtime.config.federated import BusSettings, FederatedConfig
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.security.identity.allow_list import ROLES
 
 LEVELS = [name.lower() for name in logging.getLevelNamesMapping()]

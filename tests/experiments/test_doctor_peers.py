@@ -18,7 +18,7 @@ from gradbus.experiments.doctor.machine import Finding, Severity
 from gradbus.experiments.doctor.peers import PeerContact, judge_peer
 from gradbus.experiments.doctor.remote_bus import BusPeer
 from gradbus.experiments.namespaces import Host, set_link
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
 
 PATIENT_S = 60.0  # for what comes; a doctor that has found all ends at once

@@ -22,8 +22,8 @@ from fresh_shells import Clone, command_lines, write_mnist
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 SHORT = {
-    "controller": ["--no-live", "--set", "federated.rounds=1", "--set", "federated.subset_size=32"],
-    "worker": ["--no-live", "--set", "worker.epochs=1"],
+    "controller": ["--no-live", "--set", "federated.rounds=1", "--set", "federated.training.subset_size=32"],
+    "worker": ["--no-live", "--set", "parallel.epochs=1"],
 }
 
 HERE = (

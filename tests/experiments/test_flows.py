@@ -70,7 +70,7 @@ def test_a_demo_trains_and_leaves_a_complete_run_directory(start, invoke, domain
     assert summary["outcome"] == "done"
     assert summary["bytes_up"] == sum(report["bytes_up"] for report in reports) > 0
     assert (run / "accuracy.png").stat().st_size > 1000
-    assert load(ControllerFile, run / "config.json").federated.codec == "sq8"
+    assert load(ControllerFile, run / "config.json").federated.codec.name == "sq8"
     checked = invoke("check", "run")
     assert checked.code == 0, checked.out
     assert [line.split()[0] for line in checked.out.splitlines()] == [f"I{number}" for number in range(1, 8)]
@@ -148,7 +148,7 @@ def test_clients_that_do_not_fit_are_refused_and_the_run_goes_on(fork, domain, t
         async with connect("refusals", domain=domain) as bus, connect("refusals", domain=domain) as other:
             client = asyncio.create_task(Client(other, SlowTask(10), client_id=0).run())
             misfit = asyncio.create_task(run_client(other_model, 1))
-            config = FederatedConfig(rounds=1000, num_clients=1, dead_after_s=PATIENT_S)
+            config = FederatedConfig(rounds=1000, clients={"num": 1, "dead_after_s": PATIENT_S})
             try:
                 async with contextlib.aclosing(Controller(bus, SlowTask(10), config).rounds()) as rounds:
                     async for _ in rounds:
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork, invoke, 
     file = {
         "bus": {"job": "damage", "domain": domain},
         "task": {"task": "gradbus.models:NoopTask", "task_options": {"dim": 10}},
-        "federated": {"rounds": 3, "num_clients": 1, "state_dir": str(state), "dead_after_s": PATIENT_S},
+        "federated": {"rounds": 3, "clients": {"num": 1, "dead_after_s": PATIENT_S}, "checkpoint": {"dir": str(state)}},
         "run_dir": "run",
     }
     config.write_text(json.dumps(file))
@@ -274,7 +274,7 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is_and_tells_clients_t
     file = {
         "bus": {"job": "finished", "domain": domain},
         "task": {"task": "gradbus.models:NoopTask", "task_options": {"dim": 10}},
-        "federated": {"rounds": 2, "num_clients": 2, "min_clients": 1, "start_grace_s": 0.5},
+        "federated": {"rounds": 2, "clients": {"num": 2, "min": 1, "start_grace_s": 0.5}},
         "run_dir": "run",
     }
     config.write_text(json.dumps(file))

@@ -48,7 +48,7 @@ def write(path: Path, who: str, *events: Event) -> None:
 
 
 def started(round_id: int = 0, crc32: int = 1, run: str = RUN, **federated: Any) -> Event:
-    rules = {"state_dir": "state", "resume": True, **federated}
+    rules = {"checkpoint": {"dir": "state", "resume": True}, **federated}
     return {
         "event": "started", "run": run, "round": round_id, "crc32": crc32, "held_crc32": crc32, "incarnation": 1,
         "federated": rules,
@@ -240,7 +240,7 @@ def test_where_there_is_no_history_the_error_says_who_keeps_one(tmp_path: Path) 
     "rules",
     [
         {"codec": "fp32"},
-        {"codec": "q8", "codec_version": 1},
+        {"codec": {"name": "q8", "version": 1}},
         {"codec": "sq8", "downlink_codec": "s4", "strategy": "fedavgm"},
         {"codec": "s4", "downlink_codec": "q8"},
     ],
@@ -336,16 +336,14 @@ async def _run(history: Path, rules: dict[str, Any]) -> list[int]:
     job, domain = f"history-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
         rounds=3,
-        num_clients=2,
+        clients={"num": 2, "dead_after_s": PATIENT_S},
         eval_every=0,
-        dead_after_s=PATIENT_S,
-        history_dir=history,
-        history_payloads=True,
+        history={"dir": history, "payloads": True},
         **rules,
     )
 
     async def client(client_id: int) -> None:
-        own = gradbus.ClientConfig(history_dir=history)
+        own = gradbus.ClientConfig(history={"dir": history})
         async with gradbus.connect(job=job, domain=domain) as bus:
             await gradbus.Client(bus, NoopTask(DIM, delta="seeded"), client_id=client_id, config=own).run()
 

@@ -14,7 +14,7 @@ from identities import Identities
 from gradbus.experiments.buses import check
 from gradbus.experiments.doctor import security as doctor_security
 from gradbus.experiments.doctor.machine import Finding, Severity
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.security.identity import allow_list
 from gradbus.runtime.security.job_key import JobKey, new_job_key, write_secret_file
 from gradbus.runtime.security.user_key import load_user_key

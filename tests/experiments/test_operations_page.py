@@ -13,14 +13,14 @@ import psutil
 import pytest
 from dds_domains import new_domain
 from doc_pages import fenced_blocks, rows, section
-from pydantic import BaseModel
 
 from gradbus.experiments.cli import exit_codes
 from gradbus.experiments.doctor.machine import WANTED_BUFFER_BYTES
 from gradbus.experiments.files import ClientFile, ControllerFile, WorkerFile, load
+from gradbus.experiments.settings_reference import sections
 from gradbus.runtime.bus.bus import connect
-from gradbus.runtime.config.federated import BusSettings
-from gradbus.runtime.config.job_name import user_name
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.job_name import user_name, with_user
 from gradbus.runtime.dds.missing_peers import MAX_PROCESSES, port_range
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.shm import layout
@@ -36,21 +36,15 @@ def page(root: Path) -> str:
 
 def settings_there_are() -> dict[str, Any]:
     """Default by name: ``federated.rounds`` and so on."""
-    found: dict[str, Any] = {}
-    for kind in KINDS:
-        for section_name, field in kind.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                section_of: Any = field.get_default()
-                found |= {f"{section_name}.{key}": getattr(section_of, key) for key in type(section_of).model_fields}
-            else:
-                found[section_name] = field.get_default()
-    return found
+    return {
+        setting.name: json.loads(with_user(setting.default)) for section in sections() for setting in section.settings
+    }
 
 
 def named_settings(text: str) -> set[str]:
     """What stands in backticks, after ``--set``, or in the environment, and looks like a setting."""
-    sections = "|".join(name.partition(".")[0] for name in settings_there_are() if "." in name)
-    named = set(re.findall(rf"(?:`|--set )'?((?:{sections})\.(?!json\b)\w+)(?==|'|`| )", text))
+    names = "|".join(name.partition(".")[0] for name in settings_there_are() if "." in name)
+    named = set(re.findall(rf"(?:`|--set )'?((?:{names})\.(?!json\b)[\w.]+)(?==|'|`| )", text))
     return named | {
         name.lower().replace("__", ".") for name in re.findall(r"\bGRADBUS_((?:[A-Z]+)__[A-Z_]+)", text)
     }  # fmt: skip
@@ -65,8 +59,8 @@ def test_every_setting_that_a_page_names_exists(root: Path, name: str) -> None:
 
 
 def test_a_setting_that_does_not_exist_would_be_found() -> None:
-    assert named_settings("`bus.leese_s`, `--set worker.lrr=1`, GRADBUS_BUS__JOBB") == {
-        "bus.leese_s", "worker.lrr", "bus.jobb",
+    assert named_settings("`bus.leese_s`, `--set parallel.lrr=1`, GRADBUS_BUS__JOBB") == {
+        "bus.leese_s", "parallel.lrr", "bus.jobb",
     }  # fmt: skip
 
 
@@ -89,11 +83,12 @@ def test_every_option_that_a_page_names_exists(root: Path, name: str) -> None:
 def test_what_two_settings_take_is_what_they_take(page: str, root: Path) -> None:
     """Values given with a name: `bus.shared_memory=false` and so on."""
     texts = [page, (root / "docs" / "tuning.md").read_text(encoding="utf-8")]
-    given = [pair for text in texts for pair in re.findall(r"`((?:bus|worker|federated)\.\w+=[^`]+)`", text)]
+    given = [pair for text in texts for pair in re.findall(r"`((?:bus|parallel|federated)\.[\w.]+=[^`]+)`", text)]
     assert len(given) > 4
     for pair in given:
-        kind = WorkerFile if pair.startswith("worker") else ControllerFile
-        load(kind, None, overrides=[pair])
+        kind = WorkerFile if pair.startswith("parallel") else ControllerFile
+        chosen = ["parallel.exchange=dgc"] if re.match(r"parallel\.exchange\.(density|warmup|value)", pair) else []
+        load(kind, None, overrides=[*chosen, pair])
 
 
 def test_the_defaults_are_those_of_the_code(page: str) -> None:

@@ -20,7 +20,7 @@ from gradbus.experiments.doctor.report import judge
 from gradbus.experiments.run.demo import DemoOptions, plan
 from gradbus.experiments.rundir import versions
 from gradbus.runtime import errors
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.missing_peers import port_range
 
 

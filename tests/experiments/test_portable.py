@@ -82,7 +82,7 @@ def test_a_federated_run_ends_well_although_a_client_is_killed(start, monkeypatc
 
 
 def test_data_parallel_ranks_train_to_the_end_with_equal_models(start, configs: Path, tmp_path: Path) -> None:
-    settings = ("task.data=glyphs", "worker.max_steps=12", "worker.hash_every=4")
+    settings = ("task.data=glyphs", "parallel.max_steps=12", "parallel.hash_every=4")
     process = start(
         "run", "-n", 2, "--", configs / "ddp.conf.json", "--run-dir", "run",
         *(part for setting in settings for part in ("--set", setting)),

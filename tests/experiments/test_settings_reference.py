@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +14,8 @@ from pydantic import BaseModel
 
 from gradbus.experiments.cli.choices import FileKind
 from gradbus.experiments.settings_reference import FILES, as_markdown, as_text, json_schema, sections
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.choices import Choice, Choices
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.job_name import default_job
 
 GRADBUS = Path(sys.executable).parent / "gradbus"
@@ -25,13 +27,18 @@ def gradbus(*words: str) -> str:
     return done.stdout
 
 
-def names_of(kind: type[BaseModel]) -> set[str]:
-    names: set[str] = set()
+def names_of(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in kind.model_fields.items():
         inner: Any = field.annotation
-        is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
-        names |= {f"{name}.{key}" for key in inner.model_fields} if is_section else {name}
-    return names
+        if inner is Choice:
+            yield prefix + name
+            (table,) = (mark for mark in field.metadata if isinstance(mark, Choices))
+            options = {key for choice in table.table for key in table.options_of(choice).model_fields}
+            yield from (f"{prefix}{name}.{key}" for key in options)
+        elif isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from names_of(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def test_the_page_is_what_the_command_prints(root: Path) -> None:
@@ -63,7 +70,8 @@ def test_the_reference_for_a_terminal_shows_name_default_type_and_text() -> None
     text = gradbus("reference")
     assert text == as_text()
     assert "\nfederated.rounds = 10    (integer >= 1, <= 1000000)\n    Number of rounds in all" in text
-    assert '\nfederated.codec = "fp32"    (`fp32`, `q8`, `s4`, `sq8`)\n' in text
+    assert '\nfederated.codec = "fp32"    (choice: `fp32`, `q8`, `s4`, `sq8`)\n' in text
+    assert "\nparallel.exchange.density = 0.001    (number > 0, <= 1)\n    With `dgc`. Share of" in text
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
@@ -82,7 +90,7 @@ def test_a_schema_knows_the_settings_of_its_file_and_no_others(kind: FileKind) -
     assert schema["additionalProperties"] is False
     for inner in schema["$defs"].values():
         assert inner["additionalProperties"] is False
-        assert all(field["description"] for field in inner["properties"].values())
+        assert all(field["description"] for field in inner["properties"].values() if "$ref" not in field)
 
 
 def test_there_is_a_schema_for_every_kind_of_file() -> None:

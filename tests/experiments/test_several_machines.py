@@ -79,7 +79,7 @@ def test_a_key_doctors_and_a_federated_run_on_two_machines(clones: tuple[Clone, 
         (told,) = clone.outputs(codes=(0, 8))  # 8: it finds that a busy machine is not well
         assert re.search(rf"peer {other} .*round trip \d+ us", told), told
 
-    shorten(clones[0].folder / "controller.json", "federated", rounds=1, subset_size=32)
+    shorten(clones[0].folder / "controller.json", "federated", rounds=1, training={"subset_size": 32})
     runs = lines[at + 1 :]
     assert [line.split()[1] for line in runs] == ["controller", "client", "client"]
     for line in runs:
@@ -100,7 +100,7 @@ def test_ranks_of_a_worker_and_of_torchrun_on_two_machines(clones: tuple[Clone, 
     have_a_key(clones, [line for line in readme(root) if "job.key" in line and "doctor" not in line])
     for clone, line in zip(clones, (command, command.replace("--rank 0", other)), strict=True):
         clone.run(f"cp experiments/configs/{config} ddp.json")
-        shorten(clone.folder / "ddp.json", "worker", epochs=1)
+        shorten(clone.folder / "ddp.json", "parallel", epochs=1)
         clone.start(line)
     assert "done: 1 epochs" in clones[0].outputs()[0]
     clones[1].outputs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,10 @@ def test_the_configurations_that_are_not_run_are_right_as_well(root: Path, tmp_p
     for kind in (ControllerFile, ClientFile):
         assert load(kind, tmp_path / "several.json").bus.peers == ("192.0.2.10", "192.0.2.11")
     for kind, setting, default in (
-        (ControllerFile, "federated.dead_after_s", "30 s"), (ClientFile, "client.controller_timeout_s", "10 minutes"),
-    ):  # fmt: skip
-        part, key = setting.split(".")
-        value = getattr(getattr(kind(), part), key)
+        (ControllerFile, "federated.clients.dead_after_s", "30 s"),
+        (ClientFile, "client.controller_timeout_s", "10 minutes"),
+    ):
+        value = attrgetter(setting)(kind())
         assert default in (f"{value:g} s", f"{value / 60:g} minutes")
         assert re.search(rf"{default}[^|]*\(`{setting}`\)", page)
 
@@ -134,7 +135,7 @@ def test_the_data_parallel_tutorial_trains_dense_and_by_dgc(root: Path, tmp_path
         assert 100 * last["accuracy"] == pytest.approx(float(accuracy.removesuffix(" %")), abs=1.0)
         assert last["bytes_out_per_step"] == pytest.approx(as_bytes(sent), rel=0.03)
     assert list((tmp_path / "scalars").glob("events.out.tfevents.*"))
-    assert load(WorkerFile, tmp_path / "recordings.json").worker.momentum == 0.9
+    assert load(WorkerFile, tmp_path / "recordings.json").parallel.optimizer.momentum == 0.9
 
 
 def as_bytes(text: str) -> float:

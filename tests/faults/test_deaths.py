@@ -50,9 +50,9 @@ def test_a_client_that_dies_anywhere_in_a_round_is_back_in_training_soon_and_the
     place: str, federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    state = {"state_dir": str(tmp_path / "state")}
+    state = {"checkpoint__dir": str(tmp_path / "state")}
     controller = federation.controller(
-        rounds=5, num_clients=3, codec="sq8", history_payloads=True, dead_after_s=PATIENT_S
+        rounds=5, clients__num=3, codec="sq8", history__payloads=True, clients__dead_after_s=PATIENT_S
     )
     clients = [federation.client(0), federation.client(1, hold={"4": str(gate)})]
     victim = federation.client(2, fail_at=f"{place}:2", client=state, network=DYING)
@@ -78,7 +78,7 @@ def test_a_client_that_dies_anywhere_in_a_round_is_back_in_training_soon_and_the
 def test_a_client_that_dies_with_half_its_update_sent_leaves_nothing_behind(tmp_path: Path) -> None:
     network = {**CALM, "shared_memory": False}
     with Federation(domain=new_domain(), dim=1_500_000, network=network) as federation:  # 6 frames
-        controller = federation.controller(rounds=3, num_clients=3, dead_after_s=PATIENT_S)
+        controller = federation.controller(rounds=3, clients__num=3, clients__dead_after_s=PATIENT_S)
         clients = [federation.client(0), federation.client(1)]
         victim = federation.client(2, faults="crash update round=2 nth=4", network={**network, **DYING})
         assert victim.wait() == -signal.SIGKILL
@@ -94,7 +94,7 @@ def test_a_client_that_stood_still_brings_a_late_update_which_is_refused_and_goe
     federation: Federation, tmp_path: Path
 ) -> None:
     gate, late = tmp_path / "gate", tmp_path / "late"
-    controller = federation.controller(rounds=4, num_clients=2, dead_after_s=DYING["lease_s"])
+    controller = federation.controller(rounds=4, clients__num=2, clients__dead_after_s=DYING["lease_s"])
     client = federation.client(0, hold={"3": str(gate)})
     faults = "delay upload_request round=2 seconds=6"  # more than this machine may need to stop it
     sleeper = federation.client(1, hold={"2": str(late)}, faults=faults, network=DYING)
@@ -121,8 +121,8 @@ def test_when_a_rank_dies_in_a_step_the_others_know_at_once_and_their_parameters
 ) -> None:
     history = tmp_path / "history"
     settings: dict[str, Any] = {
-        "epochs": 2, "eval_every_epochs": 0, "hash_every": 1, "history_dir": str(history),
-        "state_dir": str(tmp_path / "state"), "checkpoint_every_steps": 2,
+        "epochs": 2, "eval_every_epochs": 0, "hash_every": 1, "history__dir": str(history),
+        "checkpoint__dir": str(tmp_path / "state"), "checkpoint__every_steps": 2,
     }  # fmt: skip
     with ddp_ranks(3, **settings) as ranks:
         dies = {"fail_at": fail_at(1, 5, place), **DYING}

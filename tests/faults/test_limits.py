@@ -33,7 +33,12 @@ def federation() -> Iterator[Federation]:
 def test_a_disk_that_fills_up_ends_the_controller_and_when_there_is_room_it_goes_on(
     federation: Federation, tmp_path: Path
 ) -> None:
-    rules = {"rounds": 4, "num_clients": 1, "dead_after_s": PATIENT_S, "state_dir": str(tmp_path / "state")}
+    rules = {
+        "rounds": 4,
+        "clients__num": 1,
+        "clients__dead_after_s": PATIENT_S,
+        "checkpoint__dir": str(tmp_path / "state"),
+    }
     client = federation.client(0)
     first = federation.controller(**rules, max_file_bytes={"round": 2, "bytes": 100_000})  # a model has 800,000
     assert first.wait() == 3
@@ -59,7 +64,7 @@ def test_a_directory_that_is_no_directory_is_named_at_the_start(federation: Fede
 
 
 def _refused(federation: Federation, where: Path) -> None:
-    controller = federation.controller(rounds=1, num_clients=1, state_dir=str(where))
+    controller = federation.controller(rounds=1, clients__num=1, checkpoint__dir=str(where))
     assert controller.wait() == 3
     (error,) = controller.all("error")
     assert (error["kind"], str(where) in error["text"]) == ("CheckpointError", True)
@@ -71,7 +76,7 @@ def test_a_clock_that_jumps_in_the_middle_of_a_round_changes_nothing(
 ) -> None:
     gate = tmp_path / "gate"
     controller = federation.controller(
-        rounds=3, num_clients=2, dead_after_s=PATIENT_S, jump={"round": 1, "seconds": jump_s}
+        rounds=3, clients__num=2, clients__dead_after_s=PATIENT_S, jump={"round": 1, "seconds": jump_s}
     )
     clients = [
         federation.client(0, hold={"2": str(gate)}, jump={"round": 2, "seconds": jump_s}),
@@ -88,7 +93,9 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
     federation: Federation, tmp_path: Path
 ) -> None:
     gate = str(tmp_path / "gate")  # is never there: in no round is it done before it is called off
-    controller = federation.controller(rounds=4, num_clients=4, quorum=0.75, grace_s=0.1, dead_after_s=PATIENT_S)
+    controller = federation.controller(
+        rounds=4, clients__num=4, round__quorum=0.75, round__grace_s=0.1, clients__dead_after_s=PATIENT_S
+    )
     fast = [federation.client(i) for i in range(3)]
     slow = federation.client(3, hold={str(round_id): gate for round_id in range(1, 5)})
     reports = controller.wait_for("done")["reports"]
@@ -101,7 +108,7 @@ def test_a_client_much_slower_than_the_others_is_waited_for_as_long_as_the_rules
 def test_a_client_that_lives_and_sends_nothing_costs_a_round_its_deadline_and_not_the_run(
     federation: Federation,
 ) -> None:
-    controller = federation.controller(rounds=2, num_clients=2, round_timeout_s=4.0, dead_after_s=PATIENT_S)
+    controller = federation.controller(rounds=2, clients__num=2, round__timeout_s=4.0, clients__dead_after_s=PATIENT_S)
     # It trains, and its heart beats; what it has learnt never gets through.
     clients = [federation.client(0), federation.client(1, faults="drop upload_request")]
     done = controller.wait_for("done")
@@ -156,7 +163,7 @@ async def _longest_wait_for_a_turn_s(count: int) -> float:
 
 async def _crowd(count: int) -> list[gradbus.RoundReport]:
     place: dict[str, Any] = {"job": f"busy-{os.getpid()}", "domain": new_domain(), **CALM}
-    config = gradbus.FederatedConfig(rounds=1, num_clients=count, eval_every=0, dead_after_s=PATIENT_S)
+    config = gradbus.FederatedConfig(rounds=1, clients={"num": count, "dead_after_s": PATIENT_S}, eval_every=0)
     async with (
         asyncio.timeout(60),
         gradbus.connect(**place) as bus,
@@ -172,8 +179,12 @@ async def _all_again(count: int) -> float:
     """Seconds from the moment at which all clients start again to the end of the first round that has them all."""
     place: dict[str, Any] = {"job": f"crowd-{os.getpid()}", "domain": new_domain()}
     config = gradbus.FederatedConfig(
-        rounds=3, num_clients=count, eval_every=0, heartbeat_s=1.0, dead_after_s=PATIENT_S, start_timeout_s=60.0,
-        round_timeout_s=60.0, min_clients=count,
+        rounds=3,
+        clients={
+            "num": count, "min": count, "heartbeat_s": 1.0, "dead_after_s": PATIENT_S, "start_timeout_s": 60.0
+        },
+        eval_every=0,
+        round={"timeout_s": 60.0},
     )  # fmt: skip
     async with (
         asyncio.timeout(100),

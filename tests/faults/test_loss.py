@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 DIM = 20_000  # two datagrams
 ROUNDS = 20
-_RULES: dict[str, Any] = {"rounds": ROUNDS, "num_clients": 4, "codec": "sq8", "downlink_codec": "s4"}
+_RULES: dict[str, Any] = {"rounds": ROUNDS, "clients__num": 4, "codec": "sq8", "downlink_codec": "s4"}
 ALL_ANSWERED = [([0, 1, 2, 3], "all live clients answered")] * ROUNDS
 
 
@@ -21,7 +21,13 @@ def rounds(*, loss_per_mille: int = 0, faults: str = "", **more: Any) -> tuple[d
     """What the controller, and each client, say at the end of a run in which everything goes over DDS."""
     # With a lease of 1 s, the bad luck that nothing at all comes through for so long would be a death now and then.
     network = {"lease_s": 10.0, "shared_memory": False, "loss_per_mille": loss_per_mille}
-    rules = {**_RULES, "heartbeat_s": 0.3, "dead_after_s": 10.0, "start_grace_s": 30.0, **more}
+    rules = {
+        **_RULES,
+        "clients__heartbeat_s": 0.3,
+        "clients__dead_after_s": 10.0,
+        "clients__start_grace_s": 30.0,
+        **more,
+    }
     with Federation(domain=new_domain(), dim=DIM, network=network) as federation:
         controller = federation.controller(**rules, faults=faults, network=network)
         clients = [federation.client(i, faults=f"{faults}; seed={i}" if faults else "") for i in range(4)]
@@ -61,7 +67,7 @@ def test_late_doubled_overtaken_lost_and_damaged_messages_change_no_bit(clean: d
         "delay model p=0.2 seconds=0.05; delay upload_request p=0.2 seconds=0.06"
     )
     # Nobody says a command twice that DDS is made to lose: then the deadline passes, and the round is done again.
-    done, told = rounds(faults=faults, rounds=6, round_timeout_s=10.0)
+    done, told = rounds(faults=faults, rounds=6, round__timeout_s=10.0)
     fired = [done["fired"], *(one["fired"] for one in told)]
     total = {
         action: sum(counts.get(f"{action} any", 0) for counts in fired) for action in ("drop", "duplicate", "corrupt")

@@ -28,7 +28,7 @@ def attacked_run(security: dict[str, Any], home: str, **attack: Any) -> tuple[di
     """A run of two clients, in the last rounds of which he attacks. Returns what the controller and he found."""
     domain, gate, over = new_domain(), Path(home, "gate"), Path(home, "over")
     with Federation(domain=domain, silence_s=NOBODY_DIES_S, security=security) as federation:
-        controller = federation.controller(rounds=QUIET + ATTACKED, num_clients=2)
+        controller = federation.controller(rounds=QUIET + ATTACKED, clients__num=2)
         hold = {str(QUIET + 1): str(gate)}
         clients = [federation.client(number, hold=hold, train_s=TRAIN_S) for number in range(2)]
         for client in clients:

@@ -35,8 +35,8 @@ def test_a_round_does_without_who_is_cut_off_and_has_it_back_soon_after(
     gate = tmp_path / "gate"
     with Federation(domain=7) as federation:
         controller = federation.controller(
-            rounds=4, num_clients=4, quorum=0.75, grace_s=0.5, codec="sq8", dead_after_s=lease_s, prefix=left.prefix,
-            network=here,
+            rounds=4, clients__num=4, round__quorum=0.75, round__grace_s=0.5, codec="sq8",
+            clients__dead_after_s=lease_s, prefix=left.prefix, network=here,
         )  # fmt: skip
         near = [federation.client(i, prefix=left.prefix, network=here, hold={"3": str(gate)}) for i in range(3)]
         far = federation.client(3, prefix=right.prefix, network=there, hold={"2": "/nonexistent/gate"})
@@ -64,7 +64,11 @@ def test_a_network_that_loses_one_packet_in_a_hundred_loses_nothing_else(hosts: 
     lossy = {"loss_per_mille": 10, "lease_s": 20.0}
     with Federation(domain=7, dim=1_199_882) as federation:
         controller = federation.controller(
-            rounds=4, num_clients=1, dead_after_s=20.0, prefix=left.prefix, network=network(left, right, **lossy)
+            rounds=4,
+            clients__num=1,
+            clients__dead_after_s=20.0,
+            prefix=left.prefix,
+            network=network(left, right, **lossy),
         )
         client = federation.client(0, prefix=right.prefix, network=network(right, left, **lossy))
         done = controller.wait_for("done", timeout_s=100.0)
@@ -91,8 +95,8 @@ def test_over_a_link_that_is_slow_and_loses_doubles_and_reorders_packets_each_up
     here, there = network(left, right, lease_s=20.0), network(right, left, lease_s=20.0)
     with Federation(domain=7, dim=100_000) as federation:
         controller = federation.controller(
-            rounds=4, num_clients=4, codec="sq8", downlink_codec="s4", dead_after_s=20.0, start_grace_s=30.0,
-            history_payloads=True, prefix=left.prefix, network=here,
+            rounds=4, clients__num=4, codec="sq8", downlink_codec="s4", clients__dead_after_s=20.0,
+            clients__start_grace_s=30.0, history__payloads=True, prefix=left.prefix, network=here,
         )  # fmt: skip
         clients = [federation.client(i, prefix=right.prefix, network=there) for i in range(4)]
         reports = controller.wait_for("done", timeout_s=100.0)["reports"]

@@ -157,14 +157,14 @@ def test_a_second_controller_is_refused_while_the_first_one_trains_or_waits_and_
 ) -> None:
     gate = tmp_path / "gate"
     # Who wants the job waits for 3.5 heartbeats for one who is there and says nothing: as a busy machine may make it.
-    rules: dict[str, Any] = {"rounds": 2, "num_clients": 1, "heartbeat_s": 0.5, "dead_after_s": 20.0}
-    first = federation.controller(**rules, state_dir=str(tmp_path / "one"))
+    rules: dict[str, Any] = {"rounds": 2, "clients__num": 1, "clients__heartbeat_s": 0.5, "clients__dead_after_s": 20.0}
+    first = federation.controller(**rules, checkpoint__dir=str(tmp_path / "one"))
     until(lambda: any(federation.history.glob("controller.jsonl")))  # it has the job, as it begins to note what happens
-    waiting = federation.controller(**rules, state_dir=str(tmp_path / "two"))
+    waiting = federation.controller(**rules, checkpoint__dir=str(tmp_path / "two"))
     assert waiting.wait() == 3
     client = federation.client(0, hold={"1": str(gate)})
     client.wait_for("training", round=1)
-    second = federation.controller(**rules, state_dir=str(tmp_path / "three"))
+    second = federation.controller(**rules, checkpoint__dir=str(tmp_path / "three"))
     assert second.wait() == 3
     for refused, where in ((waiting, "waiting"), (second, "training, round 1")):
         (error,) = refused.all("error")
@@ -183,10 +183,10 @@ def test_the_successor_of_a_controller_that_was_killed_is_not_kept_waiting(
 ) -> None:
     rules = {
         "rounds": 2,
-        "num_clients": 1,
-        "state_dir": str(tmp_path / "state"),
-        "heartbeat_s": 3.0,
-        "dead_after_s": 9.0,
+        "clients__num": 1,
+        "checkpoint__dir": str(tmp_path / "state"),
+        "clients__heartbeat_s": 3.0,
+        "clients__dead_after_s": 9.0,
     }
     client = federation.client(0)
     first = federation.controller(**rules, fail_at="after_command:2", network={"lease_s": 1.0})

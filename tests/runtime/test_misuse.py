@@ -16,7 +16,8 @@ from dds_domains import new_domain
 import gradbus
 from gradbus.runtime.bus.participant_factory import check_job
 from gradbus.runtime.config import job_name
-from gradbus.runtime.config.federated import BusSettings, FederatedConfig
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.config.job_name import default_job, user_name, with_user
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.misuse import WrongKeyword, awaited
@@ -62,7 +63,7 @@ def test_connect_that_is_awaited_or_used_as_a_bus_says_how_it_is_entered() -> No
         (lambda: gradbus.connect(domian=3), r"gradbus\.connect\(\) has no keyword 'domian': did you mean 'domain'\?"),
         (lambda: gradbus.connect(zzz=3), "has no keyword 'zzz': it takes domain, fast, faults, interface, job"),
         (lambda: gradbus.join_group(None, rank=0, wrld=1), "has no keyword 'wrld': did you mean 'world'"),
-        (lambda: FederatedConfig(round=3), r"FederatedConfig: unknown key 'round', did you mean 'rounds'\?"),
+        (lambda: FederatedConfig(rouds=3), r"FederatedConfig: unknown key 'rouds', did you mean 'rounds'\?"),
         (lambda: gradbus.DataParallelConfig(epoch=3), "unknown key 'epoch', did you mean 'epochs'"),
         (lambda: gradbus.ClientConfig(7), r"ClientConfig takes keywords alone, as in ClientConfig\(state_dir=\.\.\.\)"),
     ],

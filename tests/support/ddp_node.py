@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from ranks import Ranks
+from settings import nested
 
 import gradbus
 from gradbus.actors import Worker
@@ -50,7 +51,7 @@ class Task(ClassificationTask):
 
 
 async def _work(spec: dict[str, Any], say: Say) -> None:
-    config = DataParallelConfig(**spec["config"])
+    config = DataParallelConfig(**nested(spec["config"]))
     network = gradbus.NetworkConfig(lease_s=spec["lease_s"])
     async with (
         gradbus.connect(**spec["place"], network=network) as bus,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from dds_domains import new_domain
+from settings import nested
 from torch import Tensor, nn
 
 import gradbus
@@ -81,7 +82,7 @@ def train(
     """
     torch.set_num_threads(1)
     tasks = tasks if len(tasks) > 1 else tasks * world
-    configs = configs or [DataParallelConfig(**settings)] * len(tasks)
+    configs = configs or [DataParallelConfig(**nested(settings))] * len(tasks)
     job, domain = f"ddp-{os.getpid()}-{next(_numbers)}", new_domain()
 
     async def one(rank: int) -> Outcome:
@@ -125,11 +126,11 @@ def single_process(
 ) -> nn.Module:
     """The same training in one process: the gradients of ``world`` shards, averaged in rank order."""
     torch.set_num_threads(1)
-    config = DataParallelConfig(**settings)
+    config = DataParallelConfig(**nested(settings))
     task.prepare_shard(0, world)
     model = task.build_model()
     model.train()
-    step = _dense_step(model, config) if config.exchange == "dense" else _dgc_step(model, config, world)
+    step = _dense_step(model, config) if config.exchange.name == "dense" else _dgc_step(model, config, world)
     steps = 0
     for epoch in range(epochs):
         shards = [task.batches(rank=rank, world=world, epoch=epoch, seed=config.seed) for rank in range(world)]
@@ -155,9 +156,9 @@ def _trained(model: nn.Module) -> list[Tensor]:
 
 
 def _dense_step(model: nn.Module, config: DataParallelConfig) -> Callable[[int, list[list[Tensor] | None]], None]:
-    parameters = _trained(model)
+    parameters, sgd = _trained(model), config.optimizer
     optimizer = torch.optim.SGD(
-        parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
+        parameters, lr=sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay
     )
 
     def step(epoch: int, shards: list[list[Tensor] | None]) -> None:
@@ -170,16 +171,16 @@ def _dense_step(model: nn.Module, config: DataParallelConfig) -> Callable[[int, 
 
 
 def _dgc_step(model: nn.Module, config: DataParallelConfig, world: int) -> Any:
-    parameters = _trained(model)
+    parameters, sgd, density_at_last = _trained(model), config.optimizer, config.exchange.options.get("density", 0.001)
     layout = codecs.DgcLayout.of([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    dgc = codecs.DgcConfig(density=config.density, momentum=config.momentum, world=world, clip_norm=config.clip_norm)
+    dgc = codecs.DgcConfig(density=density_at_last, momentum=sgd.momentum, world=world, clip_norm=sgd.clip_norm)
     states = [codecs.DgcState.zeros(layout, seed=config.seed) for _ in range(world)]
     dense = codecs.DenseMomentum.zeros(layout)
-    optimizer = codecs.DgcSgd(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    optimizer = codecs.DgcSgd(parameters, lr=sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay)
 
     def step(epoch: int, shards: list[list[Tensor] | None]) -> None:
         nonlocal dense
-        density = codecs.warmup_density(epoch, density=config.density, schedule=codecs.PAPER_WARMUP)
+        density = codecs.warmup_density(epoch, density=density_at_last, schedule=codecs.PAPER_WARMUP)
         scale = world / sum(gradients is not None for gradients in shards)
         payloads = []
         for rank, gradients in enumerate(shards):

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradbus.experiments.doctor.peers import look_for
 from gradbus.experiments.namespaces import enter_namespace
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 
 
 def run_forked(spec: dict[str, Any], pipe: Any) -> None:

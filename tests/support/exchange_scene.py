@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from settings import nested
 from torch import Tensor, nn
 
 from gradbus.actors.data_parallel.exchanges.base import Exchange
-from gradbus.actors.data_parallel.exchanges.dense import DenseExchange
-from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange
+from gradbus.runtime.choices import EXCHANGES
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 
 
@@ -40,11 +39,10 @@ class Scene:
     """One rank with an exchange, which steps alone: its own gradient is the mean."""
 
     def __init__(self, world: int = 1, **settings: Any) -> None:
-        self.config = DataParallelConfig(**settings)
+        self.config = DataParallelConfig(**nested(settings))
         self.group, self.net = Calls(world), network()
         parameters = dict(self.net.named_parameters())
-        kind: Callable[..., Exchange] = DgcExchange if self.config.exchange == "dgc" else DenseExchange
-        self.exchange = kind(self.config, self.group, parameters)
+        self.exchange: Exchange = EXCHANGES.make(self.config.exchange, self.config, self.group, parameters)
         self.exchange.start_epoch(9)
         self.done = 0
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import warm
 from patience import PATIENT_S
+from settings import nested
 
 from gradbus.experiments.history.invariants import InvariantResult, check
 from gradbus.experiments.history.reader import read_history
@@ -150,10 +151,10 @@ class Federation(AbstractContextManager["Federation"]):
         )  # fmt: skip
         elsewhere = {name: federated.pop(name) for name in own if name in federated}
         rules = {
-            "eval_every": 0, "heartbeat_s": 0.2, "dead_after_s": self._silence_s, "round_timeout_s": 30.0,
-            "history_dir": str(self.history), **federated,
+            "eval_every": 0, "clients__heartbeat_s": 0.2, "clients__dead_after_s": self._silence_s,
+            "round__timeout_s": 30.0, "history__dir": str(self.history), **federated,
         }  # fmt: skip
-        return self._start(prefix, {"role": "controller", "federated": rules, "fail_at": fail_at, **elsewhere})
+        return self._start(prefix, {"role": "controller", "federated": nested(rules), "fail_at": fail_at, **elsewhere})
 
     def client(self, client_id: int, *, prefix: tuple[str, ...] = (), **spec: Any) -> Node:
         """A client. ``prefix``: a command that starts it elsewhere. ``hold``: {round: path}: in that round it trains
@@ -161,7 +162,7 @@ class Federation(AbstractContextManager["Federation"]):
         ``refuse_memory``, ``fail_at``, ``faults``: as of the controller. ``read_delay_s``: models in memory are read
         so much later. ``train_s``: how long training takes, ``gil_s``: and how long it holds the interpreter
         then. ``jump``: the clock jumps by ``seconds`` in ``round``."""
-        spec["client"] = {"history_dir": str(self.history), **spec.get("client", {})}
+        spec["client"] = {"history": {"dir": str(self.history)}, **spec.get("client", {})}
         return self._start(prefix, {"role": "client", "client_id": client_id, **spec})
 
     def findings(self) -> dict[str, InvariantResult]:

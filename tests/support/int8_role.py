@@ -27,7 +27,7 @@ async def int8_step(place: BenchRank) -> dict[str, Any]:
     """
     parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
     async with place.group() as group:
-        exchange = Int8Exchange(DataParallelConfig(lr=1.0, momentum=0.0), group, parameters)
+        exchange = Int8Exchange(DataParallelConfig(optimizer={"lr": 1.0, "momentum": 0.0}), group, parameters)
         exchange.begin(0, place.world - (place.spec is not None))
         for name, gradient in gradients(place.rank).items():
             parameters[name].grad = gradient

@@ -11,7 +11,7 @@ PATIENT_S = 20.0
 
 _EVERY_S = 0.005
 
-PATIENT = {"GRADBUS_BUS__LEASE_S": f"{PATIENT_S:g}", "GRADBUS_FEDERATED__DEAD_AFTER_S": f"{PATIENT_S:g}"}
+PATIENT = {"GRADBUS_BUS__LEASE_S": f"{PATIENT_S:g}", "GRADBUS_FEDERATED__CLIENTS__DEAD_AFTER_S": f"{PATIENT_S:g}"}
 """The same in the environment of commands."""
 
 

@@ -84,7 +84,7 @@ def federated_run(path: Path, *, domain: int, rounds: int = 10, clients: int = 3
     settings = {
         "bus": {"job": job, "domain": domain},
         "task": {"task": "report_runs:Learning"},
-        "federated": {"rounds": rounds, "num_clients": clients, "dead_after_s": PATIENT_S, **rules},
+        "federated": {"rounds": rounds, "clients": {"num": clients, "dead_after_s": PATIENT_S}, **rules},
     }
 
     async def client(client_id: int) -> None:
@@ -107,7 +107,7 @@ def parallel_run(path: Path, *, domain: int, world: int = 2, epochs: int = 3, **
     settings = {
         "bus": {"job": f"report-{path.name}", "domain": domain},
         "task": {"task": "report_runs:Learning", "threads": 1},
-        "worker": {"epochs": epochs, "lr": 0.1, "profile_window_steps": 5, **rules},
+        "parallel": {"epochs": epochs, "optimizer": {"lr": 0.1}, "profile": {"window_steps": 5}, **rules},
         "run_dir": str(path),
     }
 

@@ -115,7 +115,7 @@ def left_behind(path: Path, *, late_s: float = 0.3) -> None:
     """A soak in which client 2 was killed at 12 s and rank 1 at 20 s."""
     opening = {
         "event": "started", "at_s": 0.0, "run": RUN, "round": 0, "crc32": 1, "held_crc32": 1, "incarnation": 1,
-        "federated": {"state_dir": "x", "resume": True},
+        "federated": {"checkpoint": {"dir": "x", "resume": True}},
     }  # fmt: skip
     rounds: list[dict[str, Any]] = [opening]
     for round_id in range(1, 31):

@@ -14,7 +14,7 @@ from torch_node import play
 import gradbus.torch
 from gradbus.runtime.bus import background
 from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.config.job_name import default_job
 from gradbus.runtime.dds.network import NetworkConfig
 from gradbus.torch import hooks

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from gradbus.runtime.choices import Choices
+from gradbus.runtime.choices import EXCHANGES
 from gradbus.runtime.collectives import CollectiveHandle
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
@@ -102,11 +102,6 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Let go of the parameters."""
-
-
-EXCHANGES: Choices[Exchange] = Choices(
-    "gradbus.actors.data_parallel.exchanges", key="worker.exchange", what="exchange of gradients"
-)
 
 
 @dataclass(frozen=True, slots=True)

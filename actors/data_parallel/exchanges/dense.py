@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gradbus.actors.data_parallel.buckets import GradientBuckets
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs.base import are_finite
+from gradbus.runtime.choices import Options
 from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
+
+_MIB = 1 << 20
+
+
+class DenseOptions(Options):
+    """Options of the dense exchange."""
+
+    overlap: bool = True
+    """Whether a bucket is sent as soon as its gradients are there, during the backward pass."""
+    bucket_bytes: Annotated[int, Field(ge=1)] = 25 * _MIB
+    """Size, in bytes, at which a bucket is closed."""
+    first_bucket_bytes: Annotated[int, Field(ge=1)] = _MIB
+    """The same size for the first bucket, which holds the last layers. A small one makes sending start early."""
+    route: Literal["auto", "direct", "ring", "shards"] = "auto"
+    """Algorithm of the all-reduce; see docs/collectives.md."""
 
 
 class DenseExchange:
@@ -30,9 +47,13 @@ class DenseExchange:
     density = 1.0
     options: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
-        """``parameters``: those that are trained, by name, in the order of the model."""
-        self._config = config
+    Options = DenseOptions
+
+    def __init__(
+        self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor], **options: Any
+    ) -> None:  # fmt: skip
+        """``parameters``: those that are trained, by name, in the order of the model. ``options``: as in Options."""
+        self._config, self._options = config, self.Options(**options)
         self._group = group
         self._names = list(parameters)
         self._step, self._active = 0, group.world
@@ -40,12 +61,13 @@ class DenseExchange:
         self._looks = False  # at the own gradients, before they are summed: from the first step on that was skipped
         self.own_is_finite = True
         self._buckets = GradientBuckets(
-            list(parameters.values()), self._launch, bucket_bytes=config.bucket_bytes,
-            first_bucket_bytes=config.first_bucket_bytes,
+            list(parameters.values()), self._launch, bucket_bytes=self._options.bucket_bytes,
+            first_bucket_bytes=self._options.first_bucket_bytes,
         )  # fmt: skip
+        sgd = config.optimizer
         self._optimizer = torch.optim.SGD(
-            parameters.values(), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
+            parameters.values(), lr=sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov,
+            weight_decay=sgd.weight_decay,
         )  # fmt: skip
 
     def _launch(self, index: int, flat: Tensor) -> CollectiveHandle[Tensor]:
@@ -54,8 +76,8 @@ class DenseExchange:
         if self._not_finite is not None:
             flat[:1].masked_fill_(self._not_finite.to(flat.device), math.nan)  # a model may lie on several devices
         return self._group.all_reduce(
-            f"grad/{index}", flat, op="mean", out=flat, divisor=self._active, algorithm=self._config.algorithm,
-            round_id=self._step, timeout_s=self._config.collective_timeout_s,
+            f"grad/{index}", flat, op="mean", out=flat, divisor=self._active, algorithm=self._options.route,
+            round_id=self._step, timeout_s=self._config.timeouts.collective_s,
         )  # fmt: skip
 
     @property
@@ -72,7 +94,7 @@ class DenseExchange:
 
     def enable_overlap(self, finite: Tensor | None = None) -> None:
         self._not_finite = None if finite is None else ~finite
-        if self._config.overlap:
+        if self._options.overlap:
             self._buckets.enable_overlap()
 
     def send(self, *, has_data: bool) -> Sequence[CollectiveHandle[Tensor]]:
@@ -85,8 +107,8 @@ class DenseExchange:
         if not are_finite(flats):
             self._looks = True
             return ()
-        if self._config.clip_norm is not None:
-            self._clip(flats, self._config.clip_norm)
+        if self._config.optimizer.clip_norm is not None:
+            self._clip(flats, self._config.optimizer.clip_norm)
         return None
 
     @staticmethod

@@ -5,30 +5,54 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from gradbus import codecs
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs import CodecError
+from gradbus.runtime.choices import Options
 from gradbus.runtime.collectives import CollectiveHandle, Group
 from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.settings import Fraction
 from gradbus.runtime.errors import CheckpointError, CollectiveError
 
+Warmup = Literal["paper", "none"] | int | tuple[float, ...]
 
-def warmup_schedule(config: DataParallelConfig) -> tuple[float, ...]:
-    """Densities of the first epochs."""
-    match config.warmup:
-        case "paper":
-            return codecs.PAPER_WARMUP
-        case "none":
-            return ()
-        case int(num_epochs):
-            return codecs.geometric_warmup(num_epochs, density=config.density)
-        case densities:
-            return tuple(densities)
+
+class DgcExchangeOptions(Options):
+    """Options of DGC; docs/dgc.md compares the defaults with the paper's."""
+
+    density: Fraction = 0.001
+    """Share of the entries of a tensor that is sent."""
+    warmup: Warmup = "paper"
+    """Density of the first epochs. `paper`: 25, 6.25, 1.5625 and 0.4 %. `none`: no warm-up. A number: so many
+    epochs that fall geometrically. A list: these densities."""
+    masking: bool = True
+    """Momentum factor masking; an entry that was sent starts again without momentum."""
+    value_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type of the values on the wire."""
+    min_numel: Annotated[int, Field(ge=0)] = 0
+    """Number of entries below which a tensor is sent dense, as are all of fewer than two dimensions."""
+    sampling: Literal["strided", "random", "exact"] = "strided"
+    """Which entries the threshold is estimated from. `exact`: all."""
+    sample_ratio: Fraction = 0.01
+    """Share of a tensor that the threshold is estimated from."""
+
+    @field_validator("warmup", mode="before")
+    @classmethod
+    def _known_warmup(cls, value: Any) -> Any:
+        """Raise one error in place of one for each kind of warm-up that the value is not."""
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1000
+        is_list = isinstance(value, list | tuple) and all(
+            isinstance(density, int | float) and not isinstance(density, bool) and 0 < density <= 1 for density in value
+        )
+        if value in ("paper", "none") or is_count or is_list:
+            return tuple(map(float, value)) if isinstance(value, list | tuple) else value
+        raise ValueError("expected 'paper', 'none', a number of epochs, or a list of densities in (0, 1]")
 
 
 class DgcExchange:
@@ -41,28 +65,33 @@ class DgcExchange:
 
     name = choice = "dgc"
 
-    def __init__(self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor]) -> None:
-        """``parameters``: those that are trained, by name, in the order of the model."""
-        self._config = config
+    Options = DgcExchangeOptions
+
+    def __init__(
+        self, config: DataParallelConfig, group: Group, parameters: Mapping[str, Tensor], **options: Any
+    ) -> None:  # fmt: skip
+        """``parameters``: those that are trained, by name, in the order of the model. ``options``: as in Options."""
+        own, sgd = self.Options(**options), config.optimizer
+        self._config, self._options = config, own
         self._group = group
         self._names = list(parameters)
         self._parameters = list(parameters.values())
-        self._schedule = warmup_schedule(config)
+        self._schedule = warmup_schedule(own)
         self._dgc = codecs.DgcConfig(
-            density=config.density, momentum=config.momentum, nesterov=config.nesterov, clip_norm=config.clip_norm,
-            world=group.world, masking=config.masking, sampling=config.sampling, sample_ratio=config.sample_ratio,
-            min_numel=config.min_numel, value_dtype=config.value_dtype,
+            density=own.density, momentum=sgd.momentum, nesterov=sgd.nesterov, clip_norm=sgd.clip_norm,
+            world=group.world, masking=own.masking, sampling=own.sampling, sample_ratio=own.sample_ratio,
+            min_numel=own.min_numel, value_dtype=own.value_dtype,
         )  # fmt: skip
-        self._layout = codecs.DgcLayout.of(parameters.items(), min_numel=config.min_numel)
+        self._layout = codecs.DgcLayout.of(parameters.items(), min_numel=own.min_numel)
         device = self._parameters[0].device
         self._state = codecs.DgcState.zeros(self._layout, device=device, seed=config.seed)
         self._dense = codecs.DenseMomentum.zeros(self._layout, device=device)
         self._flat = torch.empty(self._layout.dim, dtype=torch.float32, device=device)
         self._optimizer = codecs.DgcSgd(
-            self._parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
+            self._parameters, lr=sgd.lr, momentum=sgd.momentum, nesterov=sgd.nesterov,
+            weight_decay=sgd.weight_decay,
         )  # fmt: skip
-        self.density = config.density
+        self.density = own.density
         self._step, self._active = 0, group.world
         self._payload = b""
         self._finite: Tensor | None = None  # the loss of this step, on this rank
@@ -71,14 +100,14 @@ class DgcExchange:
     @property
     def options(self) -> Mapping[str, Any]:
         """Which tensors are compressed decides what the state is of."""
-        return {"min_numel": self._config.min_numel}
+        return {"min_numel": self._options.min_numel}
 
     @property
     def in_flight(self) -> Sequence[CollectiveHandle[list[bytes]]]:
         return () if self._handle is None else (self._handle,)
 
     def start_epoch(self, epoch: int) -> None:
-        self.density = codecs.warmup_density(epoch, density=self._config.density, schedule=self._schedule)
+        self.density = codecs.warmup_density(epoch, density=self._options.density, schedule=self._schedule)
 
     def begin(self, step: int, active: int) -> None:
         self._step, self._active, self._handle, self._finite = step, active, None, None
@@ -98,7 +127,7 @@ class DgcExchange:
             gradients[0] = torch.full_like(self._parameters[0], math.nan)
         self._payload, self._state = codecs.dgc_step(gradients, self._state, self._dgc, density=self.density)
         self._handle = self._group.all_gather(
-            "dgc", self._payload, round_id=self._step, timeout_s=self._config.collective_timeout_s
+            "dgc", self._payload, round_id=self._step, timeout_s=self._config.timeouts.collective_s
         )
         return [self._handle]
 
@@ -153,3 +182,16 @@ def _fitting(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise CheckpointError(f"{what}: {error}") from None
+
+
+def warmup_schedule(options: DgcExchangeOptions) -> tuple[float, ...]:
+    """Densities of the first epochs."""
+    match options.warmup:
+        case "paper":
+            return codecs.PAPER_WARMUP
+        case "none":
+            return ()
+        case int(num_epochs):
+            return codecs.geometric_warmup(num_epochs, density=options.density)
+        case densities:
+            return tuple(densities)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradbus.runtime.choices import Choices, NoOptions
+from gradbus.runtime.choices import CLIENT_RULES, Choice, Options
 from gradbus.runtime.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class ClientRule:
     """
 
     choice: ClassVar[str] = "plain"
-    Options: ClassVar[type[BaseModel]] = NoOptions
+    Options: ClassVar[type[BaseModel]] = Options
 
     def begin(self, model: nn.Module) -> None:
         """The module holds the global model, and training is about to begin."""
@@ -73,16 +73,8 @@ class ClientRule:
         if not steps:
             raise ValueError(
                 f"the training rule {type(self).__name__} had no effect: no optimizer of torch made a step. Train with "
-                f"one, or set federated.client_rule=plain"
+                f"one, or set federated.training.rule=plain"
             )
-
-
-CLIENT_RULES: Choices[ClientRule] = Choices(
-    "gradbus.actors.federated.rules",
-    key="federated.client_rule",
-    what="training rule",
-    options_key="federated.client_options",
-)
 
 
 def make_rule(name: str, options: Mapping[str, Any], *, allowed: str) -> ClientRule:
@@ -100,5 +92,5 @@ def make_rule(name: str, options: Mapping[str, Any], *, allowed: str) -> ClientR
             f"{', '.join(CLIENT_RULES.table)}, and its client.rule is {allowed!r}. Nothing that a peer names is "
             f"imported: set client.rule to it, where you have it"
         )
-    kind = CLIENT_RULES.find(name)
-    return kind(**CLIENT_RULES.options(name, options))
+    rule: ClientRule = CLIENT_RULES.make(Choice.model_validate({**options, "name": name}))
+    return rule

@@ -141,7 +141,7 @@ def test_what_is_not_a_number_is_neither_clipped_nor_taken_by_a_robust_strategy(
 def test_the_strategy_behind_the_limits_keeps_its_name_and_state() -> None:
     inner = FedAdam(4)
     assert within_limits(inner, FederatedConfig()) is inner
-    limited = within_limits(inner, FederatedConfig(clip_norm=1.0))
+    limited = within_limits(inner, FederatedConfig(limits={"clip_norm": 1.0}))
     assert isinstance(limited, LimitedStrategy)
     assert limited.name == "FedAdam"
     assert limited.state().keys() == {"server_m", "server_v"}

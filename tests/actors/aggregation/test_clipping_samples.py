@@ -168,14 +168,13 @@ class Shares(NoopTask):
         return TrainResult(num_samples=self._samples, loss=0.5)
 
 
-def _mean(*shares: tuple[int, float], **rules: Any) -> tuple[float, list[gradbus.RoundReport]]:
+def _mean(*shares: tuple[int, float], **limits: Any) -> tuple[float, list[gradbus.RoundReport]]:
     """The model after one round of clients with these samples and values."""
 
     async def main() -> tuple[float, list[gradbus.RoundReport]]:
         place = {"job": f"cap-{os.getpid()}", "domain": new_domain()}
-        config = gradbus.FederatedConfig(
-            rounds=1, num_clients=len(shares), min_clients=len(shares), eval_every=0, **rules
-        )
+        clients = {"num": len(shares), "min": len(shares)}
+        config = gradbus.FederatedConfig(rounds=1, clients=clients, eval_every=0, limits=limits)
         async with asyncio.timeout(60), gradbus.connect(**place) as bus, gradbus.connect(**place) as others:
             controller = Controller(bus, NoopTask(100), config)
             async with asyncio.TaskGroup() as group:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from settings import nested
 from torch import Tensor
 
 from gradbus import codecs
@@ -25,8 +26,9 @@ from gradbus.actors.aggregation.robust import (
     sort_rows,
     sorting_network,
 )
-from gradbus.actors.aggregation.strategies import NoRoom, make_strategy
+from gradbus.actors.aggregation.strategies import NoRoom
 from gradbus.codecs import Parsed
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import ConfigError
 
@@ -158,19 +160,28 @@ def test_a_round_that_is_started_again_forgets_its_first_attempt(name: str) -> N
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"strategy": "median", "byzantine": 2}, "strategy median with byzantine=2 needs 2 f + 1 = 5 updates"),
-        ({"strategy": "trimmed_mean", "byzantine": 1, "min_clients": 2}, "needs 2 f + 1 = 3 updates .* ends? with 2"),
-        ({"strategy": "krum", "byzantine": 2, "min_clients": 6}, r"needs 2 f \+ 3 = 7 .*set federated.min_clients=7"),
-        ({"strategy": "multi_krum", "krum_keep": 6, "min_clients": 8}, r"needs 6 \+ f \+ 2 = 9 updates"),
         (
-            {"strategy": "krum", "min_clients": 5, "num_clients": 50, "robust_budget_bytes": 1 << 20},
-            r"50 x 10,000 values of 4 bytes are 2,000,000 bytes, more than federated.robust_budget_bytes=1,048,576",
+            {"strategy": "median", "strategy__byzantine": 2},
+            "strategy median with byzantine=2 needs 2 f + 1 = 5 updates",
+        ),
+        (
+            {"strategy": "trimmed_mean", "strategy__byzantine": 1, "clients__min": 2},
+            "needs 2 f + 1 = 3 updates .* ends? with 2",
+        ),
+        (
+            {"strategy": "krum", "strategy__byzantine": 2, "clients__min": 6},
+            r"needs 2 f \+ 3 = 7 .*set federated.clients.min=7",
+        ),
+        ({"strategy": "multi_krum", "strategy__keep": 6, "clients__min": 8}, r"needs 6 \+ f \+ 2 = 9 updates"),
+        (
+            {"strategy": "krum", "clients__min": 5, "clients__num": 50, "strategy__budget_bytes": 1 << 20},
+            r"50 x 10,000 values of 4 bytes are 2,000,000 bytes, more than federated.strategy.budget_bytes=1,048,576",
         ),
     ],
 )
 def test_a_configuration_that_cannot_hold_is_refused_before_the_run(config: dict[str, Any], words: str) -> None:
-    rules = FederatedConfig(**config)
-    strategy = make_strategy(rules, 10_000)
+    rules = FederatedConfig(**nested(config))
+    strategy = STRATEGIES.make(rules.strategy, 10_000)
     with pytest.raises(ConfigError, match=words.replace("2 f + ", r"2 f \+ ")):
         strategy.check(rules)
 
@@ -178,22 +189,22 @@ def test_a_configuration_that_cannot_hold_is_refused_before_the_run(config: dict
 @pytest.mark.parametrize(
     "config",
     [
-        {"strategy": "median", "min_clients": 3},
-        {"strategy": "krum", "byzantine": 2, "min_clients": 7, "num_clients": 9},
-        {"strategy": "multi_krum", "byzantine": 0, "min_clients": 3, "robust_budget_bytes": 120_000},
-        {"strategy": "fedavg", "byzantine": 5},
+        {"strategy": "median", "clients__min": 3},
+        {"strategy": "krum", "strategy__byzantine": 2, "clients__min": 7, "clients__num": 9},
+        {"strategy": "multi_krum", "strategy__byzantine": 0, "clients__min": 3, "strategy__budget_bytes": 120_000},
+        {"strategy": "fedavg"},
     ],
 )
 def test_a_configuration_that_holds_is_taken(config: dict[str, Any]) -> None:
-    rules = FederatedConfig(**config)
-    make_strategy(rules, 10_000).check(rules)
+    rules = FederatedConfig(**nested(config))
+    STRATEGIES.make(rules.strategy, 10_000).check(rules)
 
 
 @each_strategy
 def test_with_fewer_updates_than_it_bears_there_is_no_result(name: str) -> None:
     strategy = MAKE[name](4, byzantine=2)
     rows = random_rows(strategy.least - 1, 4)
-    with pytest.raises(ValueError, match=rf"= {strategy.least} updates, got {len(rows)}: set min_clients"):
+    with pytest.raises(ValueError, match=rf"= {strategy.least} updates, got {len(rows)}: set clients.min"):
         result(strategy, rows)
 
 

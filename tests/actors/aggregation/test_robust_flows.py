@@ -13,12 +13,13 @@ import federation
 import pytest
 import torch
 from dds_domains import new_domain
+from settings import nested
 
 import gradbus
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import within_limits
-from gradbus.actors.aggregation.strategies import make_strategy
 from gradbus.models import NoopTask
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.errors import ConfigError
 
 DIM = 20_000
@@ -38,7 +39,7 @@ class Hostile(NoopTask):
 async def run(strategy: str, hostile: set[int]) -> tuple[torch.Tensor, list[gradbus.RoundReport]]:
     job, domain = f"robust-{os.getpid()}", new_domain()
     config = gradbus.FederatedConfig(
-        rounds=2, num_clients=5, min_clients=5, strategy=strategy, eval_every=0, dead_after_s=30.0,  # type: ignore[arg-type]
+        rounds=2, clients={"num": 5, "min": 5, "dead_after_s": 30.0}, strategy=strategy, eval_every=0,  # type: ignore[arg-type]
     )  # fmt: skip
 
     async def client(client_id: int) -> None:
@@ -69,7 +70,7 @@ def test_one_hostile_client_of_five_spoils_the_mean_and_nothing_else(strategy: s
 
 def test_a_run_that_its_rules_do_not_allow_does_not_begin() -> None:
     async def main() -> None:
-        config = gradbus.FederatedConfig(strategy="krum", min_clients=4, num_clients=10)
+        config = gradbus.FederatedConfig(strategy="krum", clients={"min": 4, "num": 10})
         async with gradbus.connect(job=f"rules-{os.getpid()}", domain=new_domain()) as bus:
             await gradbus.Controller(bus, NoopTask(DIM), config).run()
 
@@ -78,14 +79,14 @@ def test_a_run_that_its_rules_do_not_allow_does_not_begin() -> None:
 
 
 RULES: dict[str, Any] = {
-    "rounds": 3, "num_clients": 3, "min_clients": 3, "strategy": "trimmed_mean", "clip_norm": 0.01,
+    "rounds": 3, "clients__num": 3, "clients__min": 3, "strategy": "trimmed_mean", "limits__clip_norm": 0.01,
 }  # fmt: skip
 
 
 def without_a_network() -> list[int]:
     """CRC-32 of the weights after each round of these rules, by the strategy alone."""
-    config, task = gradbus.FederatedConfig(**RULES), NoopTask(federation.DIM, delta="seeded")
-    strategy = within_limits(make_strategy(config, federation.DIM), config)
+    config, task = gradbus.FederatedConfig(**nested(RULES)), NoopTask(federation.DIM, delta="seeded")
+    strategy = within_limits(STRATEGIES.make(config.strategy, federation.DIM), config)
     model, found = task.build_model(), []
     weights = model.vector.data.clone()
     for round_id in range(1, config.rounds + 1):
@@ -93,7 +94,13 @@ def without_a_network() -> list[int]:
         strategy.begin(round_id, base)
         for client_id in range(3):
             model.vector.data.copy_(base)
-            arguments = {"epochs": 1, "lr": 0.1, "seed": 0, "subset_size": 0, "should_stop": lambda: False}
+            arguments = {
+                "epochs": 1,
+                "lr": 0.1,
+                "seed": 0,
+                "subset_size": 0,
+                "should_stop": lambda: False,
+            }
             task.train(model, client_id=client_id, round_id=round_id, **arguments)  # type: ignore[arg-type]
             payload = codecs.get("fp32").encode(model.vector.data - base)
             strategy.add(client_id, codecs.parse(payload, expected_dim=federation.DIM), 1)
@@ -107,9 +114,9 @@ def test_killed_in_mid_round_the_run_ends_with_the_weights_of_an_unbroken_one(tm
     with federation.Federation(domain=new_domain(), silence_s=federation.NOBODY_DIES_S) as nodes:
         clients = [nodes.client(client_id) for client_id in range(3)]
         state = str(tmp_path / "state")
-        first = nodes.controller(**RULES, state_dir=state, fail_at="mid_collect:2", network={"lease_s": 1.0})
+        first = nodes.controller(**RULES, checkpoint__dir=state, fail_at="mid_collect:2", network={"lease_s": 1.0})
         assert first.wait(60.0) == -signal.SIGKILL
-        done = nodes.controller(**RULES, state_dir=state).wait_for("done", timeout_s=60.0)
+        done = nodes.controller(**RULES, checkpoint__dir=state).wait_for("done", timeout_s=60.0)
         assert [client.wait() for client in clients] == [0, 0, 0]
     assert [report["weights_crc32"] for report in done["reports"]] == without_a_network()
     assert [report["marks"] for report in done["reports"]] == [{"clipped": [0, 1, 2]}] * 3

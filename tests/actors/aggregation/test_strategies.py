@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy, make_strategy
+from gradbus.actors.aggregation.strategies import FedAdam, FedAvg, FedAvgM, Strategy
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
@@ -165,16 +166,19 @@ def test_an_update_that_cannot_be_used_counts_not_at_all() -> None:
     assert weights.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(("name", "kind"), [("fedavg", FedAvg), ("fedavgm", FedAvgM), ("fedadam", FedAdam)])
-def test_the_configuration_names_the_strategy_and_its_constants(name: str, kind: type[Strategy]) -> None:
-    config = FederatedConfig(
-        strategy=name,
-        server_lr=0.5,
-        server_momentum=0.8,
-        server_beta2=0.7,
-        server_tau=0.1,  # type: ignore[arg-type]
-    )
-    strategy = make_strategy(config, 1)
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("fedavg", FedAvg, {}),
+        ("fedavgm", FedAvgM, {"lr": 0.5, "momentum": 0.8}),
+        ("fedadam", FedAdam, {"lr": 0.5, "beta1": 0.8, "beta2": 0.7, "tau": 0.1}),
+    ],
+)
+def test_the_configuration_names_the_strategy_and_its_constants(
+    name: str, kind: type[Strategy], options: dict[str, float]
+) -> None:
+    config = FederatedConfig(strategy={"name": name, **options})
+    strategy = STRATEGIES.make(config.strategy, 1)
     assert type(strategy) is kind
     weights = torch.zeros(1)
     for round_id in (1, 2):

@@ -10,13 +10,13 @@ from exchange_scene import Calls, Scene, network
 
 from gradbus import codecs
 from gradbus.actors.data_parallel.exchanges.base import OwnState
-from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange, warmup_schedule
+from gradbus.actors.data_parallel.exchanges.dgc import DgcExchange, DgcExchangeOptions, warmup_schedule
 from gradbus.runtime.config.data_parallel import DataParallelConfig
 from gradbus.runtime.errors import CheckpointError, CollectiveError
 
 
 def test_a_bucket_is_averaged_in_place_over_the_ranks_that_have_data() -> None:
-    scene = Scene(world=4, bucket_bytes=1, algorithm="ring", collective_timeout_s=7)
+    scene = Scene(world=4, exchange__bucket_bytes=1, exchange__route="ring", timeouts__collective_s=7)
     scene.send(active=3)
     assert sorted(name for name, _, _ in scene.group.sent) == [f"grad/{index}" for index in range(4)]
     for _, flat, options in scene.group.sent:
@@ -27,7 +27,7 @@ def test_a_bucket_is_averaged_in_place_over_the_ranks_that_have_data() -> None:
 def test_without_overlap_nothing_is_sent_before_the_end_of_the_backward_pass() -> None:
     orders = []
     for overlap in (True, False):
-        scene = Scene(bucket_bytes=1, overlap=overlap)
+        scene = Scene(exchange__bucket_bytes=1, exchange__overlap=overlap)
         during: list[int] = []
         scene.net[0].weight.register_hook(lambda _, s=scene, d=during: d.append(len(s.group.sent)))
         scene.send()
@@ -38,7 +38,7 @@ def test_without_overlap_nothing_is_sent_before_the_end_of_the_backward_pass() -
 
 @pytest.mark.parametrize("limit", [1e-3, 1e3])
 def test_the_dense_mean_is_clipped_as_pytorch_would(limit: float) -> None:
-    scene, plain = Scene(clip_norm=limit, momentum=0.0), Scene(momentum=0.0)
+    scene, plain = Scene(optimizer__clip_norm=limit, optimizer__momentum=0.0), Scene(optimizer__momentum=0.0)
     scene.step()
     plain.send()
     torch.nn.utils.clip_grad_norm_(plain.net.parameters(), limit)
@@ -57,16 +57,17 @@ def test_the_dense_mean_is_clipped_as_pytorch_would(limit: float) -> None:
     ],
 )
 def test_the_warmup_is_a_list_of_densities(warmup: Any, schedule: tuple[float, ...]) -> None:
-    config = DataParallelConfig(warmup=warmup, density=0.01, exchange="dgc")
-    assert warmup_schedule(config) == schedule
-    exchange = DgcExchange(config, Calls(), dict(network().named_parameters()))  # type: ignore[arg-type]
+    config = DataParallelConfig(exchange={"name": "dgc", "density": 0.01, "warmup": warmup})
+    options = DgcExchangeOptions(**config.exchange.options)
+    assert warmup_schedule(options) == schedule
+    exchange = DgcExchange(config, Calls(), dict(network().named_parameters()), **config.exchange.options)  # type: ignore[arg-type]
     for epoch in range(5):
         exchange.start_epoch(epoch)
         assert exchange.density == max(0.01, schedule[epoch] if epoch < len(schedule) else 0.01)
 
 
 def test_with_dgc_a_step_is_one_message() -> None:
-    scene = Scene(exchange="dgc", density=0.05, collective_timeout_s=7)
+    scene = Scene(exchange="dgc", exchange__density=0.05, timeouts__collective_s=7)
     for step in range(3):
         scene.step()
         assert scene.group.sent[step][0] == "dgc"
@@ -74,7 +75,7 @@ def test_with_dgc_a_step_is_one_message() -> None:
 
 
 def test_a_rank_without_data_sends_what_it_owes_and_goes_on_owing_the_rest() -> None:
-    scene = Scene(exchange="dgc", density=0.05, warmup="none", momentum=0.0)
+    scene = Scene(exchange="dgc", exchange__density=0.05, exchange__warmup="none", optimizer__momentum=0.0)
     scene.step()
     owed = scene.exchange.own_state().tensors["dgc/V"].clone()
     scene.send(has_data=False)
@@ -87,7 +88,10 @@ def test_a_rank_without_data_sends_what_it_owes_and_goes_on_owing_the_rest() -> 
 
 
 def test_where_only_some_have_data_their_gradients_weigh_more_and_what_is_owed_does_not() -> None:
-    whole, some = (Scene(world=4, exchange="dgc", density=1.0, warmup="none", momentum=0.0) for _ in range(2))
+    whole, some = (
+        Scene(world=4, exchange="dgc", exchange__density=1.0, exchange__warmup="none", optimizer__momentum=0.0)
+        for _ in range(2)
+    )
     whole.send(active=4)
     some.send(active=2)
     layout = codecs.DgcLayout.of(whole.net.named_parameters())
@@ -98,7 +102,7 @@ def test_where_only_some_have_data_their_gradients_weigh_more_and_what_is_owed_d
 
 
 def test_a_step_with_nan_changes_nothing_and_what_was_sent_is_owed_again() -> None:
-    scene = Scene(exchange="dgc", density=0.05, warmup="none")
+    scene = Scene(exchange="dgc", exchange__density=0.05, exchange__warmup="none")
     assert scene.step() is None
     before = scene.parameters
     owed = scene.exchange.own_state().tensors["dgc/V"].clone()
@@ -130,9 +134,9 @@ def test_a_message_that_cannot_be_read_names_its_rank() -> None:
     "settings",
     [
         {},
-        {"momentum": 0.0},
+        {"optimizer__momentum": 0.0},
         {"exchange": "dgc"},
-        {"exchange": "dgc", "weight_decay": 1e-2, "nesterov": True},
+        {"exchange": "dgc", "optimizer__weight_decay": 1e-2, "optimizer__nesterov": True},
     ],
     ids=str,
 )
@@ -170,7 +174,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def test_after_closing_nothing_is_sent_any_more() -> None:
-    scene = Scene(bucket_bytes=1)
+    scene = Scene(exchange__bucket_bytes=1)
     scene.exchange.begin(0, 1)
     scene.exchange.enable_overlap()
     scene.exchange.close()

@@ -59,9 +59,9 @@ def same(ours: list[Outcome], theirs: list[Outcome]) -> None:
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(
     tmp_path: Path, exchange: str, every: int, lost_from: int
 ) -> None:
-    settings: dict[str, Any] = {"exchange": exchange, "epochs": 3, "weight_decay": 1e-3, "hash_every": 1}
+    settings: dict[str, Any] = {"exchange": exchange, "epochs": 3, "optimizer__weight_decay": 1e-3, "hash_every": 1}
     whole = train(make_task(), **settings)
-    settings |= {"state_dir": tmp_path, "checkpoint_every_steps": every}
+    settings |= {"checkpoint__dir": tmp_path, "checkpoint__every_steps": every}
     broken = train(make_task(), Breaks(15), **settings)
     assert isinstance(broken[1].error, OSError)
     assert isinstance(broken[0].error, PeerLost)
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(
 def test_in_the_midst_of_an_epoch_accumulated_batches_are_skipped_right(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "accumulation_steps": 2}
     whole = train(make_task(batch_size=8), world=3, **settings)
-    settings["state_dir"] = tmp_path
+    settings["checkpoint__dir"] = tmp_path
     succeeded(train(make_task(batch_size=8), world=3, **settings, max_steps=3))
     same(train(make_task(batch_size=8), world=3, **settings), whole)
 
@@ -87,14 +87,14 @@ def test_masks_of_stock_dropout_go_on_where_they_were(tmp_path: Path) -> None:
     torch.manual_seed(1)
     whole = train(make_task(model), **settings)
     torch.manual_seed(1)
-    succeeded(train(make_task(model), **settings, state_dir=tmp_path, max_steps=5))
+    succeeded(train(make_task(model), **settings, checkpoint__dir=tmp_path, max_steps=5))
     torch.manual_seed(2)
-    same(train(make_task(model), **settings, state_dir=tmp_path), whole)
+    same(train(make_task(model), **settings, checkpoint__dir=tmp_path), whole)
 
 
 def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path: Path) -> None:
-    first = succeeded(train(make_task(), epochs=2, state_dir=tmp_path))
-    again = succeeded(train(make_task(), epochs=2, state_dir=tmp_path))
+    first = succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path))
+    again = succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path))
     for mine, other in zip(first, again, strict=True):
         assert other.reports == []
         assert mine.summary is not None
@@ -102,7 +102,7 @@ def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path: Path) -> None:
         assert (other.summary.epochs, other.summary.steps) == (2, 14)
         assert other.summary.accuracy == mine.summary.accuracy is not None
         assert other.summary.params_hash == mine.summary.params_hash
-    more = succeeded(train(make_task(), epochs=3, state_dir=tmp_path))  # but it can be made longer
+    more = succeeded(train(make_task(), epochs=3, checkpoint__dir=tmp_path))  # but it can be made longer
     same(more, train(make_task(), epochs=3))
 
 
@@ -112,12 +112,12 @@ def steps(state_dir: Path, rank: int) -> list[int]:
 
 
 def test_only_the_newest_are_kept_and_the_last_step_is_one_of_them(tmp_path: Path) -> None:
-    succeeded(train(make_task(), epochs=2, state_dir=tmp_path, checkpoint_every_steps=3, keep_checkpoints=2))
+    succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path, checkpoint__every_steps=3, checkpoint__keep=2))
     assert [steps(tmp_path, rank) for rank in (0, 1)] == [[12, 14], [12, 14]]
 
 
 def saved_run(state_dir: Path, **settings: Any) -> None:
-    succeeded(train(make_task(), epochs=1, state_dir=state_dir, checkpoint_every_steps=2, **settings))
+    succeeded(train(make_task(), epochs=1, checkpoint__dir=state_dir, checkpoint__every_steps=2, **settings))
 
 
 def errors(outcomes: list[Outcome]) -> list[str]:
@@ -134,7 +134,7 @@ def test_the_newest_step_that_all_ranks_have_whole_is_taken(tmp_path: Path) -> N
         store.remove(7)  # as after a crash between the ranks' saving
         damaged = next(store.directory.glob("*6.safetensors"))
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    again = train(make_task(), epochs=2, state_dir=tmp_path, checkpoint_every_steps=50)
+    again = train(make_task(), epochs=2, checkpoint__dir=tmp_path, checkpoint__every_steps=50)
     assert again[0].reports[0].step == 7
     same(again, whole)
     assert steps(tmp_path, 0) == steps(tmp_path, 1) == [4, 14]
@@ -143,7 +143,7 @@ def test_the_newest_step_that_all_ranks_have_whole_is_taken(tmp_path: Path) -> N
 def test_ranks_without_a_common_step_are_named(tmp_path: Path) -> None:
     saved_run(tmp_path)
     shutil.rmtree(tmp_path / "rank-1")
-    for text in errors(train(make_task(), epochs=2, state_dir=tmp_path)):
+    for text in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path)):
         assert "rank 0: [4, 6, 7]; rank 1: none" in text
 
 
@@ -159,7 +159,7 @@ def test_checkpoints_of_two_runs_do_not_mix(tmp_path: Path) -> None:
         saved_run(tmp_path / name)
     shutil.rmtree(tmp_path / "a" / "rank-1")
     shutil.move(tmp_path / "b" / "rank-1", tmp_path / "a" / "rank-1")
-    for text in errors(train(make_task(), epochs=2, state_dir=tmp_path / "a")):
+    for text in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path / "a")):
         assert "are of different runs" in text
 
 
@@ -169,12 +169,12 @@ def test_checkpoints_of_two_runs_do_not_mix(tmp_path: Path) -> None:
         ({"world": 1}, "of rank 0 of 2, this is rank 0 of 1"),
         ({"seed": 3}, "made with seed=0, now it is 3"),
         ({"exchange": "dgc"}, "made with exchange='dense', now it is 'dgc'"),
-        ({"resume": False}, "resume is off"),
+        ({"checkpoint__resume": False}, "resume is off"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     saved_run(tmp_path)
-    for error in errors(train(make_task(), epochs=2, state_dir=tmp_path, **change)):
+    for error in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path, **change)):
         assert text in error
 
 
@@ -186,26 +186,26 @@ class Own(DenseExchange):
 
 def test_a_run_with_an_exchange_of_ones_own_goes_on_with_it_alone(tmp_path: Path) -> None:
     saved_run(tmp_path, exchanges=(Own, Own))
-    for error in errors(train(make_task(), epochs=2, state_dir=tmp_path)):
+    for error in errors(train(make_task(), epochs=2, checkpoint__dir=tmp_path)):
         assert "made with exchange='own', now it is 'dense'" in error
-    succeeded(train(make_task(), epochs=2, state_dir=tmp_path, exchanges=(Own, Own)))
+    succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path, exchanges=(Own, Own)))
 
 
 def test_another_model_or_other_data_are_refused(tmp_path: Path) -> None:
-    succeeded(train(make_task(), epochs=2, state_dir=tmp_path, max_steps=3))
+    succeeded(train(make_task(), epochs=2, checkpoint__dir=tmp_path, max_steps=3))
     other = ClassificationTask(lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), make_task().data, batch_size=16)
-    outcomes = train(other, epochs=2, state_dir=tmp_path)
+    outcomes = train(other, epochs=2, checkpoint__dir=tmp_path)
     assert "is of a model with other names" in str(outcomes[0].error)
-    for text in errors(train(make_task(batch_size=32), epochs=2, state_dir=tmp_path)):
+    for text in errors(train(make_task(batch_size=32), epochs=2, checkpoint__dir=tmp_path)):
         assert "now there are 4" in text
 
 
 def test_state_is_kept_by_all_ranks_or_by_none(tmp_path: Path) -> None:
     from gradbus.runtime.config.data_parallel import DataParallelConfig
 
-    configs = [DataParallelConfig(state_dir=tmp_path), DataParallelConfig()]
+    configs = [DataParallelConfig(checkpoint={"dir": tmp_path}), DataParallelConfig()]
     for text in errors(train(make_task(), configs=configs)):
-        assert "state_dir" in text
+        assert "checkpoint.dir" in text
         assert "rank 1 has 'none'" in text
 
 
@@ -226,31 +226,31 @@ class Sharing(nn.Module):
 
 def test_tensors_that_share_their_storage_are_saved_each_by_its_name(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"epochs": 1, "hash_every": 1}
-    succeeded(train(make_task(Sharing), state_dir=tmp_path, max_steps=2, **settings))
+    succeeded(train(make_task(Sharing), checkpoint__dir=tmp_path, max_steps=2, **settings))
     with CheckpointStore(tmp_path / "rank-0") as store:
         saved = store.load(2).tensors
     assert torch.equal(saved["parameter/a.bias"], saved["parameter/b.bias"])
     assert saved["buffer/rows"].shape == (4, 10)
     assert torch.equal(saved["buffer/row"], torch.arange(10.0))
-    same(train(make_task(Sharing), state_dir=tmp_path, **settings), train(make_task(Sharing), **settings))
+    same(train(make_task(Sharing), checkpoint__dir=tmp_path, **settings), train(make_task(Sharing), **settings))
 
 
 def orphan(state_dir: Path) -> None:
     """As after a crash of rank 1 while the first checkpoint was being made."""
-    succeeded(train(make_task(), epochs=1, state_dir=state_dir, max_steps=2))
+    succeeded(train(make_task(), epochs=1, checkpoint__dir=state_dir, max_steps=2))
     shutil.rmtree(state_dir / "rank-1")
 
 
 def test_a_first_checkpoint_that_was_never_complete_does_not_bar_the_way(tmp_path: Path) -> None:
     orphan(tmp_path)
     (tmp_path / "rank-0" / "saved-by-all").unlink()
-    same(train(make_task(), epochs=1, state_dir=tmp_path), train(make_task(), epochs=1))
+    same(train(make_task(), epochs=1, checkpoint__dir=tmp_path), train(make_task(), epochs=1))
     assert steps(tmp_path, 0) == steps(tmp_path, 1) == [7]
 
 
 def test_one_that_was_complete_is_not_given_up_for_a_rank_that_has_lost_it(tmp_path: Path) -> None:
     orphan(tmp_path)
-    for text in errors(train(make_task(), epochs=1, state_dir=tmp_path)):
+    for text in errors(train(make_task(), epochs=1, checkpoint__dir=tmp_path)):
         assert "rank 0: [2]; rank 1: none" in text
 
 
@@ -273,6 +273,6 @@ def test_ranks_wait_for_each_others_saving_by_a_deadline_of_its_own(
     monkeypatch.setattr(WorkerState, "save", slow)
     settings: dict[str, Any] = {"epochs": 1, "max_steps": 1, "eval_every_epochs": 0}
     # No exchange takes so long, not even on a machine that stands still for a while; the saving does.
-    succeeded(train(make_task(), state_dir=tmp_path / "a", collective_timeout_s=4.0, **settings))
-    outcomes = train(make_task(), state_dir=tmp_path / "b", checkpoint_timeout_s=0.5, play=play, **settings)
+    succeeded(train(make_task(), checkpoint__dir=tmp_path / "a", timeouts__collective_s=4.0, **settings))
+    outcomes = train(make_task(), checkpoint__dir=tmp_path / "b", checkpoint__timeout_s=0.5, play=play, **settings)
     assert isinstance(outcomes[0].error, BarrierTimeout)

@@ -25,13 +25,13 @@ def assert_all_equal(outcomes: list[Outcome], reference: nn.Module) -> None:
     "settings",
     [
         {},
-        {"overlap": False},
-        {"bucket_bytes": 1},
-        {"algorithm": "ring"},
-        {"nesterov": True, "weight_decay": 1e-3},
-        {"momentum": 0.0},
+        {"exchange__overlap": False},
+        {"exchange__bucket_bytes": 1},
+        {"exchange__route": "ring"},
+        {"optimizer__nesterov": True, "optimizer__weight_decay": 1e-3},
+        {"optimizer__momentum": 0.0},
         {"exchange": "dgc"},
-        {"exchange": "dgc", "density": 0.3, "weight_decay": 1e-3, "clip_norm": 1.0},
+        {"exchange": "dgc", "exchange__density": 0.3, "optimizer__weight_decay": 1e-3, "optimizer__clip_norm": 1.0},
     ],
     ids=str,
 )
@@ -49,16 +49,17 @@ def test_two_ranks_give_the_bits_of_one_process(settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
 @pytest.mark.parametrize("algorithm", ["direct", "shards", "ring"])
 def test_three_ranks_are_equal_after_every_step(exchange: str, algorithm: str) -> None:
-    settings: dict[str, Any] = {"exchange": exchange, "algorithm": algorithm, "bucket_bytes": 8192}
+    more = {"exchange__route": algorithm, "exchange__bucket_bytes": 8192} if exchange == "dense" else {}
+    settings: dict[str, Any] = {"exchange": exchange, **more}
     outcomes = train(make_task(), world=3, epochs=1, hash_every=1, **settings)
     assert_all_equal(outcomes, single_process(make_task(), 3, exchange=exchange))
 
 
 def test_density_one_is_the_dense_way_but_for_rounding() -> None:
-    settings: dict[str, Any] = {"epochs": 2, "weight_decay": 1e-3, "nesterov": True}
+    settings: dict[str, Any] = {"epochs": 2, "optimizer__weight_decay": 1e-3, "optimizer__nesterov": True}
     dense, dgc = (
         succeeded(train(make_task(), **settings, **more))[0]
-        for more in ({}, {"exchange": "dgc", "density": 1.0, "warmup": "none"})
+        for more in ({}, {"exchange": "dgc", "exchange__density": 1.0, "exchange__warmup": "none"})
     )
     assert torch.allclose(dense.parameters, dgc.parameters, atol=1e-5)
 
@@ -158,7 +159,8 @@ class Partly(nn.Module):
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
 def test_frozen_and_unused_parameters(exchange: str) -> None:
     before = make_task(Partly).build_model()
-    outcomes = succeeded(train(make_task(Partly), exchange=exchange, epochs=2, hash_every=1, bucket_bytes=600))
+    more = {"exchange__bucket_bytes": 600} if exchange == "dense" else {}
+    outcomes = succeeded(train(make_task(Partly), exchange=exchange, epochs=2, hash_every=1, **more))
     model = outcomes[0].worker.model
     assert isinstance(model, Partly)
     assert model.seen == {True, False}
@@ -176,7 +178,7 @@ def test_masks_of_dropout_are_those_of_one_process() -> None:
 
 
 def test_the_report_counts_what_all_ranks_saw() -> None:
-    outcomes = succeeded(train(make_task(), world=3, epochs=3, eval_every_epochs=2, lr=0.1))
+    outcomes = succeeded(train(make_task(), world=3, epochs=3, eval_every_epochs=2, optimizer__lr=0.1))
     first, second, last = outcomes[0].reports
     assert first.accuracy is None
     for report in (second, last):  # the last epoch is evaluated in any case
@@ -238,8 +240,8 @@ def test_buffers_are_those_of_rank_0_when_it_counts() -> None:
 
 
 def test_the_reference_network_trains_on_two_ranks() -> None:
-    outcomes = train(make_task(mnist_cnn), max_steps=3, lr=0.01, hash_every=1)
-    assert_all_equal(outcomes, single_process(make_task(mnist_cnn), 2, lr=0.01, max_steps=3))
+    outcomes = train(make_task(mnist_cnn), max_steps=3, optimizer__lr=0.01, hash_every=1)
+    assert_all_equal(outcomes, single_process(make_task(mnist_cnn), 2, optimizer__lr=0.01, max_steps=3))
 
 
 def test_training_goes_on_when_the_next_report_is_asked_for() -> None:

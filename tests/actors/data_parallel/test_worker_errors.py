@@ -40,7 +40,11 @@ class Watched(ClassificationTask):
 
 
 def test_other_settings_on_a_rank_are_named_on_all() -> None:
-    configs = [DataParallelConfig(lr=0.1), DataParallelConfig(lr=0.1), DataParallelConfig(lr=0.2, report_every_steps=9)]
+    configs = [
+        DataParallelConfig(optimizer={"lr": 0.1}),
+        DataParallelConfig(optimizer={"lr": 0.1}),
+        DataParallelConfig(optimizer={"lr": 0.2}, report_every_steps=9),
+    ]
     for outcome in train(make_task(), configs=configs, world=3):
         assert isinstance(outcome.error, ConfigError)
         assert "lr is 0.1, but rank 2 has 0.2" in str(outcome.error)
@@ -61,8 +65,8 @@ class Named(DenseExchange):
 @pytest.mark.parametrize(
     ("exchanges", "told"),
     [
-        ((Named, None), "exchange is 'mine', but rank 1 has 'dense'"),
-        ((None, Halved), "exchange is 'dense', but rank 1 has 'tests.actors.data_parallel.test_worker_errors:Halved'"),
+        ((Named, None), "exchange.name is 'mine', but rank 1 has 'dense'"),
+        ((None, Halved), "exchange.name is 'dense', but rank 1 has 'tests.actors.data_parallel.test_worker_errors:H"),
         ((Named, partial(Named, bits=4)), """exchange_options is '{"bits": 8}', but rank 1 has '{"bits": 4}'"""),
     ],
 )
@@ -183,7 +187,7 @@ def test_a_failure_within_the_backward_pass_calls_off_what_is_on_its_way() -> No
                 assert len(worker._training.exchange.in_flight) == 2  # of four buckets
                 pending.append(group.stats.pending)
 
-    outcomes = train(Task(False), Task(True), bucket_bytes=1, play=play)
+    outcomes = train(Task(False), Task(True), exchange__bucket_bytes=1, play=play)
     assert isinstance(outcomes[1].error, ZeroDivisionError)
     assert isinstance(outcomes[0].error, PeerLost)
     assert pending == [0]
@@ -212,7 +216,15 @@ def test_a_frozen_parameter_may_be_infinite_as_masks_are() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "settings", [{}, {"overlap": False}, {"bucket_bytes": 1}, {"clip_norm": 1.0}, {"exchange": "dgc"}], ids=str
+    "settings",
+    [
+        {},
+        {"exchange__overlap": False},
+        {"exchange__bucket_bytes": 1},
+        {"optimizer__clip_norm": 1.0},
+        {"exchange": "dgc"},
+    ],
+    ids=str,
 )
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(value: float, settings: dict[str, Any]) -> None:
     with capture_logs() as lines:
@@ -241,7 +253,7 @@ def test_a_skipped_step_leaves_parameters_and_momentum_as_they_were(accumulation
                 if number // accumulation != 1:
                     yield batch
 
-    settings: dict[str, Any] = {"epochs": 1, "weight_decay": 1e-3}
+    settings: dict[str, Any] = {"epochs": 1, "optimizer__weight_decay": 1e-3}
     outcomes = train(
         make_task(), Watched(spoils(accumulation)), make_task(), accumulation_steps=accumulation, **settings
     )
@@ -285,7 +297,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_its_rank_from_the_second_tim
 
 @pytest.mark.parametrize("exchange", ["dense", "dgc"])
 def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(exchange: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"exchange": exchange, "epochs": 3, "state_dir": tmp_path}
+    settings: dict[str, Any] = {"exchange": exchange, "epochs": 3, "checkpoint__dir": tmp_path}
     outcomes = train(make_task(), Watched(spoils(1, 2, *range(4, 99))), max_nonfinite_steps=5, **settings)
     for outcome in outcomes:
         assert isinstance(outcome.error, TrainingDiverged)
@@ -308,7 +320,7 @@ def test_a_run_that_learnt_nothing_does_not_end_well() -> None:
 
 def test_parameters_that_are_not_finite_are_neither_reported_nor_saved(tmp_path: Path) -> None:
     tasks = (Watched(spoils(0, value=1e20)) for _ in range(2))  # finite, but for what SGD makes of it
-    outcomes = train(*tasks, max_steps=1, lr=1e30, state_dir=tmp_path)
+    outcomes = train(*tasks, max_steps=1, optimizer__lr=1e30, checkpoint__dir=tmp_path)
     for outcome in outcomes:
         assert isinstance(outcome.error, TrainingDiverged)
         assert "the parameters have NaN or infinity" in str(outcome.error)

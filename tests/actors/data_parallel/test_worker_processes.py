@@ -14,7 +14,7 @@ from federation import NOBODY_DIES_S
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 STEADY: dict[str, Any] = {"lease_s": NOBODY_DIES_S}
-LONG: dict[str, Any] = {"epochs": 10_000, "eval_every_epochs": 0, "collective_timeout_s": 30.0}
+LONG: dict[str, Any] = {"epochs": 10_000, "eval_every_epochs": 0, "timeouts__collective_s": 30.0}
 MORTAL = {"lease_s": 3.0}
 # After the lease; the rest is for a machine that stands still. Nothing else would end their wait before 30 s.
 TOLD_WITHIN_S = 3.0 + 10.0
@@ -38,10 +38,10 @@ def test_when_a_rank_is_killed_the_others_are_told_at_once_and_end(exchange: str
 
 
 def test_after_a_kill_all_ranks_go_on_from_the_last_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "checkpoint_every_steps": 3, **STEADY}
+    settings: dict[str, Any] = {"exchange": "dgc", "epochs": 2, "checkpoint__every_steps": 3, **STEADY}
     with ddp_ranks(2, **settings) as ranks:
         whole = [node.wait_for("done") for node in ranks.start_all()]
-    with ddp_ranks(2, **settings, state_dir=str(tmp_path)) as ranks:
+    with ddp_ranks(2, **settings, checkpoint__dir=str(tmp_path)) as ranks:
         first, second = ranks.start_all(rank_1={"die_at": 10, **MORTAL})
         assert first.wait_for("failed")["kind"] == "PeerLost"
         assert second.wait() == -signal.SIGKILL

@@ -101,7 +101,7 @@ def test_the_controller_shows_it_at_once_and_the_round_goes_on(log: Log) -> None
 
     async def main() -> list[gradbus.RoundReport]:
         job, domain = f"failing-{os.getpid()}", new_domain()
-        config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0, dead_after_s=30.0)
+        config = gradbus.FederatedConfig(rounds=3, clients={"num": 2, "dead_after_s": 30.0}, eval_every=0)
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             for client_id in (0, 1):
                 group.create_task(client(job, domain, client_id))
@@ -131,7 +131,9 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
 
     async def main() -> tuple[TrainingFailed, list[BaseException | None]]:
         job, domain = f"all-fail-{os.getpid()}", new_domain()
-        config = gradbus.FederatedConfig(rounds=3, num_clients=2, eval_every=0, dead_after_s=30.0, max_attempts=2)
+        config = gradbus.FederatedConfig(
+            rounds=3, clients={"num": 2, "dead_after_s": 30.0}, eval_every=0, round={"max_attempts": 2}
+        )
         async with asyncio.timeout(30), gradbus.connect(job=job, domain=domain) as bus, asyncio.TaskGroup() as group:
             clients = [group.create_task(client(job, domain, client_id)) for client_id in (0, 1)]
             with pytest.raises(TrainingFailed) as caught:
@@ -149,7 +151,7 @@ def test_when_all_clients_fail_the_run_and_the_clients_end_with_the_error_of_the
 
 def test_a_round_that_is_short_of_clients_that_are_gone_does_not_end_the_others_for_one_failure() -> None:
     def error_of(minimum: int) -> GradbusError:
-        controller = gradbus.Controller(None, NoopTask(1), gradbus.FederatedConfig(min_clients=minimum))  # type: ignore[arg-type]
+        controller = gradbus.Controller(None, NoopTask(1), gradbus.FederatedConfig(clients={"min": minimum}))  # type: ignore[arg-type]
         round_ = Round(1, range(3), RoundRules(minimum=minimum, quorum=1.0, deadline_s=9.0, grace_s=0.0), now_s=0.0)
         round_.fail(0, TRAINING_FAILED)
         round_.lose(1)

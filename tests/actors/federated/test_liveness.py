@@ -59,7 +59,7 @@ class Scene:
 
     @property
     def context(self) -> Any:
-        config, state = SimpleNamespace(heartbeat_s=HEARTBEAT_S), SimpleNamespace(run_id=1)
+        config, state = SimpleNamespace(clients=SimpleNamespace(heartbeat_s=HEARTBEAT_S)), SimpleNamespace(run_id=1)
         bus = SimpleNamespace(publish=self.publish, job="job")
         return RunContext(bus, Identity(CONTROLLER, 1), None, config, state, None)  # type: ignore[arg-type]
 

@@ -8,28 +8,30 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from settings import nested
 from torch import nn
 
 from gradbus import codecs
-from gradbus.actors.aggregation.strategies import Strategy, make_strategy
+from gradbus.actors.aggregation.strategies import Strategy
 from gradbus.actors.federated import state as state_module
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.participation import Strike
 from gradbus.actors.federated.report import ClientTimeline, RoundReport
 from gradbus.actors.federated.state import RunState
 from gradbus.runtime.checkpoint import CheckpointStore
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError
 
 
 def config_of(directory: Path | None, **changes: Any) -> FederatedConfig:
-    return FederatedConfig(state_dir=directory, strategy="fedadam", **changes)
+    return FederatedConfig(**nested({"checkpoint__dir": directory, "strategy": "fedadam", **changes}))
 
 
 def open_state(config: FederatedConfig, *, seed: int = 0, width: int = 4) -> tuple[RunState, Strategy]:
     torch.manual_seed(seed)
     model = FlatModel(nn.Linear(3, width))
-    strategy = make_strategy(config, model.dim)
+    strategy = STRATEGIES.make(config.strategy, model.dim)
     return RunState(config, model, strategy), strategy
 
 
@@ -85,7 +87,7 @@ def test_the_weights_of_a_run_are_the_live_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 4)
     config = config_of(None)
-    state = RunState(config, FlatModel(module), make_strategy(config, 16))
+    state = RunState(config, FlatModel(module), STRATEGIES.make(config.strategy, 16))
     state.weights.fill_(2.0)
     assert module.bias.tolist() == [2.0] * 4
 
@@ -150,7 +152,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_state_of_another_strategy_is_refused(tmp_path: Path) -> None:
     committed(tmp_path)
-    config = FederatedConfig(state_dir=tmp_path, strategy="fedavgm")
+    config = FederatedConfig(checkpoint={"dir": tmp_path}, strategy="fedavgm")
     with pytest.raises(CheckpointError, match="server_momentum"):
         open_state(config)
 
@@ -165,14 +167,14 @@ def test_a_run_does_not_change_what_its_clients_hold_in_the_middle(tmp_path: Pat
 def test_an_existing_run_is_not_overwritten_when_resume_is_off(tmp_path: Path) -> None:
     committed(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds a run \(round 1\), resume is off"):
-        open_state(config_of(tmp_path, resume=False))
+        open_state(config_of(tmp_path, checkpoint__resume=False))
     state, _ = open_state(config_of(tmp_path))  # the directory was let go, and is as it was
     assert state.round_id == 1
     state.close()
 
 
 def test_an_empty_directory_is_fine_when_resume_is_off(tmp_path: Path) -> None:
-    state, _ = open_state(config_of(tmp_path / "new", resume=False))
+    state, _ = open_state(config_of(tmp_path / "new", checkpoint__resume=False))
     assert state.round_id == 0
     state.close()
 
@@ -200,7 +202,7 @@ def test_of_a_damaged_checkpoint_the_one_before_counts(tmp_path: Path) -> None:
 def test_a_run_may_start_from_given_weights(tmp_path: Path) -> None:
     given = torch.arange(16, dtype=torch.float32)
     save_file({"weights": given}, tmp_path / "given.safetensors")
-    state, _ = open_state(config_of(None, init_path=tmp_path / "given.safetensors"))
+    state, _ = open_state(config_of(None, checkpoint__init_path=tmp_path / "given.safetensors"))
     assert torch.equal(state.weights, given)
     assert state.round_id == 0
 
@@ -208,7 +210,7 @@ def test_a_run_may_start_from_given_weights(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_may_be_the_start(tmp_path: Path) -> None:
     other = committed(tmp_path / "other")
     path = tmp_path / "other" / "round-000001.safetensors"
-    state, _ = open_state(config_of(tmp_path / "new", init_path=path), seed=9)
+    state, _ = open_state(config_of(tmp_path / "new", checkpoint__init_path=path), seed=9)
     assert torch.equal(state.weights, other.weights)
     assert state.run_id != other.run_id
     state.close()
@@ -216,7 +218,7 @@ def test_a_checkpoint_of_another_run_may_be_the_start(tmp_path: Path) -> None:
 
 def test_a_resumed_run_does_not_go_back_to_its_given_weights(tmp_path: Path) -> None:
     save_file({"weights": torch.zeros(16)}, tmp_path / "given.safetensors")
-    rules: dict[str, Any] = {"init_path": tmp_path / "given.safetensors"}
+    rules: dict[str, Any] = {"checkpoint__init_path": tmp_path / "given.safetensors"}
     first = committed(tmp_path / "state", **rules)
     second, _ = open_state(config_of(tmp_path / "state", **rules))
     assert torch.equal(second.weights, first.weights)
@@ -226,12 +228,12 @@ def test_a_resumed_run_does_not_go_back_to_its_given_weights(tmp_path: Path) -> 
 def test_given_weights_of_the_wrong_size_are_refused(tmp_path: Path) -> None:
     save_file({"weights": torch.zeros(17)}, tmp_path / "given.safetensors")
     with pytest.raises(CheckpointError, match=r"given\.safetensors: 17 values, the model has 16"):
-        open_state(config_of(None, init_path=tmp_path / "given.safetensors"))
+        open_state(config_of(None, checkpoint__init_path=tmp_path / "given.safetensors"))
 
 
 def test_given_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        open_state(config_of(None, init_path=tmp_path / "nothing.safetensors"))
+        open_state(config_of(None, checkpoint__init_path=tmp_path / "nothing.safetensors"))
 
 
 def test_what_is_known_after_the_commit_completes_the_report(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_a_checkpoint_names_the_clients_of_the_newest_rounds_and_does_not_grow_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_module, "KEPT_IN_CHECKPOINT", 30)
-    state, _ = open_state(config_of(tmp_path, keep_checkpoints=100))
+    state, _ = open_state(config_of(tmp_path, checkpoint__keep=100))
     everybody = tuple(range(1000))
     strike = Strike(7, 1, "non-finite", "nan", 1)
     for round_id in range(1, 41):
@@ -302,7 +304,7 @@ def test_the_reports_of_an_older_program_say_how_many_updates_there_were(tmp_pat
 
 
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
-    state, strategy = open_state(config_of(tmp_path, keep_checkpoints=2))
+    state, strategy = open_state(config_of(tmp_path, checkpoint__keep=2))
     for round_id in range(1, 6):
         one_round(state, strategy, round_id)
     state.close()
@@ -313,16 +315,16 @@ def test_a_run_may_start_from_the_named_tensors_of_a_module(tmp_path: Path) -> N
     source = torch.nn.Linear(3, 2)
     path = tmp_path / "module.safetensors"
     save_file({name: tensor.detach().clone() for name, tensor in source.state_dict().items()}, path)
-    config = FederatedConfig(init_path=path)
+    config = FederatedConfig(checkpoint={"init_path": path})
     model = FlatModel(torch.nn.Linear(3, 2))
-    state = RunState(config, model, make_strategy(config, model.dim))
+    state = RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
     assert torch.equal(state.weights, FlatModel(source).read())
 
 
 def test_named_tensors_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "module.safetensors"
     save_file({"weight": torch.ones(2, 4), "bias": torch.ones(2)}, path)
-    config = FederatedConfig(init_path=path)
+    config = FederatedConfig(checkpoint={"init_path": path})
     model = FlatModel(torch.nn.Linear(3, 2))
     with pytest.raises(CheckpointError, match=r"'weight' has shape \(2, 4\), expected \(2, 3\)"):
-        RunState(config, model, make_strategy(config, model.dim))
+        RunState(config, model, STRATEGIES.make(config.strategy, model.dim))

@@ -21,6 +21,7 @@ from aiohttp import ClientSession, web
 from federation import DIM, Federation
 from patience import PATIENT_S, soonest, until
 from prometheus_client.parser import text_string_to_metric_families
+from settings import nested
 
 import gradbus
 from gradbus.actors.federated import updates_in as update_receiver
@@ -120,8 +121,8 @@ async def clients(job: str, domain: int, tasks: Sequence[Any]) -> AsyncIterator[
 
 
 def rules(rounds: int, num_clients: int, **more: Any) -> gradbus.FederatedConfig:
-    settings = {"eval_every": 0, "dead_after_s": PATIENT_S, **more}
-    return gradbus.FederatedConfig(rounds=rounds, num_clients=num_clients, **settings)
+    settings = {"eval_every": 0, "clients__dead_after_s": PATIENT_S, **more}
+    return gradbus.FederatedConfig(rounds=rounds, **nested({"clients__num": num_clients, **settings}))
 
 
 def assert_no_thread_is_left(before: Set[threading.Thread]) -> None:
@@ -268,7 +269,10 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
     async def scenario() -> None:
         service = FederatedService()
         service.add_job(
-            job, NoopTask(8), rules(1, 2, min_clients=2, start_timeout_s=0.3), gradbus.connect(job, domain=domain)
+            job,
+            NoopTask(8),
+            rules(1, 2, clients__min=2, clients__start_timeout_s=0.3),
+            gradbus.connect(job, domain=domain),
         )
         async with asyncio.timeout(30), serving(service) as web:
             assert await web.get("/healthz") == (200, {"ok": True, "failed": {}})
@@ -293,7 +297,9 @@ def test_a_controller_that_fails_is_told_of_and_the_service_and_its_other_jobs_g
 def test_a_controller_that_cannot_even_start_is_told_of(job: str, domain: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     service = FederatedService()
-    service.add_job(job, NoopTask(8), rules(1, 1, state_dir=tmp_path / "file"), gradbus.connect(job, domain=domain))
+    service.add_job(
+        job, NoopTask(8), rules(1, 1, checkpoint__dir=tmp_path / "file"), gradbus.connect(job, domain=domain)
+    )
     name = "not a job's name"
     service.add_job(name, NoopTask(8), rules(1, 1), gradbus.connect(name, domain=domain))
 

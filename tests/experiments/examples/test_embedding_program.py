@@ -105,7 +105,7 @@ def test_a_port_that_is_taken_ends_the_program_with_what_to_do(
     ("arguments", "text"),
     [
         (["--set", "bus.faults=spoil"], "fault 'spoil'"),
-        (["--set", "federated.round=3"], "did you mean 'rounds'"),
+        (["--set", "federated.rouds=3"], "did you mean 'rounds'"),
         (["--config", "missing.json"], "missing.json cannot be read"),
         (["--config", "a.json", "--config", "b.json", "--job", "x"], "--job names one job"),
     ],

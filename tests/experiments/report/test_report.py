@@ -106,7 +106,7 @@ def test_the_file_needs_nothing_but_itself(kind: str, request: pytest.FixtureReq
 
 def test_two_runs_are_shown_side_by_side_with_what_differs(invoke, federated: Path, broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
-    config["federated"]["codec"] = "s4"
+    config["federated"]["codec"] = {"name": "s4"}
     (broken / "config.json").write_text(json.dumps(config))
     ended = invoke("report", "--compare", federated, broken, "--out", "both.html")
     assert ended.code == 0, ended.err
@@ -171,7 +171,7 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
     html = render(page_of([read_run(tmp_path)]))
     assert figures_of(html) == []
     assert "rounds.jsonl is not there: nothing was finished" in notes_of(html)
-    (tmp_path / "config.json").write_text('{"worker": {"epochs": 3}}')
+    (tmp_path / "config.json").write_text('{"parallel": {"epochs": 3}}')
     (tmp_path / "profile-rank-0.jsonl").write_text('{"kind": "start", "rank": 0}\n{"kind": "win')
     (tmp_path / "trace-rank-0.json").write_text("{")
     notes = notes_of(without_figures(read_run(tmp_path)))
@@ -198,7 +198,7 @@ def test_whatever_the_files_say_stays_text(broken: Path) -> None:
     first = json.loads(lines[0]) | {"dropped": {name: 3}, "loss": 1e300}
     (broken / "rounds.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]))
     config = json.loads((broken / "config.json").read_text())
-    config["federated"]["codec"] = name
+    config["federated"]["codec"] = {"name": name}
     (broken / "config.json").write_text(json.dumps(config))
     html = render(page_of([read_run(broken)]))
     assert "<script" not in html

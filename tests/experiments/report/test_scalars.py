@@ -54,7 +54,7 @@ def test_a_federated_run_leaves_the_numbers_of_its_reports(domain, tmp_path: Pat
     """A controller as ``gradbus controller`` runs it, and a client, over DDS."""
     bus = {"job": "scalars", "domain": domain}
     data = {"data": "glyphs", "data_options": {"train": 100, "test": 40}, "model": "gradbus.models:mnist_mlp"}
-    rules = {"rounds": 2, "num_clients": 1, "dead_after_s": PATIENT_S}
+    rules = {"rounds": 2, "clients": {"num": 1, "dead_after_s": PATIENT_S}}
     file = ControllerFile.model_validate({"bus": bus, "task": data, "federated": rules})
     client = ClientFile.model_validate({"bus": bus, "task": data})
 
@@ -82,7 +82,7 @@ def test_rank_0_leaves_epochs_and_windows_and_goes_on_after_a_resume(domain, tmp
                 "bus": {"domain": domain}, "run_dir": tmp_path / "run",
                 "task": {"model": "gradbus.models:mnist_mlp", "data": "glyphs", "batch_size": 64,
                          "data_options": {"train": 160, "test": 40}},
-                "worker": {"epochs": epochs, "profile_window_steps": 2},
+                "parallel": {"epochs": epochs, "profile": {"window_steps": 2}},
             }
         )  # fmt: skip
         with Scalars(tmp_path / "scalars") as scalars:

@@ -58,7 +58,7 @@ def test_a_wrong_place_is_an_error_that_says_how_to_give_it(given, environment, 
 @pytest.mark.parametrize("name", ["ddp", "ddp-dgc", "ddp.two-machines"])
 def test_every_example_loads_and_names_a_task_for_workers(name: str, configs: Path) -> None:
     file = load(WorkerFile, configs / f"{name}.conf.json")
-    assert file.worker.exchange == ("dgc" if "dgc" in name else "dense")
+    assert file.parallel.exchange.name == ("dgc" if "dgc" in name else "dense")
     model = ConfiguredShardTask(file.task).build_model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 407_050
 
@@ -125,13 +125,13 @@ def test_a_job_with_a_name_keeps_it(how: str, tmp_path: Path, monkeypatch: pytes
 
 def test_every_rank_is_told_its_place_in_all_the_usual_ways(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    planned = launch(["x.json", "--set", "worker.lr=1"], ranks=3)
+    planned = launch(["x.json", "--set", "parallel.optimizer.lr=1"], ranks=3)
     variables = planned.environment(2)
     assert (variables["RANK"], variables["WORLD_SIZE"], variables["GRADBUS_RANK"]) == ("2", "3", None)
     command = list(planned.command(2))
     assert command[command.index("worker") :] == [
         "worker", "--rank", "2", "--world", "3", "--log-style", "console", "--log-level", "warning", "x.json", "--set",
-        "worker.lr=1",
+        "parallel.optimizer.lr=1",
     ]  # fmt: skip
 
 

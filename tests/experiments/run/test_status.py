@@ -26,7 +26,7 @@ from gradbus.experiments.cli.exit_codes import NoJob
 from gradbus.experiments.run import status
 from gradbus.experiments.run.status import Observer, lines_of, observe, settings_of
 from gradbus.models import NoopTask
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.dds.topics import BestEffortControl
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import new_job_key, write_secret_file
@@ -276,7 +276,9 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
         nonlocal loop
         loop = asyncio.get_running_loop()
         job, domain = f"status-{os.getpid()}", new_domain()
-        config = gradbus.FederatedConfig(rounds=1, num_clients=2, eval_every=0, heartbeat_s=0.1, dead_after_s=PATIENT_S)
+        config = gradbus.FederatedConfig(
+            rounds=1, clients={"num": 2, "heartbeat_s": 0.1, "dead_after_s": PATIENT_S}, eval_every=0
+        )
 
         async def client(client_id: int) -> None:
             async with gradbus.connect(job=job, domain=domain) as bus:

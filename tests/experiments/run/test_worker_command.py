@@ -62,7 +62,11 @@ def config(tmp_path: Path, domain: int) -> Path:
     path = tmp_path / "mine.json"
     path.write_text(
         json.dumps(
-            {"bus": {"domain": domain}, "task": {"task": "mine:Task"}, "worker": {"epochs": 2, "join_timeout_s": 100}}
+            {
+                "bus": {"domain": domain},
+                "task": {"task": "mine:Task"},
+                "parallel": {"epochs": 2, "timeouts": {"join_s": 100}},
+            }
         )
     )
     return path
@@ -129,7 +133,7 @@ def test_a_launch_trains_leaves_a_complete_run_directory_and_can_be_continued_al
     assert load(WorkerFile, run / "config.json").world == 2
 
     request.getfixturevalue("known")
-    process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "worker.epochs=3")
+    process = start("run", "-n", 2, "--", config, "--run-dir", "run", "--set", "parallel.epochs=3")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
     assert "done: 3 epochs, 18 steps" in out
@@ -157,7 +161,7 @@ def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
     known.allow_rank("host-b", 1)
     monkeypatch.setenv("GRADBUS_BUS__ALLOW_FILE", str(known.list_file))
     monkeypatch.setenv("WORLD", "2")
-    endless = ("--set", "worker.epochs=1000000")
+    endless = ("--set", "parallel.epochs=1000000")
     first = fork("worker", config, "--rank", 0, "--run-dir", "run", "--no-live", *endless)
     read_until(first, f"waiting for 1 more of 2 ranks: job {default_job()}, on lo")
     monkeypatch.setenv("RANK", "1")
@@ -177,7 +181,7 @@ def test_ranks_started_one_by_one_find_each_other_and_miss_one_that_is_stopped(
 
 def test_a_launch_that_is_stopped_stops_in_order_and_says_how_to_go_on(start, config, tmp_path: Path) -> None:
     # Who stands still when it is told to end shall not be killed for it.
-    process = start("run", "-n", 2, "--grace", 25, config, "--run-dir", "run", "--set", "worker.epochs=1000000")
+    process = start("run", "-n", 2, "--grace", 25, config, "--run-dir", "run", "--set", "parallel.epochs=1000000")
     read_until(process, "epoch 3/1000000")
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)

@@ -74,7 +74,7 @@ def test_a_start_that_is_refused_leaves_the_run_that_is_there_as_it_was(run, tmp
     assert first.code == 0, first.err
     before = left(tmp_path / "run")
     assert json.loads(before["summary.json"])["outcome"] == "done"
-    refused = run("--set", "worker.epochs=2", width=2)  # with as many epochs it is finished, whatever else is set
+    refused = run("--set", "parallel.epochs=2", width=2)  # with as many epochs it is finished, whatever else is set
     assert refused.code == 6, refused.err
     assert left(tmp_path / "run") == before
     assert not list((tmp_path / "run").glob("*.tmp"))

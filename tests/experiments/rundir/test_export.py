@@ -13,7 +13,6 @@ from own_models import awkward
 from safetensors.torch import load_file
 from torch import nn
 
-from gradbus.actors.aggregation.strategies import make_strategy
 from gradbus.actors.data_parallel.exchanges.base import ExchangeLabel
 from gradbus.actors.data_parallel.state import Position, WorkerState
 from gradbus.actors.federated.flat_model import FlatModel
@@ -22,6 +21,7 @@ from gradbus.actors.federated.state import RunState
 from gradbus.experiments.files import ControllerFile, TaskSettings, WorkerFile
 from gradbus.experiments.rundir.directory import write_json
 from gradbus.experiments.rundir.export import export
+from gradbus.runtime.choices import STRATEGIES
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import CheckpointError, ConfigError
 
@@ -31,11 +31,11 @@ TASK = TaskSettings(model="own_models:awkward", data="glyphs")
 def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
     """The directory of a federated run, and the model at its end."""
     run.mkdir()
-    config = FederatedConfig(state_dir=run / "state")
+    config = FederatedConfig(checkpoint={"dir": run / "state"})
     write_json(run / "config.json", ControllerFile(task=TASK, federated=config).model_dump(mode="json"))
     module = awkward(seed)
     model = FlatModel(module)
-    state = RunState(config, model, make_strategy(config, model.dim))
+    state = RunState(config, model, STRATEGIES.make(config.strategy, model.dim))
     state.save_initial()
     for round_id in range(1, rounds + 1):
         state.weights.add_(torch.randn(model.dim, generator=torch.Generator().manual_seed(round_id)).abs())
@@ -47,7 +47,7 @@ def federated(run: Path, *, seed: int = 0, rounds: int = 2) -> nn.Module:
 def parallel(run: Path) -> nn.Module:
     """The same of data-parallel ranks."""
     run.mkdir()
-    scene = Scene(state_dir=run / "state")
+    scene = Scene(checkpoint__dir=run / "state")
     file = WorkerFile(task=TASK, worker=scene.config).model_dump(
         mode="json", exclude={"task": {"momentum", "weight_decay", "train_fn"}}
     )
@@ -89,8 +89,8 @@ def test_a_run_that_goes_on_or_was_moved_can_be_exported_and_an_older_round_too(
     model = federated(tmp_path / "run")
     before = export(tmp_path / "run", number=1)
     assert before.number == 1
-    config = FederatedConfig(state_dir=tmp_path / "run" / "state")
-    holding = RunState(config, FlatModel(awkward()), make_strategy(config, FlatModel(awkward()).dim))
+    config = FederatedConfig(checkpoint={"dir": tmp_path / "run" / "state"})
+    holding = RunState(config, FlatModel(awkward()), STRATEGIES.make(config.strategy, FlatModel(awkward()).dim))
     loads(load_file(export(tmp_path / "run").path), model)
     holding.close()
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -101,9 +101,9 @@ def test_a_run_that_goes_on_or_was_moved_can_be_exported_and_an_older_round_too(
 
 def test_what_was_exported_is_a_model_to_begin_another_run_with(tmp_path: Path) -> None:
     model = federated(tmp_path / "run")
-    config = FederatedConfig(init_path=export(tmp_path / "run").path)
+    config = FederatedConfig(checkpoint={"init_path": export(tmp_path / "run").path})
     flat = FlatModel(awkward())
-    RunState(config, flat, make_strategy(config, flat.dim))
+    RunState(config, flat, STRATEGIES.make(config.strategy, flat.dim))
     assert torch.equal(flat.read(), FlatModel(model).read())
 
 

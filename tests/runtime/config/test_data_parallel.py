@@ -1,10 +1,18 @@
+import sys
 from typing import Any
 
 import pytest
 
-from gradbus.runtime.config.data_parallel import PER_RANK_SETTINGS, DataParallelConfig
-from gradbus.runtime.config.federated import check_settings
+from gradbus.actors.data_parallel.exchanges.dgc import DgcExchangeOptions
+from gradbus.runtime.config.data_parallel import DataParallelConfig
+from gradbus.runtime.config.settings import Settings, check_settings, load_settings
 from gradbus.runtime.errors import ConfigError
+
+
+class Program(Settings):
+    """A program's settings, with a section."""
+
+    parallel: DataParallelConfig = DataParallelConfig()
 
 
 @pytest.mark.parametrize(
@@ -12,22 +20,35 @@ from gradbus.runtime.errors import ConfigError
     [("paper", "paper"), ("none", "none"), (0, 0), (3, 3), ([0.25, 1], (0.25, 1.0)), ((0.1,), (0.1,)), ([], ())],
 )
 def test_a_warmup_is_a_name_a_number_of_epochs_or_a_list(given: Any, kept: Any) -> None:
-    assert check_settings(DataParallelConfig, {"warmup": given}, where="settings").warmup == kept
+    assert DgcExchangeOptions(warmup=given).warmup == kept
 
 
 @pytest.mark.parametrize(
     ("values", "text"),
     [
         *(
-            ({"warmup": value}, "expected 'paper', 'none', a number of epochs, or a list of densities in (0, 1]")
+            (
+                {"exchange": {"name": "dgc", "warmup": value}},
+                "exchange.warmup: expected 'paper', 'none', a number of epochs, or a list of densities in (0, 1]",
+            )
             for value in ("papr", [2.0], [0.0], [True], True, -1, 1.5, {"epochs": 3})
         ),
-        ({"lr": 0}, "lr: input should be greater than 0, got 0"),
-        ({"nesterov": True, "momentum": 0}, "nesterov=true needs momentum > 0"),
-        ({"bucket_byte": 5}, "did you mean 'bucket_bytes'?"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr: input should be greater than 0, got 0"),
+        ({"optimizer": {"nesterov": True, "momentum": 0}}, "nesterov=true needs momentum > 0"),
+        ({"optimizer": 3}, "optimizer: expected an object with some of lr, momentum, nesterov"),
+        (
+            {"exchange": {"bucket_byte": 5}},
+            "there is no such option, did you mean 'bucket_bytes'?",
+        ),
+        ({"exchange": {"density": 0.1}}, "exchange.density: this is an option of dgc; 'dense' has overlap, "),
+        ({"exchange": "dgx"}, "exchange: there is no exchange of gradients 'dgx'; did you mean 'dgc'?"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep"),
         ({"max_steps": 0}, "max_steps"),
-        ({"density": 0}, "density"),
+        ({"exchange": {"name": "dgc", "density": 0}}, "exchange.density"),
+        # Settings that used to be elsewhere, and are found by their names, or by the new ones
+        ({"lr": 0.1}, "unknown key 'lr', did you mean 'optimizer.lr'?"),
+        ({"density": 0.1}, "unknown key 'density', did you mean 'exchange.density'?"),
+        ({"keep_checkpoints": 3}, "unknown key 'keep_checkpoints', did you mean 'checkpoint.keep'?"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(values: dict[str, Any], text: str) -> None:
@@ -38,10 +59,57 @@ def test_what_is_wrong_is_said_in_one_line(values: dict[str, Any], text: str) ->
 
 
 def test_ranks_do_not_compare_settings_that_may_differ(tmp_path: Any) -> None:
-    fields = set(DataParallelConfig.model_fields)
-    assert fields > PER_RANK_SETTINGS
-    mine = DataParallelConfig(state_dir=tmp_path / "a", report_every_steps=5, warmup=[0.5])
-    theirs = DataParallelConfig(state_dir=tmp_path / "b", collective_timeout_s=5, warmup=[0.5])
-    assert mine.shared() == theirs.shared()
-    assert mine.shared().keys() == (fields - PER_RANK_SETTINGS) | {"state_dir"}
-    assert mine.shared() != DataParallelConfig(warmup=[0.5]).shared()  # one with a state directory, one without
+    mine = DataParallelConfig(checkpoint={"dir": tmp_path / "a", "timeout_s": 3}, report_every_steps=5)
+    theirs = DataParallelConfig(
+        checkpoint={"dir": tmp_path / "b"}, timeouts={"collective_s": 5}, profile={"window_steps": 3},
+        history={"dir": tmp_path},
+    )  # fmt: skip
+    shared = mine.shared({"name": "dense", "overlap": True})
+    assert shared == theirs.shared({"name": "dense", "overlap": True})
+    assert {"optimizer.lr", "checkpoint.keep", "exchange.name", "exchange.overlap", "seed"} < shared.keys()
+    assert not any(key.startswith(("timeouts", "profile", "history", "report")) for key in shared)
+    assert "checkpoint.timeout_s" not in shared
+    assert shared != DataParallelConfig().shared({"name": "dense", "overlap": True})  # without a checkpoint directory
+    assert shared != mine.shared({"name": "dense", "overlap": False})
+
+
+DGC = {"parallel": {"exchange": {"name": "dgc", "density": 0.5}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "overrides", "exchange"),
+    [
+        ({}, {}, ["parallel.exchange=dgc"], {"name": "dgc"}),
+        ({}, {}, ["parallel.exchange.name=dgc", "parallel.exchange.density=0.1"], {"name": "dgc", "density": 0.1}),
+        ({}, {}, ["parallel.exchange=dgc", "parallel.exchange.density=0.1"], {"name": "dgc", "density": 0.1}),
+        ({}, {"": "dgc", "__DENSITY": "0.1"}, ["parallel.exchange.density=0.2"], {"name": "dgc", "density": 0.2}),
+        (DGC, {"__MASKING": "false"}, [], {"name": "dgc", "density": 0.5, "masking": False}),
+        (DGC, {}, ["parallel.exchange=dgc"], {"name": "dgc", "density": 0.5}),
+        (DGC, {}, ["parallel.exchange=dense"], {"name": "dense"}),
+        (DGC, {"__NAME": "dense", "__OVERLAP": "false"}, [], {"name": "dense", "overlap": False}),
+        ({}, {}, ["parallel.exchange.overlap=false"], {"name": "dense", "overlap": False}),
+        (
+            {},
+            {},
+            ["parallel.exchange=my.own:Exchange", "parallel.exchange.x=[1]"],
+            {"name": "my.own:Exchange", "x": [1]},
+        ),
+    ],
+)
+def test_a_choice_is_given_by_its_name_or_with_options_and_another_one_drops_those_of_the_first(
+    values: dict[str, Any], environment: dict[str, str], overrides: list[str], exchange: dict[str, Any]
+) -> None:
+    named = {f"GRADBUS_PARALLEL__EXCHANGE{key}": text for key, text in environment.items()}
+    config = load_settings(Program, values=values, environment=named, overrides=overrides).parallel
+    assert config.exchange.model_dump() == exchange
+    assert config == DataParallelConfig(exchange=exchange)
+
+
+def test_a_name_alone_means_the_same_in_a_program() -> None:
+    assert DataParallelConfig(exchange="dense") == DataParallelConfig()
+    assert DataParallelConfig(exchange="dgc") == DataParallelConfig(exchange={"name": "dgc"})
+
+
+def test_settings_are_read_without_running_code_that_they_name() -> None:
+    assert DataParallelConfig(exchange="antigravity:Exchange").exchange.name == "antigravity:Exchange"
+    assert "antigravity" not in sys.modules

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 from pydantic import Field, ValidationError
+from settings import nested
 
-from gradbus.runtime.config.federated import (
-    MAX_FILE_BYTES,
-    BusSettings,
-    ClientConfig,
-    FederatedConfig,
-    Settings,
-    check_settings,
-    load_settings,
-)
+from gradbus.runtime.config.bus import BusSettings
+from gradbus.runtime.config.federated import ClientConfig, FederatedConfig
+from gradbus.runtime.config.settings import MAX_FILE_BYTES, Settings, check_settings, load_settings
 from gradbus.runtime.errors import ConfigError
 
 
@@ -44,7 +39,9 @@ def refused(kind: type[Any] = Program, **arguments: Any) -> str:
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({"name": "file", "federated": {"rounds": 20, "epochs": 2}}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"name": "file", "federated": {"rounds": 20, "training": {"epochs": 2}}}), encoding="utf-8"
+    )
     return path
 
 
@@ -53,9 +50,9 @@ def test_without_anything_the_defaults_are_in_force() -> None:
 
 
 def test_each_source_overrides_the_weaker_ones_key_by_key(config_file: Path) -> None:
-    values = {"name": "program", "federated": {"rounds": 10, "epochs": 1, "lr": 0.5, "seed": 1}}
+    values = {"name": "program", "federated": {"rounds": 10, "training": {"epochs": 1, "lr": 0.5}, "seed": 1}}
     environment = {"GRADBUS_FEDERATED__ROUNDS": "30", "GRADBUS_BUS__JOB": "from-environment"}
-    overrides = ["federated.rounds=40", "federated.quorum=0.5"]
+    overrides = ["federated.rounds=40", "federated.round.quorum=0.5"]
     sources: list[dict[str, Any]] = [
         {"values": values},
         {"path": config_file},
@@ -67,10 +64,10 @@ def test_each_source_overrides_the_weaker_ones_key_by_key(config_file: Path) -> 
     for source in sources:
         together |= source
         program = loaded(**together)
-        seen.append((program.federated.rounds, program.federated.epochs, program.name))
+        seen.append((program.federated.rounds, program.federated.training.epochs, program.name))
     assert seen == [(10, 1, "program"), (20, 2, "file"), (30, 2, "file"), (40, 2, "file")]
-    assert (program.federated.lr, program.federated.seed) == (0.5, 1)
-    assert (program.federated.quorum, program.bus.job) == (0.5, "from-environment")
+    assert (program.federated.training.lr, program.federated.seed) == (0.5, 1)
+    assert (program.federated.round.quorum, program.bus.job) == (0.5, "from-environment")
 
 
 def test_the_values_that_a_program_gives_are_left_as_they_were() -> None:
@@ -80,12 +77,12 @@ def test_the_values_that_a_program_gives_are_left_as_they_were() -> None:
 
 
 def test_a_program_may_give_paths(tmp_path: Path) -> None:
-    assert loaded(values={"federated": {"state_dir": tmp_path}}).federated.state_dir == tmp_path
+    assert loaded(values={"federated": {"checkpoint": {"dir": tmp_path}}}).federated.checkpoint.dir == tmp_path
 
 
 def test_toml_and_json_say_the_same(config_file: Path, tmp_path: Path) -> None:
     toml = tmp_path / "run.toml"
-    toml.write_text('name = "file"\n[federated]\nrounds = 20\nepochs = 2\n', encoding="utf-8")
+    toml.write_text('name = "file"\n[federated]\nrounds = 20\ntraining.epochs = 2\n', encoding="utf-8")
     assert loaded(path=toml) == loaded(path=config_file)
 
 
@@ -100,11 +97,11 @@ def test_the_processes_own_environment_is_read_by_default(monkeypatch: pytest.Mo
 
 
 def test_text_and_json_are_both_taken_as_values_of_an_override() -> None:
-    program = loaded(overrides=["bus.job=my job", 'bus.peers=["10.0.0.1"]', "federated.state_dir=runs/a=b"])
+    program = loaded(overrides=["bus.job=my job", 'bus.peers=["10.0.0.1"]', "federated.checkpoint.dir=runs/a=b"])
     assert program.bus.job == "my job"
     assert program.bus.peers == ("10.0.0.1",)
-    assert program.federated.state_dir == Path("runs/a=b")
-    assert loaded(overrides=["federated.num_clients=null"]).federated.num_clients is None
+    assert program.federated.checkpoint.dir == Path("runs/a=b")
+    assert loaded(overrides=["federated.clients.num=null"]).federated.clients.num is None
 
 
 def test_a_name_that_looks_like_a_number_is_not_changed_silently() -> None:
@@ -115,8 +112,12 @@ def test_a_name_that_looks_like_a_number_is_not_changed_silently() -> None:
 @pytest.mark.parametrize(
     ("overrides", "wrong", "right"),
     [
-        (["federated.round=3"], "federated.round", "rounds"),
-        (["federated.min_client=3"], "federated.min_client", "min_clients"),
+        (["federated.rouds=3"], "federated.rouds", "rounds"),
+        (["federated.min_client=3"], "federated.min_client", "federated.clients.min"),
+        (["federated.lr=3"], "federated.lr", "federated.training.lr"),
+        (["federated.quorm=3"], "federated.quorm", "federated.round.quorum"),
+        (["federated.codec_version=1"], "federated.codec_version", "federated.codec.version"),
+        (["federated.byzantine=1"], "federated.byzantine", "federated.strategy.byzantine"),
         (["federatd.rounds=3"], "federatd", "federated"),
         (["bus.lease=3"], "bus.lease", "lease_s"),
     ],
@@ -128,7 +129,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(overrides: list[str]
 
 
 def test_an_unknown_key_that_is_near_to_nothing_is_answered_with_all_that_are_known() -> None:
-    assert "known here: controller_timeout_s, full_traceback, history_dir, report_failures, rule, state_dir" in refused(
+    assert "known here: controller_timeout_s, full_traceback, history, report_failures, rule, state_dir" in refused(
         ClientConfig, values={"zzz": 1}
     )
 
@@ -168,30 +169,30 @@ def test_every_wrong_key_is_named_at_once(config_file: Path) -> None:
 OUT_OF_RANGE = [
     ("rounds", 0),
     ("rounds", 1_000_001),
-    ("num_clients", 0),
-    ("min_clients", 0),
-    ("quorum", 0.0),
-    ("quorum", 1.01),
-    ("grace_s", -1.0),
-    ("round_timeout_s", 0.0),
-    ("round_timeout_s", float("inf")),
-    ("round_timeout_s", float("nan")),
-    ("max_attempts", 0),
-    ("subset_size", -1),
-    ("epochs", 0),
-    ("lr", 0.0),
-    ("lr", float("nan")),
+    ("clients__num", 0),
+    ("clients__min", 0),
+    ("round__quorum", 0.0),
+    ("round__quorum", 1.01),
+    ("round__grace_s", -1.0),
+    ("round__timeout_s", 0.0),
+    ("round__timeout_s", float("inf")),
+    ("round__timeout_s", float("nan")),
+    ("round__max_attempts", 0),
+    ("training__subset_size", -1),
+    ("training__epochs", 0),
+    ("training__lr", 0.0),
+    ("training__lr", float("nan")),
     ("seed", -1),
     ("codec", "zip"),
-    ("density", 0.0),
-    ("density", 1.5),
-    ("density", float("nan")),
-    ("chunk_elems", 0),
-    ("codec_version", 3),
-    ("server_momentum", 1.0),
-    ("keep_checkpoints", 0),
+    ("codec__density", 0.0),
+    ("codec__density", 1.5),
+    ("codec__density", float("nan")),
+    ("codec__chunk_elems", 0),
+    ("codec__version", 3),
+    ("strategy__momentum", 1.0),
+    ("checkpoint__keep", 0),
     ("eval_every", -1),
-    ("receive_budget_bytes", 0),
+    ("limits__receive_budget_bytes", 0),
     ("rounds", "many"),
     ("rounds", 1.5),
 ]
@@ -199,23 +200,23 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_with_its_key_and_what_was_found(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^test: {key}: .*, got {value!r}$"):
-        check_settings(FederatedConfig, {key: value}, where="test")
+    with pytest.raises(ConfigError, match=rf"^test: {key.replace('__', '.')}: .*, got {value!r}$"):
+        check_settings(FederatedConfig, nested({key: value}), where="test")
 
 
 def test_more_clients_cannot_be_needed_than_there_are() -> None:
-    text = refused(FederatedConfig, values={"num_clients": 2, "min_clients": 3})
-    assert "min_clients (3) is more than num_clients (2)" in text
+    text = refused(FederatedConfig, values={"clients": {"num": 2, "min": 3}})
+    assert "clients: min (3) is more than num (2)" in text
 
 
 def test_one_late_heartbeat_is_not_a_death() -> None:
-    text = refused(FederatedConfig, values={"heartbeat_s": 1.0, "dead_after_s": 2.0})
+    text = refused(FederatedConfig, values={"clients": {"heartbeat_s": 1.0, "dead_after_s": 2.0}})
     assert "dead_after_s (2) must be at least 3 x heartbeat_s (1)" in text
 
 
 def test_a_rule_over_two_keys_of_a_section_does_not_print_the_whole_section() -> None:
-    text = refused(values={"federated": {"num_clients": 2, "min_clients": 3, "lr": 0.125}})
-    assert text.startswith("settings: federated: min_clients (3)")
+    text = refused(values={"federated": {"clients": {"num": 2, "min": 3, "start_grace_s": 0.125}}})
+    assert text.startswith("settings: federated.clients: min (3)")
     assert "0.125" not in text
 
 

@@ -108,7 +108,9 @@ def test_a_controller_says_which_clients_are_missing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(selection, "log", log)
 
     async def main() -> str:
-        config = gradbus.FederatedConfig(rounds=1, num_clients=2, min_clients=2, start_timeout_s=3.0, heartbeat_s=0.1)
+        config = gradbus.FederatedConfig(
+            rounds=1, clients={"num": 2, "min": 2, "start_timeout_s": 3.0, "heartbeat_s": 0.1}
+        )
         async with gradbus.connect(job=f"waits-{os.getpid()}", domain=new_domain()) as bus:
             one = asyncio.create_task(gradbus.Client(bus, NoopTask(10), client_id=1).run())
             try:

@@ -20,7 +20,7 @@ from patience import eventually
 import gradbus
 from gradbus.experiments.run.status import observe
 from gradbus.runtime.bus.bus import Bus
-from gradbus.runtime.config.federated import BusSettings
+from gradbus.runtime.config.bus import BusSettings
 from gradbus.runtime.errors import BarrierTimeout, ConfigError, JobInUse, JoinRefused, PeerLost
 from gradbus.runtime.security import Security
 from gradbus.runtime.security.identity import key_epoch

@@ -21,8 +21,8 @@ from gradbus.experiments.rundir.directory import json_text
 from gradbus.experiments.rundir.reading import read_run
 from gradbus.models import mnist_files as idx
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, load_weights
-from gradbus.runtime.config import federated
-from gradbus.runtime.config.federated import Settings
+from gradbus.runtime.config import settings
+from gradbus.runtime.config.settings import Settings
 from gradbus.runtime.errors import CheckpointError, ConfigError
 from gradbus.runtime.profiling.chrome_trace import Clock, chrome_trace
 from gradbus.runtime.profiling.summary import ProfileSummary, read_summary
@@ -62,11 +62,11 @@ def _configuration_seeds() -> list[bytes]:
     federated: dict[str, Any] = {
         "bus": {"job": "mine", "domain": 7, "peers": ["192.0.2.10"]},
         "task": {"model": "gradbus.models:mnist_mlp", "partition": {"kind": "dirichlet", "alpha": 0.5}},
-        "federated": {"rounds": 3, "codec": "sq8", "density": 0.1},
+        "federated": {"rounds": 3, "codec": {"name": "sq8", "density": 0.1}},
         "run_dir": "run",
     }
-    parallel = {"bus": {"job": "mine"}, "worker": {"epochs": 2, "exchange": "dgc"}, "world": 2, "rank": 1}
-    toml = b'run_dir = "run"\n[bus]\njob = "mine"\ndomain = 7\n[federated]\nrounds = 3\nlr = 1e-2\n'
+    parallel = {"bus": {"job": "mine"}, "parallel": {"epochs": 2, "exchange": "dgc"}, "world": 2, "rank": 1}
+    toml = b'run_dir = "run"\n[bus]\njob = "mine"\ndomain = 7\n[federated]\nrounds = 3\ntraining.lr = 1e-2\n'
     deep = b'{"task": {"task_options": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}}"
     return [
         b"\x00" + json.dumps(federated).encode(),
@@ -170,7 +170,7 @@ def _read_run(data: bytes) -> None:
     path.mkdir(exist_ok=True)
     name = _FILES[data[0] % len(_FILES)]
     (path / name).write_bytes(data[1:])
-    section = "federated" if name == "rounds.jsonl" else "worker"
+    section = "federated" if name == "rounds.jsonl" else "parallel"
     try:
         if name != "config.json":
             (path / "config.json").write_text(json.dumps({section: {}}), encoding="utf-8")
@@ -203,7 +203,7 @@ def _run_seeds() -> list[bytes]:
         ],
         "trace-rank-0.json": [trace],
         "summary.json": [{"outcome": "done", "steps": 2}],
-        "config.json": [{"worker": {"epochs": 2}}],
+        "config.json": [{"parallel": {"epochs": 2}}],
     }
     return [
         bytes([number]) + "".join(json_text(line) + "\n" for line in lines[name]).encode()
@@ -228,7 +228,7 @@ def _history_seeds() -> list[bytes]:
 
 
 TARGETS = {
-    "configuration": Target(_read_configuration, federated.MAX_FILE_MEMORY, _configuration_seeds),
+    "configuration": Target(_read_configuration, settings.MAX_FILE_MEMORY, _configuration_seeds),
     "checkpoint": Target(_read_checkpoint, 4 << 20, _checkpoint_seeds),
     "idx": Target(_read_idx, 4 << 20, _idx_seeds),
     "history": Target(_read_history, 4 << 20, _history_seeds),

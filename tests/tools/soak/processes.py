@@ -169,9 +169,10 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
     task = {"task": "soak.task:PacedTask"}
     rules = {
         # A killed client's lease takes a second, as long as the others may wait for it: the grace has to end earlier.
-        "rounds": 1_000_000, "num_clients": clients, "min_clients": 1, "quorum": 0.5, "grace_s": 0.8,
-        "start_timeout_s": 600.0, "start_grace_s": 15.0, "round_timeout_s": 20.0, "max_attempts": 1000, "codec": "sq8",
-        "downlink_codec": "s4", "heartbeat_s": 0.3, "dead_after_s": 1.5, "eval_every": 0, "history_payloads": True,
+        "rounds": 1_000_000, "codec": "sq8", "downlink_codec": "s4", "eval_every": 0, "history": {"payloads": True},
+        "clients": {"num": clients, "min": 1, "start_timeout_s": 600.0, "start_grace_s": 15.0, "heartbeat_s": 0.3,
+                    "dead_after_s": 1.5},
+        "round": {"quorum": 0.5, "grace_s": 0.8, "timeout_s": 20.0, "max_attempts": 1000},
     }  # fmt: skip
 
     key_file = path / "job.key"
@@ -206,7 +207,7 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
         config = write(
             f"client-{number}",
             {"bus": bus(host, "f"), "task": task,
-             "client": {"history_dir": str(federated / "history"), "state_dir": str(path / "clients")}},
+             "client": {"history": {"dir": str(federated / "history")}, "state_dir": str(path / "clients")}},
         )  # fmt: skip
         members.append(SoakProcess(f"client-{number}", ("client", config, "--id", str(number), *quiet),
                               path / f"client-{number}.log", host))  # fmt: skip
@@ -214,8 +215,8 @@ def make_processes(path: Path, *, clients: int, ranks: int, hosts: tuple[Host, H
         "worker",
         {"bus": {"job": f"{job}-p", "domain": DOMAIN + 1},
          "task": {"task": "soak.task:PacedShards", "threads": 1},
-         "worker": {"epochs": 100_000, "eval_every_epochs": 0, "hash_every": 1, "checkpoint_every_steps": 10,
-                    "collective_timeout_s": 30.0}},
+         "parallel": {"epochs": 100_000, "eval_every_epochs": 0, "hash_every": 1, "checkpoint": {"every_steps": 10},
+                      "timeouts": {"collective_s": 30.0}}},
     )  # fmt: skip
     workers = [
         SoakProcess(f"rank-{rank}", ("worker", config, "--rank", str(rank), "--world", str(ranks), "--run-dir",

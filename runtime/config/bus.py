@@ -1,0 +1,53 @@
+"""Settings of a bus: how a process reaches the others of its job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from gradbus.runtime.config.job_name import USER, with_user
+from gradbus.runtime.config.settings import Positive, Settings
+from gradbus.runtime.fast_paths import LOOPBACK
+
+
+class BusSettings(Settings):
+    """How to reach the other processes of a job; see :func:`gradbus.connect`, and docs/security.md for what protects
+    it."""
+
+    job: Annotated[str, AfterValidator(with_user)] = Field(default=f"default-{USER}", validate_default=True)
+    """Name of the job. Only processes with the same job and domain see each other. `{user}` stands for the name of the
+    user who runs this process."""
+    domain: Annotated[int, Field(ge=0, le=232)] = 0
+    """Number of the DDS domain. It decides the UDP ports."""
+    network: Literal["loopback", "network"] = "loopback"
+    """Network profile: `loopback` for one machine, `network` for several, with packets that fit an Ethernet frame."""
+    interface: str = LOOPBACK
+    """Name of the network interface that leads to the others. With `lo`, nothing leaves this machine."""
+    peers: tuple[str, ...] = ()
+    """Addresses of the other machines, for discovery without multicast."""
+    multicast: bool = False
+    """Whether discovery and data use multicast."""
+    lease_s: Positive | None = None
+    """Silence, in seconds, after which a process on another machine counts as dead. null: 60 with the profile
+    `loopback`, 10 with `network`."""
+    stall_timeout_s: Positive = 30.0
+    """Seconds for which a reader may take no data before sending to it is an error."""
+    shared_memory: bool = True
+    """Whether processes of one machine pass large data through memory that they share."""
+    security: Literal["user", "none", "psk", "identity"] = "user"
+    """What protects the data. `user`: encryption with the key that the process is given, else with that of its user,
+    which is for one machine. `psk`: encryption with the key of the job, which must be given. `identity`: each node has
+    a key of its own. `none`: no protection. See docs/security.md."""
+    key_file: Path | None = None
+    """File of the key: that of the job, or with `identity` that of this node. null: the file that the environment
+    variable GRADBUS_KEY_FILE names."""
+    controller_key: str = ""
+    """With `identity`, the public key that the controller, or rank 0, must have."""
+    allow_file: Path | None = None
+    """With `identity`, at the controller or rank 0, the file that lists the nodes that may take part."""
+    insecure: bool = False
+    """Whether unprotected data may leave this machine."""
+    faults: str = ""
+    """Faults to inject into what this process sends, for tests; see docs/reliability.md. Empty: none."""
