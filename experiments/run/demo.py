@@ -91,7 +91,8 @@ def plan(options: DemoOptions) -> DemoPlan:
     threads = min(4, cores())
     defaults = {"bus": bus, "task": {**task, "threads": threads}, "federated": federated, "run_dir": str(run_dir)}
     controller = load(ControllerFile, None, defaults=defaults, overrides=options.overrides)
-    if controller.federated.model_fields_set & {"strategy", "strategy_options", "client_rule", "client_options"}:
+    own = (controller.federated.strategy, controller.federated.training.rule)
+    if any(":" in choice.name for choice in own):
         from gradbus.actors.federated.controller import check_choices  # takes seconds, so only if it has to be
 
         check_choices(controller.federated)

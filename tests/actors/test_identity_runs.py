@@ -192,7 +192,7 @@ def test_a_controller_that_is_refused_after_it_has_claimed_the_job_ends_and_says
 
     async def main() -> None:
         async with asyncio.timeout(20), gradbus.connect(**place), gradbus.connect(**place) as bus:
-            config = gradbus.FederatedConfig(rounds=1, heartbeat_s=0.1)
+            config = gradbus.FederatedConfig(rounds=1, clients={"heartbeat_s": 0.1})
             with pytest.raises(JobInUse, match=r"the job is held by the controller \S+\. Stop that one first"):
                 await gradbus.Controller(bus, NoopTask(100), config).run()
 
