@@ -31,7 +31,9 @@ class Options(BaseModel):
     """Options of a choice: keywords of its constructor. The text below a field is its description. Without fields,
     those of a choice that has none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class Choice(BaseModel):
@@ -200,6 +202,12 @@ CLIENT_RULES: Choices[Any] = Choices(
     "gradbus.actors.federated.rules", key="federated.training.rule", what="training rule", default="plain"
 )
 CODECS: Choices[Any] = Choices("gradbus.codecs", key="federated.codec", what="codec", default="fp32", own=False)
+ALGORITHMS: Choices[Any] = Choices(
+    "gradbus.runtime.algorithms",
+    key="parallel.algorithm",
+    what="algorithm of data-parallel training",
+    default="dense",
+)
 EXCHANGES: Choices[Any] = Choices(
     "gradbus.actors.data_parallel.exchanges", key="parallel.exchange", what="exchange of gradients", default="dense"
 )

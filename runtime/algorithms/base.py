@@ -12,19 +12,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from gradbus.runtime.algorithms.requests import Program
-from gradbus.runtime.choices import Choices
+from gradbus.runtime.choices import ALGORITHMS as ALGORITHMS
+from gradbus.runtime.choices import Choice
+from gradbus.runtime.choices import Options as Options
 
 Scope: TypeAlias = Literal["bucket", "step", "weights"]
-
-
-class Options(BaseModel):
-    """Base of the options of an algorithm: whole, finite, and no other keys than those of the class."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +171,12 @@ class Algorithm(ABC):
         self.memory.load(shared, self.shared)
 
 
-ALGORITHMS: Choices[Algorithm] = Choices(
-    "gradbus.runtime.algorithms", key="worker.algorithm", what="algorithm of data-parallel training"
-)
-
-
 def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = None) -> Algorithm:
     """An algorithm by its name. Raises ConfigError: there is none, or the options do not fit; names the nearest."""
     kind = ALGORITHMS.find(name)
-    return kind(place, kind.Options(**ALGORITHMS.options(name, options or {})))
+    checked = ALGORITHMS.options(Choice.model_validate({**(options or {}), "name": name}))
+    algorithm: Algorithm = kind(place, kind.Options(**checked))
+    return algorithm
 
 
 def bucket_of(tensors: Mapping[str, Tensor], index: int = 0) -> TensorBucket:
