@@ -24,7 +24,7 @@ from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.fast_paths import LOOPBACK
 
 if TYPE_CHECKING:
-    from gradbus.runtime.config.federated import BusSettings
+    from gradbus.runtime.config.bus import BusSettings
 
 Profile = Literal["loopback", "network"]
 
