@@ -1,7 +1,7 @@
-"""A client of a federated run. It reacts: to what the controller says, and to what it holds itself.
+"""A client of a federated run.
 
-It needs no restart when the controller dies: it waits, is welcomed again, and goes on. What it should do next follows
-from its state (newest command, newest model, last round done), never from the order in which messages came.
+Its next action follows from its state (newest command, newest model, last round done), never from the order in which
+messages came. So it needs no restart when the controller dies: it waits, is welcomed again, and goes on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +65,7 @@ log = get_logger("client")
 
 
 class Client:
-    """Trains on its own data when commanded, and sends what it learnt."""
+    """Trains on its own data when commanded, and sends the update."""
 
     def __init__(self, bus: Bus, task: FederatedTask, *, client_id: int, config: ClientConfig | None = None) -> None:
         """A client that has not started.
@@ -97,11 +99,11 @@ class Client:
 
     @property
     def from_round(self) -> int | None:
-        """The first round that it takes part in, as the controller announced last; None before it is welcomed."""
+        """The first round that it takes part in; None before it is welcomed."""
         return self._session.from_round
 
     def _open(self) -> None:
-        """Off the loop: building a model and reading residuals take their time."""
+        """Build the model and read the residuals, off the loop."""
         self._bus.access_policy.check_client()
         self._model = FlatModel(self._task.build_model())
         residuals = ResidualStore(self._config.state_dir, self.client_id)
@@ -114,8 +116,8 @@ class Client:
         self._heartbeat = ClientHeartbeat(self._bus, self._identity, self._session, self._describe)
 
     def _describe(self, matched: bool) -> Hello:
-        """The heartbeat: what this client does, and what it holds."""
-        current, (phase, phase_s) = self._session, self._status.said(self._sender.phase)
+        """The Hello of this client as it is now."""
+        current, (phase, phase_s) = self._session, self._status.reported(self._sender.phase)
         return Hello(
             protocol=PROTOCOL, dim=self._model.everything[0], layout=self._model.everything[1],
             ready=self._prepared and matched, session=current.incarnation if current.welcome is not None else 0,
@@ -127,7 +129,7 @@ class Client:
 
     @awaited("client.run()")
     async def run(self) -> ClientSummary:
-        """Take part until the controller says that all rounds are done.
+        """Take part until all rounds are done.
 
         Raises:
             JoinRefused: the controller does not want this client; the text says why.
@@ -179,7 +181,7 @@ class Client:
                 log.warning("message not handled", kind=type(message).__name__, reason=str(error))
 
     def _concerns(self, message: Message) -> bool:
-        """Not what the others say, nor what the controller says to one of them."""
+        """Whether a message is for this client: neither of other clients, nor of the controller to one of them."""
         if isinstance(message, Control):
             return message.sender == CONTROLLER and getattr(message.body, "to", self.client_id) == self.client_id
         return not isinstance(message, PeerGone)
@@ -205,7 +207,7 @@ class Client:
         self._changed.set()
 
     def _start_session(self, session: int, welcome: Welcome) -> None:
-        """Another controller, or another start of it: what was done for the one before is worth nothing."""
+        """Follow another controller, or another start of it: work for the one before is of no use."""
         self._session.start_session(session, welcome)
         self._sender.interrupt()
         everything, trained = self._model.everything[0], self._model.trained[0]
@@ -282,10 +284,12 @@ class Client:
             elif self._replica.round_id >= command.round_id:
                 await self._wait(REPEAT_AFTER_S)  # a command that is older than our model: its successor will come
             else:
-                await self._fetch(welcome, command)
+                await self._fetch(
+                    welcome, self._replica, command.round_id - 1, partial(self._session.superseded, command)
+                )
 
     async def _lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether this client needs the controller's frozen parameters: decided once for each welcome."""
+        """Whether this client needs the controller's frozen parameters: decided once for each Welcome."""
         key = (self._session.incarnation, welcome.frozen)
         if welcome.frozen and key != self._frozen_known:
             if await self._compute.run(self._training.lacks_frozen, welcome):
@@ -294,46 +298,40 @@ class Client:
         return False
 
     async def _fetch_frozen(self, welcome: Welcome) -> None:
-        """Ask for the controller's frozen parameters until they are here, and put them into the model."""
-        self._status.set("fetching")
-        session, asked_s = self._session.incarnation, float("-inf")
+        """Fetch the controller's frozen parameters, and put them into the model."""
+        session = self._session.incarnation
         self._frozen.start(welcome.run_id, self._model.everything[0] - self._model.trained[0])
-        while self._frozen.vector is None and self._session.is_current(session):
-            self._changed.clear()
-            ask_at_s = asked_s if asked_s == float("-inf") else max(asked_s, self._frozen.progress_s) + ASK_AFTER_S
-            if time.monotonic() >= ask_at_s:
-                asked_s = time.monotonic()
-                transfer, seqs = self._frozen.missing(FROZEN_ROUND)
-                with contextlib.suppress(BusError):
-                    await self._bus.publish(self._identity, ModelRequest(welcome.run_id, FROZEN_ROUND, transfer, seqs))
-            else:
-                await self._wait(ask_at_s - time.monotonic())
+        await self._fetch(
+            welcome, self._frozen, FROZEN_ROUND, lambda: not self._session.is_current(session), first_after_s=0.0
+        )
         vector = self._frozen.vector
         if vector is not None:
             await self._compute.run(self._training.take_frozen, welcome, vector)
             self._frozen.start(0)  # it is in the model: a second copy is of no use
             log.info("frozen parameters taken from the controller", client=self.client_id, values=vector.numel())
-        self._status.set("idle")
 
-    async def _fetch(self, welcome: Welcome, command: TrainCmd) -> None:
-        """Wait for the model that the command builds on; ask for it while it does not come."""
+    async def _fetch(
+        self, welcome: Welcome, replica: ModelReplica, round_id: int, superseded: Callable[[], bool], *,
+        first_after_s: float = ASK_AFTER_S,
+    ) -> None:  # fmt: skip
+        """Wait until the replica has the model of this round, or that is superseded, and request it while nothing of
+        it arrives, for the first time after so many seconds."""
         self._status.set("fetching")
-        asked_s = time.monotonic()
-        while self._replica.round_id < command.round_id - 1 and not self._session.superseded(command):
+        ask_at_s = time.monotonic() + first_after_s
+        while replica.round_id < round_id and not superseded():
             self._changed.clear()
-            ask_at_s = max(asked_s, self._replica.progress_s) + ASK_AFTER_S
             if time.monotonic() >= ask_at_s:
-                asked_s = time.monotonic()
-                transfer, seqs = self._replica.missing(command.round_id - 1)
-                need = ModelRequest(welcome.run_id, command.round_id - 1, transfer, seqs)
+                ask_at_s = time.monotonic() + ASK_AFTER_S
+                transfer, seqs = replica.missing(round_id)
                 with contextlib.suppress(BusError):
-                    await self._bus.publish(self._identity, need)
+                    await self._bus.publish(self._identity, ModelRequest(welcome.run_id, round_id, transfer, seqs))
             else:
                 await self._wait(ask_at_s - time.monotonic())
+                ask_at_s = max(ask_at_s, replica.progress_s + ASK_AFTER_S)
         self._status.set("idle")
 
     async def _wait(self, timeout_s: float) -> None:
-        """Until a message came, or the time is over. Raises BarrierTimeout: no controller for too long."""
+        """Wait for a message, at most for so long. Raises BarrierTimeout: no controller for too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout_s, EVERY_S)):
                 await self._changed.wait()
@@ -362,8 +360,8 @@ class Client:
             failure = error
         finally:
             self._status.set("idle")
-        # Called off is called off, also if the same command has been given again meanwhile: by a controller that has
-        # been restarted, say. Whatever training gave then, whole, half or an exception, is not the answer to it.
+        # Training that was called off may have ended half way: its result is not used, also where the same command has
+        # been repeated meanwhile, as by a restarted controller.
         if session != current.incarnation or current.superseded(command) or self._compute.should_stop():
             log.info("training given up", round=round_id, newer=current.command.round_id if current.command else None)
             return
@@ -389,7 +387,7 @@ class Client:
         await self._compute.run(self._training.on_receipt, update, receipt)
 
     def _same_session(self, session: int) -> bool:
-        """Whether the controller is still this one. Raises BarrierTimeout: there is none any more."""
+        """Whether the controller is still this one. Raises BarrierTimeout: there is none."""
         self._session.check_controller(self._bus.misconfiguration, self._bus.reach.advice(one=True))
         return self._session.is_current(session)
 

@@ -1,7 +1,4 @@
-"""Every message that reaches the controller, answered or passed on.
-
-Nothing that comes from the wire ends the controller: what cannot be used is counted and dropped.
-"""
+"""The controller's messages, answered or passed on. None ends the controller: unusable ones are counted and dropped."""
 
 from __future__ import annotations
 
@@ -24,11 +21,20 @@ from gradbus.runtime.choices import CODECS
 from gradbus.runtime.errors import BusClosed, GradbusError, JobInUse
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.plain_text import plain_text
-from gradbus.runtime.wire.control import Hello, Leave, ModelRequest, Refused, TrainingFailure, UploadRequest, Welcome
+from gradbus.runtime.wire.control import (
+    Body,
+    Hello,
+    Leave,
+    ModelRequest,
+    Refused,
+    TrainingFailure,
+    UploadRequest,
+    Welcome,
+)
 from gradbus.runtime.wire.frames import CONTROLLER
-from gradbus.runtime.wire.messages import ClientUpdate, Control, Message, PeerGone
+from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, Message, PeerGone
 
-MAX_DISTINCT = 32  # tracebacks that are shown in a run; clients may send any text
+MAX_DISTINCT = 32  # tracebacks that are logged in a run; clients may send any text
 MAX_LINE = 1200  # characters of the last line of a traceback, which has the error
 MAX_TEXT = 8000  # characters of a traceback, from its end
 
@@ -68,13 +74,13 @@ class TrainingFailureLog:
 
 
 class RoundEvents(Protocol):
-    """What the controller has to know of its clients."""
+    """The controller's part in the dispatch of messages."""
 
     def next_round(self) -> int:
-        """The first round that a client which comes now takes part in."""
+        """The first round that a new client takes part in."""
 
     def membership_changed(self) -> None:
-        """Some client has come, gone, fallen silent or become ready."""
+        """A client has come, gone, fallen silent or become ready."""
 
     def client_failed(self, client_id: int, report: TrainingFailure) -> None:
         """A client's training failed."""
@@ -125,22 +131,11 @@ class Dispatcher:
             case ClientUpdate():
                 self._mark_alive(message.client_id, message.frame.key.incarnation)
                 await self._receiver.on_frame(message)
-            case Control(sender=sender, incarnation=incarnation, body=body) if sender != CONTROLLER:
-                if isinstance(body, Hello):
-                    await self._hello(sender, incarnation, body, message.number)
-                elif not self._mark_alive(sender, incarnation):
-                    pass  # not registered: its Hello will come
-                elif isinstance(body, UploadRequest):
-                    if body.run_id == self._context.run_id:
-                        self._registry.holds(sender, incarnation, body.round_id - 1)  # what it was trained from
-                    await self._receiver.on_request(sender, incarnation, body)
-                elif isinstance(body, ModelRequest):
-                    self._publisher.on_request(sender, body, group)
-                elif isinstance(body, TrainingFailure) and body.run_id == self._context.run_id:
-                    self._events.client_failed(sender, body)
-                elif isinstance(body, Leave):
-                    log.info("client left", client=sender, reason=body.reason)
-                    self._gone(sender, incarnation)
+            case Control(sender=sender, incarnation=incarnation) if sender != CONTROLLER:
+                if isinstance(message.body, Hello):
+                    await self._hello(sender, incarnation, message.body, message.number)
+                elif self._mark_alive(sender, incarnation):  # else its Hello will come
+                    await self._on_client(sender, incarnation, message.body, group)
             case PeerGone(sender=sender, incarnation=incarnation, why="") if self._monitor.is_stalled():
                 self._registry.wait_for(sender, incarnation, time.monotonic())
             case PeerGone(sender=sender, incarnation=incarnation):
@@ -148,14 +143,27 @@ class Dispatcher:
             case _ if not self.has_begun and (taken := self._duplicates.observe_early(message)) is not None:
                 raise taken
             case _:
-                pass  # our own messages, or those of a controller that will stay away
+                pass  # own messages, or those of a controller that will give up
+
+    async def _on_client(self, client_id: int, incarnation: int, body: Body, group: asyncio.TaskGroup) -> None:
+        match body:
+            case UploadRequest():
+                if body.run_id == self._context.run_id:
+                    self._registry.holds(client_id, incarnation, body.round_id - 1)  # its base
+                await self._receiver.on_request(client_id, incarnation, body)
+            case ModelRequest():
+                self._publisher.on_request(client_id, body, group)
+            case TrainingFailure() if body.run_id == self._context.run_id:
+                self._events.client_failed(client_id, body)
+            case Leave():
+                log.info("client left", client=client_id, reason=body.reason)
+                self._gone(client_id, incarnation)
+            case _:
+                pass  # for a controller only
 
     def _mark_alive(self, client_id: int, incarnation: int) -> bool:
-        """Note that a client lives; False: it is not registered.
-
-        One that was silent is waited for again, before its message is looked at: an update that it offers counts, if
-        its round is still open.
-        """
+        """Note that a client is alive; False: it is not registered. If it was silent it is waited for again, before its
+        message is handled: an update counts if its round is still open."""
         client = self._registry.get(client_id, incarnation)
         if client is None:
             return False
@@ -176,7 +184,7 @@ class Dispatcher:
             answer, why = HelloAnswer.REFUSE, quarantine.exclusion_reason(client_id, next_round) or ""
         else:
             answer, why = self._registry.hello(
-                client_id, incarnation, hello, now_s=time.monotonic(), next_round=next_round, number=number,
+                Identity(client_id, incarnation), hello, number, now_s=time.monotonic(), next_round=next_round,
                 out_until=out_until, is_stalled=self._monitor.is_stalled(),
             )  # fmt: skip
         if earlier is not None and self._registry.get(client_id, earlier) is None:
@@ -199,7 +207,7 @@ class Dispatcher:
         return client.hello.ready and client.hello.session == self._context.identity.incarnation
 
     async def welcome(self, client: ClientRecord) -> None:
-        """Send a client the round from which on it takes part, and the rules."""
+        """Send a client its Welcome."""
         config = self._context.config
         rule, codec = config.training.rule, CODECS.options(config.codec)
         welcome = Welcome(

@@ -1,8 +1,7 @@
-"""The controller's heartbeat, the watch over its clients, and the claim that it is the only controller of its job.
+"""The controller's heartbeat, the liveness of its clients, and the claim that it is the only controller of its job.
 
-Two controllers would pull the clients to and fro. So a controller listens before it sends anything: whoever
-commands this job already has a writer of commands, and publishes its status with every heartbeat. A controller that
-has died has neither, so that its successor need not wait.
+Before it sends anything, a controller looks for another one of its job: that has a writer of commands, and publishes
+its status with every heartbeat. A dead one has neither, so that its successor need not wait.
 """
 
 from __future__ import annotations
@@ -38,13 +37,7 @@ def make_status(
     host: str,
     now_s: float,
 ) -> Status:
-    """The status to publish now.
-
-    Args:
-        round_: the open one, if there is one.
-        dropped: what was not counted since the last report.
-        host: this process, for people. now_s: ``time.monotonic``.
-    """
+    """The status to publish. ``round_``: the open one; ``dropped``: since the last report; ``now_s``: monotonic."""
     awaited = [] if round_ is None else sorted(round_.open)[:MAX_NAMED]
     last = progress.reports[-1] if progress.reports else None
     total = Counter(progress.dropped) + Counter(dropped)
@@ -67,9 +60,9 @@ def _silent_s(members: ClientRegistry, client_id: int, now_s: float) -> float:
     return 0.0 if heard_s is None else max(0.0, now_s - heard_s)
 
 
-LISTEN_S = 0.25  # with nobody there: discovery takes some tens of milliseconds
-HEARTBEATS = 3.5  # of ours, at least, with somebody there who says nothing
-_TICK_S = 0.05  # of listening at a time: however long one takes where this process stands still, it counts as no more
+LISTEN_S = 0.25  # where no writer of commands is seen: discovery takes some tens of milliseconds
+HEARTBEATS = 3.5  # of our own, at least, where there is a silent one
+_TICK_S = 0.05  # of listening at a time: one that takes longer, as this process stands still, counts as no more
 _TIMES = 2  # one message may be the last of a controller that is gone
 
 
@@ -102,22 +95,22 @@ class DuplicateControllers:
         )
 
     def observe_early(self, message: Message) -> JobInUse | None:
-        """The same while two that began together both wait for clients: the one that began first goes on."""
+        """As :meth:`observe`, where two that began together both wait for clients: the one that began first goes on."""
         earlier = isinstance(message, Control) and message.incarnation < self._identity.incarnation
         return self.observe(message) if earlier else None
 
 
 async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_after_s: float = 0.0) -> None:
-    """Make sure that nobody else commands this job.
+    """Make sure that there is no other controller of this job.
 
     Args:
-        heartbeat_s: how often a controller says where it stands.
-        hangs_after_s: one that lives and has sent nothing for so long hangs, and its job is taken over. An evaluation
-            in one call into C may hold its interpreter for seconds.
+        heartbeat_s: how often a controller publishes its status.
+        hangs_after_s: a live one that is silent for so long hangs, and its job is taken over. An evaluation in one call
+            into C may hold its interpreter for seconds.
 
     Raises:
-        JobInUse: somebody does.
-        ConfigError: this process is not the controller, as its key says.
+        JobInUse: there is one.
+        ConfigError: this process may not be the controller, by its key.
     """
     duplicates = DuplicateControllers(bus.job, identity)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
@@ -139,14 +132,14 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
                         raise taken
 
 
-BYE_S = 2.0  # how long clients are waited for at the end
+BYE_S = 2.0  # how long the end waits for clients to leave
 
 log = get_logger("controller")
 
 
 @contextlib.contextmanager
 def tolerate_write_timeout(what: str, round_id: int) -> Iterator[None]:
-    """Send something that some client may not take. The others have it, or ask for what they miss: the run goes on."""
+    """Go on where a client does not take a message: the others have it, or request what they miss."""
     try:
         yield
     except WriteTimeout as error:
@@ -155,7 +148,7 @@ def tolerate_write_timeout(what: str, round_id: int) -> Iterator[None]:
 
 async def announce_run_ended(bus: Bus, run_id: int, *, heartbeat_s: float) -> None:
     """Announce for a while that all rounds of this run are done, to clients that missed it. Raises JobInUse: the job
-    is another controller's by now."""
+    has another controller by now."""
     identity = Identity(CONTROLLER, new_incarnation())
     await claim_job(bus, identity, heartbeat_s)
     until_s = time.monotonic() + BYE_S
@@ -172,7 +165,7 @@ class LivenessMonitor:
         self, context: RunContext, registry: ClientRegistry, receiver: UpdateReceiver, progress: Progress, *,
         changed: Callable[[], None], open_round: Callable[[], Round | None],
     ) -> None:  # fmt: skip
-        """``changed`` is called when clients have fallen silent. ``open_round`` gives the round that is open."""
+        """``changed`` is called when clients have fallen silent. ``open_round`` gives the open round."""
         self._context = context
         self._registry = registry
         self._receiver = receiver
@@ -184,17 +177,16 @@ class LivenessMonitor:
         self._stalled_until_s = float("-inf")
 
     def is_stalled(self) -> bool:
-        """Whether this process stood still just now, or until a moment ago: a lease that DDS reports as expired then
-        says nothing about its client."""
+        """Whether this process stood still until a moment ago: leases that DDS reports as expired then mean nothing."""
         now_s = time.monotonic()
         return now_s < self._stalled_until_s or now_s - self._beaten_s > 2 * self._context.config.clients.heartbeat_s
 
     async def run(self) -> None:
         """Send heartbeats, and find silent clients, until cancelled.
 
-        A beat that comes far too late tells of this process: it was stopped, or had no turn. What its clients sent
-        meanwhile is still to be handled, and may be so after this timer, so that time counts as one heartbeat. And not
-        as none: on a machine on which every beat is late, a client that hangs is still found, after so many more.
+        When a beat is far too late, this process was stopped, or had no processor time. Its clients' messages of that
+        time may be handled after this timer, so the time counts as one heartbeat of silence. Not as none: where every
+        beat is late, a client that hangs is still found.
         """
         host, heartbeat_s, registry = process_name(), self._context.config.clients.heartbeat_s, self._registry
         self._beaten_s = time.monotonic()
@@ -223,13 +215,13 @@ class LivenessMonitor:
     async def announce_end(self, *, ok: bool, reason: str, final: bool = False, linger: bool = False) -> None:
         """Announce the end of the run to the clients.
 
-        If all is done, or ``final``, it is repeated until they have left, for a client that misses it would go on
-        waiting. If not, it is sent once: they are to wait. With ``linger`` it is repeated for a while without regard to
-        the registry: a controller that has only just started does not know its clients yet.
+        If all is done, or ``final``, it is repeated until they have left, as a client that misses it would go on
+        waiting. Else it is sent once: they are to wait. With ``linger`` it is repeated for a while also without known
+        clients, for a controller that has just started.
         """
         until_s = time.monotonic() + (BYE_S if ok or final else 0.0)
         while True:
-            with contextlib.suppress(BusError, JobInUse):  # of a job that is another's it is not the end
+            with contextlib.suppress(BusError, JobInUse):  # a job with another controller has not ended
                 await self._context.publish(RunEnded(self._context.run_id, ok, reason[:4096], final))
             if (not self._registry.count_live() and not linger) or time.monotonic() >= until_s:
                 return

@@ -1,11 +1,8 @@
-"""What has come of each client: strikes and quarantine, and how often its updates counted.
+"""Tables of clients in the checkpoint: strikes and quarantine, and how often their updates counted. Pure.
 
 An update is bad if no honest client can have made it: not what the codec writes, NaN or infinity, more bytes than the
-model needs, a number of samples out of range, values that the strategy cannot use. To come late, to be cut off, or to
-report that training failed is no strike.
-
-Pure tables, part of the checkpoint: a restart of the controller forgives nothing, and changes neither the weight of a
-client nor the list of those that never counted.
+model needs, a number of samples out of range, values that the strategy cannot use. A late or incomplete update, or
+failed training, is no strike.
 """
 
 from __future__ import annotations
@@ -16,10 +13,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-FOR_GOOD = 0x7FFF_FFFF  # a round that never comes
-MAX_TEXT = 200  # characters of a reason that are kept: part of it comes from the wire
+FOR_GOOD = 0x7FFF_FFFF  # no round has this number
+MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire
 MAX_REPORTED_STRIKES = 64  # strikes of a round that its report names
-MAX_KNOWN = 65_536  # clients with strikes: whoever can make up ids cannot make the table grow without end
+MAX_KNOWN = 65_536  # clients of a table: any process can make up ids
+MAX_REFUSED = 1024  # of them, those that were never let in
+NO_UPDATE = "no update came before the round ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,8 @@ class Strike:
     """A bad update, and what follows from it.
 
     Attributes:
-        client_id: whose. round_id: in which round.
         reason: as in ``RoundReport.dropped``. detail: what exactly was wrong.
-        count: strikes that the client has with this one.
+        count: strikes of the client, this one included.
         out_until: the first round in which it may take part again; 0: it goes on; FOR_GOOD: none.
     """
 
@@ -61,19 +59,14 @@ class Quarantine:
     """
 
     def __init__(self, max_strikes: int, quarantine_rounds: int) -> None:
-        """A clean table.
-
-        Args:
-            max_strikes: with so many a client is kept out; 0: never.
-            quarantine_rounds: for so many rounds after this one; 0: for good.
-        """
+        """With ``max_strikes`` (0: never) a client is out for ``quarantine_rounds`` more rounds (0: for good)."""
         self._max_strikes = max_strikes
         self._quarantine_rounds = quarantine_rounds
         self._last: dict[int, Strike] = {}  # in the order of the last strike
         self._new: list[Strike] = []
 
     def strike(self, client_id: int, round_id: int, reason: str, detail: str) -> Strike | None:
-        """A bad update has come. None: this client has got its strike of this round, or strikes are switched off."""
+        """Note a bad update. None: this client has had its strike of this round, or strikes are switched off."""
         last = self._last.get(client_id)
         if not self._max_strikes or (last is not None and last.round_id == round_id):
             return None
@@ -95,7 +88,7 @@ class Quarantine:
         del self._last[next(at_large, next(iter(self._last)))]
 
     def out_until(self, client_id: int) -> int:
-        """The first round in which this client may take part, as far as its conduct goes; FOR_GOOD: none."""
+        """The first round in which this client may take part; 0: any; FOR_GOOD: none."""
         last = self._last.get(client_id)
         return 0 if last is None else last.out_until
 
@@ -111,25 +104,20 @@ class Quarantine:
         return {i: strike.out_until for i, strike in sorted(self._last.items()) if strike.out_until > round_id}
 
     def take_new(self) -> tuple[Strike, ...]:
-        """Strikes since this was asked last, oldest first: the first MAX_REPORTED_STRIKES of them."""
+        """The first MAX_REPORTED_STRIKES strikes since the last call, oldest first."""
         new, self._new = tuple(self._new), []
         return new
 
     def state(self) -> list[dict[str, Any]]:
-        """What a restart has to know, for JSON."""
+        """The table for a checkpoint, as JSON."""
         return [strike.to_json() for strike in list(self._last.values())]
 
     def load_state(self, state: Iterable[Strike]) -> None:
-        """Put back what :meth:`state` gave. Nothing, where strikes are switched off by now."""
+        """Restore what :meth:`state` gave, unless strikes are switched off by now."""
         if not self._max_strikes:
             return
         self._last = {strike.client_id: strike for strike in state}
 
-
-MAX_KNOWN = 65_536  # clients: whoever can make up ids cannot make the table grow without end
-MAX_REFUSED = 1024  # as long as so many are known
-MAX_TEXT = 300  # characters of a reason that are kept: part of it comes from the wire
-NO_UPDATE = "no update came before the round ended"
 
 _Number = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 Entry = tuple[_Number, _Number, _Number, _Number, Annotated[str, Field(max_length=MAX_TEXT)], _Number]
@@ -142,8 +130,8 @@ class ParticipationRecord:
 
     Attributes:
         counted: rounds in which an update of it counted. num_samples: of the newest of these.
-        missed: rounds in which it was expected and did not count. reason: why, of the newest, ``round_id``; or why it
-            was not let in, which has no round: 0.
+        missed: rounds in which it was expected and did not count. reason: of the newest, ``round_id``; or of its
+            refusal, with round 0.
     """
 
     counted: int = 0
@@ -160,13 +148,8 @@ class Participation:
         self._known: dict[int, ParticipationRecord] = {}
 
     def commit(self, round_id: int, counted: Mapping[int, int], missed: Mapping[int, str]) -> None:
-        """A round is done.
-
-        Args:
-            round_id: its number.
-            counted: clients whose updates count, and the samples that each has announced.
-            missed: those that were expected and do not count, and why.
-        """
+        """Note the clients whose updates count in a round, with their samples, and the ``missed`` ones, with the
+        reasons."""
         for client_id, num_samples in counted.items():
             participant = self._participant(client_id)
             if participant is not None:
@@ -179,7 +162,7 @@ class Participation:
                 participant.reason, participant.round_id = reason[:MAX_TEXT], round_id
 
     def note_refused(self, client_id: int, reason: str) -> None:
-        """A client was not let in."""
+        """Note a client that was refused."""
         participant = self._participant(client_id, MAX_REFUSED)
         if participant is not None and not participant.counted:
             participant.reason, participant.round_id = reason[:MAX_TEXT], 0
@@ -190,14 +173,12 @@ class Participation:
         return self._known.setdefault(client_id, ParticipationRecord())
 
     def samples(self) -> dict[int, int]:
-        """Of each client that has counted, how many samples it has announced last."""
+        """The newest number of samples of each client that has counted."""
         return {i: participant.num_samples for i, participant in self._known.items() if participant.counted}
 
     def never_counted(self, expected: Iterable[int]) -> dict[int, str]:
-        """Clients of which no update has counted in the whole run, ascending, and why, as a sentence for people.
-
-        ``expected``: ids that should have taken part, known or not.
-        """
+        """Clients of which no update has counted in the whole run, ascending, with the reasons, for people.
+        ``expected``: ids that should have taken part, known or not."""
         ids = sorted({*expected, *self._known})
         return {i: self._why(i) for i in ids if i not in self._known or not self._known[i].counted}
 
@@ -218,5 +199,5 @@ class Participation:
         return [(i, one.counted, one.num_samples, one.missed, one.reason, one.round_id) for i, one in known.items()]
 
     def load_state(self, state: Iterable[Entry]) -> None:
-        """Put back what :meth:`state` gave."""
+        """Restore what :meth:`state` gave."""
         self._known = {e[0]: ParticipationRecord(e[1], e[2], e[3], e[4], e[5]) for e in state}

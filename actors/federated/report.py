@@ -1,11 +1,9 @@
-"""What a round leaves behind: one report, for a table, a log line, a file or a metric, with a timeline for each client.
+"""The report of a round, with a timeline for each client, and the progress of a run.
 
-Clocks of different machines are not compared. The controller notes by its own clock when it gave the command, when a
-client's request came, when it granted, had all bytes and had added them. A client reports in its request how long it
-waited, trained and encoded, as durations by *its* clock. Laid together: a client's own durations end where its request
-came in, for it offers as soon as it has encoded. What is left between the command and them is the way of the two small
-messages, which nobody can tell apart without a common clock; it is called ``send`` and put in front. These durations
-are only drawn, never used: those that do not fit between command and request are scaled down.
+Clocks of different machines are not compared. The controller notes moments by its own clock; a client reports in its
+request how long it waited, trained and encoded. These durations end where the request came in; what is left between
+the command and them is the way of the two messages, and called ``send``. Durations that do not fit are scaled down:
+they are only drawn.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gradbus.actors.federated.participation import Strike
 from gradbus.runtime.wire.control import UploadRequest
 
 MAX_CLIENTS = 64  # of a round, whose timelines are kept: 16 kB in a file of reports
 ROUND_S = 6  # digits: microseconds
+Moment = Literal["granted", "received", "adding"]
 
 
 class Piece(NamedTuple):
@@ -44,15 +43,12 @@ class ClientTimeline:
     Moments are seconds since the round's first command, by the controller's clock.
 
     Attributes:
-        client_id: who. num_bytes: of the encoded update.
-        commanded_s: the command that it answers was given; later than 0 when the round was tried again.
-        offered_s: its request came in. granted_s: it got its grant; None if its update was read without sending.
-        received_s: all of the update was there. adding_s: its turn to be decoded and added. counted_s: it was in the
-            sum.
-        wait_s: from hearing the command to the start of training: for the model, or for work before to end.
-        train_s: training. encode_s: encoding. These three are durations by the client's clock, in this order.
-        update_norm: L2 norm of the difference that training made. residual_norm: of what the codec still owes after
-            this update. None where the client sent none, or nothing finite.
+        commanded_s: the command that it answers; later than 0 when the round was tried again.
+        offered_s, granted_s, received_s, adding_s, counted_s: of the request, the grant (None: none was needed), the
+            last byte, the beginning and the end of adding.
+        wait_s, train_s, encode_s: durations by the client's clock, in this order; the first from the command on.
+        update_norm, residual_norm: L2 norms of the difference that training made, and of the codec's residual after
+            this update; None where the client reported none.
     """
 
     client_id: int
@@ -98,34 +94,28 @@ class ClientTimeline:
         return {k: round(v, ROUND_S) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
-@dataclass(slots=True)
-class _Marks:
+class _Moments(NamedTuple):
     transfer: tuple[int, int]  # incarnation, number
     offered_s: float
-    granted_s: float | None = None
-    received_s: float | None = None
-    adding_s: float | None = None
+    others: dict[str, float]  # granted, received, adding
 
 
 class RoundTiming:
-    """Notes the moments of one round after another, on the controller's clock. It decides nothing.
-
-    There is at most one entry for each client that may send in the round, and :data:`MAX_CLIENTS` timelines: those that
-    counted last, for it is they that the round waited for.
-    """
+    """Notes the moments of one round after another, on the controller's clock. It keeps the :data:`MAX_CLIENTS`
+    timelines that ended last, as the round has waited for these."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._origin_s: float | None = None  # the first command
         self._commands: deque[float] = deque(maxlen=16)  # one for each attempt, the newest
-        self._marks: dict[int, _Marks] = {}
+        self._moments: dict[int, _Moments] = {}
         self._done: deque[ClientTimeline] = deque(maxlen=MAX_CLIENTS)
 
     def begin(self) -> None:
         """A new round."""
         self._origin_s = None
         self._commands.clear()
-        self._marks.clear()
+        self._moments.clear()
         self._done.clear()
 
     def commanded(self) -> None:
@@ -136,45 +126,33 @@ class RoundTiming:
 
     def offered(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
         """A request came in. One that is repeated counts from the first time on."""
-        known = self._marks.get(client_id)
+        known = self._moments.get(client_id)
         if known is None or known.transfer != (incarnation, request.transfer):
-            self._marks[client_id] = _Marks((incarnation, request.transfer), self._clock())
+            self._moments[client_id] = _Moments((incarnation, request.transfer), self._clock(), {})
 
-    def granted(self, client_id: int) -> None:
-        """The grant is sent; when it is repeated, it counts from the first time on."""
-        marks = self._marks.get(client_id)
-        if marks is not None and marks.granted_s is None:
-            marks.granted_s = self._clock()
-
-    def received(self, client_id: int) -> None:
-        """All bytes are there."""
-        marks = self._marks.get(client_id)
-        if marks is not None:
-            marks.received_s = self._clock()
-
-    def adding(self, client_id: int) -> None:
-        """The update is being decoded and added."""
-        marks = self._marks.get(client_id)
-        if marks is not None:
-            marks.adding_s = self._clock()
+    def note(self, client_id: int, moment: Moment) -> None:
+        """The update was granted, is here, or is being added. Of repeated grants the first one counts."""
+        moments = self._moments.get(client_id)
+        if moments is not None and (moment != "granted" or moment not in moments.others):
+            moments.others[moment] = self._clock()
 
     def counted(self, client_id: int, request: UploadRequest) -> None:
         """It is in the sum."""
-        marks = self._marks.pop(client_id, None)
-        if marks is None or self._origin_s is None:
+        moments = self._moments.pop(client_id, None)
+        if moments is None or self._origin_s is None:
             return
-        origin_s, now_s = self._origin_s, self._clock()
-        adding_s = now_s if marks.adding_s is None else marks.adding_s
-        received_s = adding_s if marks.received_s is None else marks.received_s
-        # A command that is given again is no news to a client at work. The newest that leaves room for its work is the
-        # one that it answers.
-        began_s = marks.offered_s - request.wait_s - request.train_s - request.encode_s
+        origin_s, now_s, others = self._origin_s, self._clock(), moments.others
+        adding_s = others.get("adding", now_s)
+        granted_s = others.get("granted")
+        # A repeated command changes nothing for a client at work: it answers the newest that leaves room for its work.
+        began_s = moments.offered_s - request.wait_s - request.train_s - request.encode_s
         commanded_s = next((at_s for at_s in reversed(self._commands) if at_s <= began_s), origin_s)
         timeline = ClientTimeline(
             client_id=client_id, num_bytes=request.total_bytes,
-            commanded_s=commanded_s - origin_s, offered_s=marks.offered_s - origin_s,
-            granted_s=None if marks.granted_s is None else marks.granted_s - origin_s,
-            received_s=received_s - origin_s, adding_s=adding_s - origin_s, counted_s=now_s - origin_s,
+            commanded_s=commanded_s - origin_s, offered_s=moments.offered_s - origin_s,
+            granted_s=None if granted_s is None else granted_s - origin_s,
+            received_s=others.get("received", adding_s) - origin_s, adding_s=adding_s - origin_s,
+            counted_s=now_s - origin_s,
             wait_s=request.wait_s, train_s=request.train_s, encode_s=request.encode_s,
             update_norm=_norm(request.update_norm), residual_norm=_norm(request.residual_norm),
         )  # fmt: skip
@@ -191,7 +169,7 @@ class RoundTiming:
 
 
 def _norm(value: float) -> float | None:
-    """What a client reported, if it is a norm at all; -1 stands for none."""
+    """The norm that a client reported; None: it is none, such as -1."""
     return value if math.isfinite(value) and value >= 0 else None
 
 
@@ -205,26 +183,25 @@ class RoundReport:
     """One committed round.
 
     Attributes:
-        round_id: its number; attempt: how often it was tried.
-        clients: ids whose updates count; updates: how many. expected: how many took part. outcome: why it ended.
+        attempt: how often it was tried. outcome: why it ended.
+        clients: ids whose updates count; updates: how many. expected: how many took part.
         num_samples: samples trained on, all clients together.
         loss: mean training loss, weighted by samples; None without one.
         accuracy, eval_loss: of the global model on the test set; None if not evaluated.
         bytes_up: encoded updates that count. bytes_down: encoded model, times the clients it went to.
-        bytes_up_shared, bytes_down_shared: how many of these were read from the memory of a process on the same
-            machine, and did not go over DDS.
-        train_s: the slowest client's training. encode_s: the slowest client's encoding.
+        bytes_up_shared, bytes_down_shared: of these, what was read in shared memory and not sent over DDS.
+        train_s, encode_s: of the slowest client.
         wire_s: what is left of the time from the command to the last update: transfers and waiting.
         aggregate_s: adding up and the server's step. step_s: of these, from the last update to the new model.
         checkpoint_s: until it is on the disk. publish_s: sending the model. eval_s: evaluation.
         seconds: from the start of the round to the published model. command_s: of these, until the command.
         weights_crc32: CRC-32 over the float32 weights, little-endian: equal numbers, equal models.
         dropped: updates and frames that were not counted, by reason, in this round; with the clients that were lost.
-        downlink_residual_norm: L2 norm of what the model's message to the clients did not say; 0 with a lossless codec.
-        strikes: bad updates in this round, by whom and why, and who is kept out since; the first, if there are many.
-        marks: clients whose updates the strategy did not take as they were, by what it did: ``clipped`` and so on.
-        timeline: where the time went, by client; of the clients that counted last, where there are very many. Empty for
-            rounds before a resume, and in :attr:`Progress.reports` for all but the newest rounds.
+        downlink_residual_norm: L2 norm of the residual of the model's message; 0 with a lossless codec.
+        strikes: bad updates in this round; the first, if there are many.
+        marks: clients whose updates the strategy changed, by what it did: ``clipped`` and so on.
+        timeline: where the time went, by client; of the last ones, where there are very many. Empty for rounds before a
+            resume, and in :attr:`Progress.reports` for all but the newest rounds.
 
     Of rounds before a resume there may be the figures alone: see :meth:`figures`. Run directories have all.
     """
@@ -266,7 +243,7 @@ class RoundReport:
 
     @property
     def bytes_shared(self) -> int:
-        """What did not go over DDS, up and down together."""
+        """Bytes that were read in shared memory, up and down together."""
         return self.bytes_up_shared + self.bytes_down_shared
 
     def to_json(self) -> dict[str, Any]:
@@ -281,7 +258,7 @@ class RoundReport:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> RoundReport:
-        """Of what :meth:`to_json` gave, without the timeline. Fields that are missing have their defaults."""
+        """The inverse of :meth:`to_json`, but for the timeline. Missing fields have their defaults."""
         values = {key: value for key, value in entry.items() if key != "timeline"}
         values["clients"] = tuple(entry.get("clients", ()))
         values["strikes"] = tuple(Strike(**strike) for strike in entry.get("strikes", ()))
@@ -289,26 +266,26 @@ class RoundReport:
         return cls(**values)
 
     def without_timeline(self) -> RoundReport:
-        """The same, for what must not grow with the number of clients."""
+        """The report without what grows with the number of clients."""
         return replace(self, timeline=()) if self.timeline else self
 
     def figures(self) -> RoundReport:
-        """The same without all that names clients."""
+        """The report without all that names clients."""
         return replace(self, clients=(), strikes=(), marks={}, timeline=())
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a controller stands now, for whoever shows it. Changed in place on the event loop.
+    """Where a controller stands now, for display. Changed in place on the event loop.
 
     Attributes:
         phase: starting, waiting, training, aggregating, evaluating; at the end done, failed or stopped.
-        round_id: the open round, or the last one. rounds: how many there will be.
+        round_id: the open round, or the last one. rounds: of the run.
         ready: updates that are in. expected: of so many. minimum: that suffice.
-        clients: ids of the clients that are there. out: of those that are kept out, and until which round.
+        clients: ids of the present clients. out: of those in quarantine, and until which round.
         reports: the rounds that are done, oldest first, all but the newest without their timelines.
-        dropped: what was not counted in them, by reason. accuracy: of the newest round that was evaluated.
-        never_counted: at the end, clients of which no update has counted in the whole run, and why, in words.
+        dropped: what did not count in them, by reason. accuracy: of the newest round that was evaluated.
+        never_counted: at the end, clients of which no update has counted in the whole run, and why.
     """
 
     phase: str = "starting"
@@ -339,16 +316,16 @@ class Progress:
         self._note_accuracy(report)
 
     def _note_accuracy(self, report: RoundReport) -> None:
-        if report.accuracy is not None:  # kept, for a heartbeat is no time to look through all rounds
+        if report.accuracy is not None:  # kept, as each heartbeat reports it
             self.accuracy = report.accuracy
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSummary:
-    """What a client did.
+    """A client's part in a run.
 
     Attributes:
-        rounds: rounds whose update was counted. refused: updates that were not.
+        rounds: in which its update counted. refused: updates that did not.
         bytes_up: bytes of updates sent, repairs included. train_s: seconds of training in all.
     """
 

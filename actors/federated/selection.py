@@ -1,4 +1,4 @@
-"""When a run may start, and with which clients: those matched both ways, welcomed, and not in quarantine."""
+"""The start condition of a round, and its participants: clients matched both ways, welcomed, and not in quarantine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ log = get_logger("controller")
 
 
 class StartCondition:
-    """Waits for all expected clients, or after a grace for enough of them. A pure decision.
-
-    It allows the start at once when all are ready. With at least ``minimum`` it waits ``grace_s`` more for the others.
-    With fewer it gives up ``timeout_s`` after ``now_s``.
-    """
+    """Allows the start at once when all expected clients are ready, with at least ``minimum`` of them ``grace_s``
+    later, and gives up ``timeout_s`` after ``now_s``. A pure decision."""
 
     def __init__(
         self, *, minimum: int, expected: int | None, now_s: float, timeout_s: float, grace_s: float,
@@ -35,9 +32,9 @@ class StartCondition:
         """Begin to wait.
 
         Args:
-            minimum: clients that suffice after the grace. expected: clients that are expected, if that is known.
-            excused: ids that are not waited for, as far as they are among those expected.
-            describe: gives for the error what cannot start, what the bus has noticed of the missing, and a hint.
+            minimum: clients that suffice after the grace. expected: their number, if it is known.
+            excused: ids of expected clients that are not waited for.
+            describe: gives for the error what cannot start, a likely misconfiguration, and a hint.
         """
         self._minimum = minimum
         self._expected = expected
@@ -71,7 +68,7 @@ class StartCondition:
         return False
 
     def missing(self, ready: Sequence[int]) -> list[int]:
-        """Ids of expected clients that are not among these, as far as ids are expected."""
+        """Ids of expected clients that are not among these."""
         here = {*ready, *self._excused}
         return [number for number in range(self._expected or 0) if number not in here]
 
@@ -81,7 +78,7 @@ class StartCondition:
 
 
 class ParticipantSelection:
-    """Waits for clients, and removes those whose strikes ask for it."""
+    """Waits for clients, and puts those with too many strikes in quarantine."""
 
     def __init__(
         self, context: RunContext, registry: ClientRegistry, progress: Progress, *,
@@ -96,13 +93,8 @@ class ParticipantSelection:
         self._changed = changed
 
     async def wait_for_start(self, round_id: int, accepted: Collection[int] = ()) -> None:
-        """The subscription barrier: enough clients are matched both ways and have been welcomed.
-
-        ``accepted``: clients that need not be there, because their updates count already.
-
-        Raises:
-            BarrierTimeout: they were not, for too long.
-        """
+        """Wait until enough clients are matched both ways and welcomed. Those in ``accepted`` need not be there, as
+        their updates count already. Raises BarrierTimeout: they were not, for too long."""
         config, bus, out = self._context.config, self._context.bus, self._context.state.quarantine.excluded(round_id)
         self._progress.phase = "waiting"
         kept_out = f" (kept out: {', '.join(map(str, list(out)[:20]))})" if out else ""
@@ -122,13 +114,13 @@ class ParticipantSelection:
             log.warning("starting without all clients", ready=ready, expected=config.clients.num)
 
     def _absent(self, missing: Collection[int]) -> list[str]:
-        """Clients that are waited for, for a line of the log."""
+        """Names of missing clients, for the log."""
         here = {client.client_id for client in self._registry}
         named = [f"client {number}{' (is here, not ready yet)' * (number in here)}" for number in missing]
         return named[:_SHOWN] or ["some client"]
 
     def ready(self, round_id: int) -> list[int]:
-        """Clients that reported to be ready, as far as our own side is matched as well."""
+        """Clients that are ready, as far as this side is matched as well."""
         ready, bus = self._registry.ready(round_id), self._context.bus
         # Several clients may share a process and so a reader: this holds back only while DDS sees nobody at all.
         return ready if bus.matched_readers(TrainCmd) and bus.matched_writers(ClientUpdate) else []

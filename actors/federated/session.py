@@ -1,4 +1,4 @@
-"""A client and its controller: what was received from it, and the heartbeat that the client sends."""
+"""A client's session with its controller, and the heartbeat that it sends."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gradbus.runtime.errors import BarrierTimeout, BusError
 from gradbus.runtime.wire.control import Hello, Leave, RunEnded, TrainingFailure, Welcome
 from gradbus.runtime.wire.messages import ClientUpdate, Control, Identity, ModelBlob, TrainCmd
 
-OLD_SESSION_S = 3.0  # a controller with a lower incarnation is believed when the known one is silent for so long
+OLD_SESSION_S = 3.0  # a controller with a lower incarnation is accepted when the known one is silent for so long
 LISTENED_S = 2.0  # between two turns of this process: longer than a heartbeat is apart, with some delay
-OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one was not overtaken by it
+OVERTAKEN_S = 3.0  # a command of an earlier round that comes later than this after a newer one is not an overtaken one
 
 
 class ControllerSession:
-    """The newest welcome and the newest command, and what has become of it.
+    """The newest Welcome and the newest command, and the state of the latter.
 
     Attributes:
-        welcome: of the controller that is believed; None: this client has to be welcomed, or welcomed anew.
+        welcome: of the current controller; None: this client needs one.
         command: the newest one. commanded_s: when it came, by ``time.perf_counter``.
-        failure: why nothing came of it; sent again with each heartbeat, until the next command.
+        failure: of the command; sent with each heartbeat, until the next command.
         ended: the controller's last message, when all rounds are done.
         incarnation: of the controller that has welcomed this client last. run_id: of its run.
-        counted_round: the last round in which an update of ours counted, in this session.
+        counted_round: the last round in which an update of this client counted, in this session.
     """
 
     def __init__(self, controller_timeout_s: float) -> None:
@@ -47,19 +47,16 @@ class ControllerSession:
 
     @property
     def from_round(self) -> int | None:
-        """The first round that this client takes part in, as the controller said last; None before it is welcomed."""
+        """The first round that this client takes part in; None before it is welcomed."""
         return None if self.welcome is None else self.welcome.next_round
 
-    # What is heard
-
     def begin(self) -> None:
-        """From here on the controller is waited for."""
+        """Start to wait for the controller."""
         self._heard_s = self._listened_s = time.monotonic()
 
     def listen(self, again_within_s: float | None = None) -> None:
-        """This process has a turn, and the next one within ``again_within_s``, by default as before. If this one is
-        late, it could not hear meanwhile, as its interpreter was held, or it was stopped: that time is not counted as
-        the controller's silence."""
+        """Note that this process runs, and will again within ``again_within_s``, by default as before. If it is late,
+        it was stopped, or its interpreter held: that time is not counted as the controller's silence."""
         now_s = time.monotonic()
         deaf_s = max(0.0, now_s - self._listened_s - self._turn_s)
         self._turn_s = self._turn_s if again_within_s is None else again_within_s
@@ -68,8 +65,7 @@ class ControllerSession:
         self._session_heard_s += deaf_s
 
     def accepts_session(self, session: int) -> bool:
-        """A controller says something. Whether it is to be listened to: not the last words of one that has been
-        replaced."""
+        """Whether a message of this controller counts: not the last ones of a controller that has been replaced."""
         now_s = time.monotonic()
         if session < self.incarnation and now_s - self._session_heard_s < OLD_SESSION_S:
             return False
@@ -79,20 +75,16 @@ class ControllerSession:
         return True
 
     def start_session(self, session: int, welcome: Welcome) -> None:
-        """Another controller, or another start of it: what the one before said counts no longer.
-
-        A controller that died before it had committed a round does that round again, from the same model.
-        """
-        if session != self.incarnation:  # else what it has said since goes on holding: it does not say it twice
+        """Follow another controller, or another start of it. It may repeat a round that the one before has not
+        committed."""
+        if session != self.incarnation:  # else its command still holds: it is not repeated
             self.command, self.counted_round, self.failure = None, 0, None
         self.incarnation, self._session_heard_s, self.run_id = session, time.monotonic(), welcome.run_id
 
     def take(self, command: TrainCmd) -> bool:
-        """A command. Whether it is another one than before: then what is being trained now is no longer wanted. One of
-        an earlier round, which a newer one has overtaken, is not wanted itself.
-
-        But not for long: commands do not say whose they are, so the newer one may be the last word of a controller that
-        hung until another had taken its place.
+        """Take a command. Whether it is another one than before, so that training for that one stops. One of an earlier
+        round is ignored, but for some seconds only: commands do not name their controller, so the newer one may be the
+        last of a controller that hung until another had taken its place.
         """
         is_earlier = self.command is not None and command.round_id < self.command.round_id
         if is_earlier and time.perf_counter() - self.commanded_s < OVERTAKEN_S:
@@ -103,8 +95,6 @@ class ControllerSession:
         self.command, self._handled, self.failure = command, False, None
         return other
 
-    # What follows from it
-
     def wanted(self, welcome: Welcome, command: TrainCmd) -> bool:
         """Whether to train: DDS may repeat a command, and the controller may give one again."""
         return not self._handled and command.round_id > self.counted_round and command.round_id >= welcome.next_round
@@ -114,12 +104,12 @@ class ControllerSession:
         return self.command != command or self.ended is not None or self.welcome is None
 
     def counted(self, round_id: int, session: int) -> None:
-        """An update of ours counts, says this start of the controller. Another one may do that round again."""
+        """An update of this client counts with this start of the controller. Another one may repeat that round."""
         if session == self.incarnation:
             self.counted_round = round_id
 
     def mark_handled(self, command: TrainCmd) -> None:
-        """Nothing more is to be done for this command, unless it is given again."""
+        """Nothing more is to be done for this command, unless it is repeated."""
         if self.command is command:  # and not an equal one that came later
             self._handled = True
 
@@ -129,7 +119,7 @@ class ControllerSession:
 
     @property
     def heard_s(self) -> float:
-        """When a controller was heard last, by ``time.monotonic``; before that, when it was first waited for."""
+        """When a controller's message came last, by ``time.monotonic``; before that, when the wait began."""
         return self._heard_s
 
     def check_controller(self, misconfiguration: str, hint: str = "") -> None:
@@ -139,38 +129,33 @@ class ControllerSession:
         limit_s = self._controller_timeout_s
         if time.monotonic() - self._heard_s > limit_s:
             raise BarrierTimeout(
-                "controller",
-                missing=(),
-                ready=0,
-                needed=1,
-                timeout_s=limit_s,
-                misconfiguration=misconfiguration,
+                "controller", missing=(), ready=0, needed=1, timeout_s=limit_s, misconfiguration=misconfiguration,
                 hint=hint,
-            )
+            )  # fmt: skip
 
 
 class ClientStatus:
-    """Idle, preparing, fetching or training. The phases of a delivery come first, while there is one."""
+    """The phase that the heartbeat reports: idle, preparing, fetching or training, or that of an upload."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._name = "idle"
-        self._said = ""
+        self._reported = ""
         self._since_s = clock()
 
     def set(self, name: str) -> None:
-        """From now on it is this."""
+        """Set the phase."""
         self._name = name
         self._note(name)
 
-    def said(self, delivery: str) -> tuple[str, float]:
-        """The phase to tell of, and the seconds since it began. ``delivery``: that of the delivery."""
-        self._note(self._name if delivery == "idle" else delivery)
-        return self._said, self._clock() - self._since_s
+    def reported(self, upload: str) -> tuple[str, float]:
+        """The phase to report, and the seconds since it began. ``upload``: the phase of the update sender."""
+        self._note(self._name if upload == "idle" else upload)
+        return self._reported, self._clock() - self._since_s
 
     def _note(self, name: str) -> None:
-        if name != self._said:
-            self._said, self._since_s = name, self._clock()
+        if name != self._reported:
+            self._reported, self._since_s = name, self._clock()
 
 
 class ClientHeartbeat:

@@ -314,7 +314,7 @@ class UpdateReceiver:
         transfer.frames += 1
         if verdict is Verdict.COMPLETE:
             transfer.payload = self._assembler.take(transfer.key)
-            self.timing.received(transfer.update.client_id)
+            self.timing.note(transfer.update.client_id, "received")
             self._complete.append(transfer)
             self._work.set()
 
@@ -368,7 +368,7 @@ class UpdateReceiver:
             return
         started_s = time.perf_counter()
         weight = self._admission.cap.weight(update.request.num_samples)
-        self.timing.adding(update.client_id)
+        self.timing.note(update.client_id, "adding")
         transfer.adding = True
         try:
             await self._context.compute.run(self._add, transfer, weight)
@@ -434,7 +434,7 @@ class UpdateReceiver:
 
     async def _send_grant(self, transfer: _IncomingUpdate) -> None:
         client_id, incarnation, request = transfer.update
-        self.timing.granted(client_id)
+        self.timing.note(client_id, "granted")
         await self._send(Grant(client_id, incarnation, request.round_id, request.transfer))
 
     async def _repair(self) -> None:

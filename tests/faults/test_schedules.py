@@ -23,6 +23,7 @@ from gradbus.actors.federated.rounds import Outcome, Round, RoundRules
 from gradbus.actors.federated.selection import StartCondition
 from gradbus.runtime.errors import BarrierTimeout
 from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.messages import Identity
 
 DIM, CLIENTS, LAYOUT = 6, 4, 99
 DEAD_AFTER_S, HEARTBEAT_S, DEADLINE_S, GRACE_S = 2.5, 0.5, 6.0, 1.0
@@ -214,9 +215,8 @@ class Schedules(RuleBasedStateMachine):
         hello = Hello(PROTOCOL, DIM, LAYOUT, ready, sim.session, "idle", -1, -1, "here:1", sim.next_round)
         next_round = (self.round.round_id if self.round is not None else self.round_id) + 1
         sim.said.append(hello)
-        answer, _ = self.members.hello(
-            client_id, sim.incarnation, hello, now_s=self.now_s, next_round=next_round, number=len(sim.said)
-        )
+        sender = Identity(client_id, sim.incarnation)
+        answer, _ = self.members.hello(sender, hello, len(sim.said), now_s=self.now_s, next_round=next_round)
         self.gone(client_id)  # of an older start of it
         member = self.members.get(client_id, sim.incarnation)
         if answer is HelloAnswer.WELCOME:
@@ -226,17 +226,14 @@ class Schedules(RuleBasedStateMachine):
     @rule(client_id=who, nth=st.integers(1, 4))
     def a_word_arrives_that_a_later_one_has_overtaken(self, client_id: int, nth: int) -> None:
         sim = self.clients[client_id]
-        if self.members.heard(client_id, sim.incarnation, self.now_s) is not None and nth < len(sim.said):
+        known = self.members.get(client_id, sim.incarnation)
+        if known is not None:
+            known.observe(self.now_s)
+        if known is not None and nth < len(sim.said):
             self.gone(client_id)  # or rather found again: any word shows that it lives, and this one nothing else
             ready = self.members.ready(self.round_id + 1)
-            answer = self.members.hello(
-                client_id,
-                sim.incarnation,
-                sim.said[nth - 1],
-                now_s=self.now_s,
-                next_round=self.round_id + 2,
-                number=nth,
-            )
+            sender = Identity(client_id, sim.incarnation)
+            answer = self.members.hello(sender, sim.said[nth - 1], nth, now_s=self.now_s, next_round=self.round_id + 2)
             assert answer == (HelloAnswer.NOTHING, "")
             assert self.members.ready(self.round_id + 1) == ready
 
@@ -257,8 +254,10 @@ class Schedules(RuleBasedStateMachine):
         incarnation = self.clients[client_id].incarnation - older
         for _ in range(times):
             round_ = self.round
-            if round_ is None or self.members.heard(client_id, incarnation, self.now_s) is None:
+            known = self.members.get(client_id, incarnation)
+            if round_ is None or known is None:
                 continue
+            known.observe(self.now_s)
             self.gone(client_id)  # or rather found again, if it was silent
             if self.round_id + 1 + round_offset != round_.round_id or round_.may_send(client_id) is not None:
                 continue

@@ -238,9 +238,10 @@ def _tell_who_takes_part(say: Say) -> None:
     hello, told = ClientRegistry.hello, set[tuple[int, int, int]]()
 
     def watched(
-        self: ClientRegistry, client_id: int, incarnation: int, said: Hello, **facts: Any
+        self: ClientRegistry, sender: Identity, said: Hello, number: int, **facts: Any
     ) -> tuple[HelloAnswer, str]:
-        answer = hello(self, client_id, incarnation, said, **facts)
+        client_id, incarnation = sender.sender, sender.incarnation
+        answer = hello(self, sender, said, number, **facts)
         member = self.get(client_id, incarnation)
         if member is not None and client_id in self.ready(member.from_round):
             counted = client_id, incarnation, member.from_round

@@ -9,6 +9,7 @@ import pytest
 
 from gradbus.actors.federated.clients import ClientRegistry, HelloAnswer
 from gradbus.runtime.wire.control import PROTOCOL, Hello
+from gradbus.runtime.wire.messages import Identity
 
 DIM, LAYOUT, SESSION = 1_199_882, 77, 9
 DEAD_AFTER_S = 2.5
@@ -29,9 +30,16 @@ def greet(
 ) -> tuple[HelloAnswer, str]:  # fmt: skip
     hello = dataclasses.replace(GREETING, **changes)  # type: ignore[arg-type]
     number = next(_numbers) if number is None else number
-    return members.hello(
-        client_id, incarnation, hello, now_s=now_s, next_round=next_round, number=number, is_stalled=is_stalled
-    )
+    sender = Identity(client_id, incarnation)
+    return members.hello(sender, hello, number, now_s=now_s, next_round=next_round, is_stalled=is_stalled)
+
+
+def heard(members: ClientRegistry, client_id: int, incarnation: int, now_s: float) -> bool:
+    """A message of this client comes. False: it is no member."""
+    member = members.get(client_id, incarnation)
+    if member is not None:
+        member.observe(now_s)
+    return member is not None
 
 
 def join(members: ClientRegistry, client_id: int = 0, incarnation: int = 100, **options: object) -> None:
@@ -122,13 +130,13 @@ def test_a_silent_client_is_not_waited_for_until_it_is_heard_again() -> None:
     members = new_members()
     join(members, 0)
     join(members, 1)
-    members.heard(1, 100, 2.0)
+    heard(members, 1, 100, 2.0)
     assert members.find_silent(DEAD_AFTER_S) == []
     assert [member.client_id for member in members.find_silent(DEAD_AFTER_S + 0.1)] == [0]
     assert members.ready(1) == [1]
     assert (members.taking_part(1), members.silent_ids(1), members.count_live()) == ({1}, {0}, 1)
     assert members.find_silent(DEAD_AFTER_S + 0.2) == []  # once is enough
-    assert members.heard(0, 100, 3.0) is not None
+    assert heard(members, 0, 100, 3.0)
     assert (members.ready(1), members.silent_ids(1)) == ([0, 1], set())
 
 
@@ -174,7 +182,7 @@ def test_while_the_controller_could_not_hear_nobody_is_silent() -> None:
     members.excuse_silence(10.0, 10.0)
     assert members.find_silent(10.0 + DEAD_AFTER_S) == []
     assert members.last_seen_at_s(0) == 0.0
-    members.heard(0, 100, 11.0)  # from here on it can
+    heard(members, 0, 100, 11.0)  # from here on it can
     assert [member.client_id for member in members.find_silent(11.1 + DEAD_AFTER_S)] == [0]
 
 
@@ -191,15 +199,15 @@ def test_every_message_of_a_client_is_a_sign_of_life() -> None:
     members = new_members()
     join(members)
     for now_s in (2.0, 4.0, 6.0):
-        assert members.heard(0, 100, now_s) is not None
+        assert heard(members, 0, 100, now_s)
         assert members.find_silent(now_s + 1.0) == []
 
 
 def test_words_of_another_start_are_no_sign_of_life() -> None:
     members = new_members()
     join(members)
-    assert members.heard(0, 99, 2.0) is None
-    assert members.heard(0, 101, 2.0) is None
+    assert not heard(members, 0, 99, 2.0)
+    assert not heard(members, 0, 101, 2.0)
     assert [member.client_id for member in members.find_silent(2.6)] == [0]
 
 
@@ -256,8 +264,8 @@ def test_while_the_controller_could_not_hear_no_newcomer_takes_the_place_of_the_
     assert greet(members, incarnation=200, now_s=1.0)[0] is HelloAnswer.NOTHING
     # It stood still for 3 s. What the newcomer has said meanwhile is handled first, then what the older one has.
     assert greet(members, incarnation=200, now_s=4.0, is_stalled=True) == (HelloAnswer.NOTHING, "")
-    assert members.heard(0, 100, 4.0) is not None
-    members.heard(0, 100, 4.5 + RIVAL_AFTER_S / 2)
+    assert heard(members, 0, 100, 4.0)
+    heard(members, 0, 100, 4.5 + RIVAL_AFTER_S / 2)
     assert greet(members, incarnation=200, now_s=4.0 + RIVAL_AFTER_S)[0] is HelloAnswer.REFUSE
     assert members.ready(1) == [0]
 
@@ -267,7 +275,7 @@ def test_a_newcomer_with_a_taken_id_is_refused_also_where_the_controller_stands_
     join(members, incarnation=100)
     answers, now_s = [], 1.0
     while now_s < 4 * RIVAL_AFTER_S and HelloAnswer.REFUSE not in answers:
-        members.heard(0, 100, now_s)
+        heard(members, 0, 100, now_s)
         answers.append(greet(members, incarnation=200, now_s=now_s, is_stalled=True)[0])
         now_s += RIVAL_AFTER_S / 4
     assert answers[-1] is HelloAnswer.REFUSE
@@ -298,7 +306,7 @@ def test_a_start_that_seems_older_is_refused_while_the_other_talks() -> None:
     members = new_members()
     join(members, incarnation=200)
     greet(members, incarnation=100, now_s=1.0, host="host-b:7")
-    members.heard(0, 200, 1.0 + RIVAL_AFTER_S)
+    heard(members, 0, 200, 1.0 + RIVAL_AFTER_S)
     answer, why = greet(members, incarnation=100, now_s=1.0 + RIVAL_AFTER_S, host="host-b:7")
     assert (answer, "in use by host-a:1" in why) == (HelloAnswer.REFUSE, True)
     assert members.get(0, 200) is not None
@@ -310,7 +318,7 @@ def test_a_member_that_does_not_know_its_first_round_is_told_again() -> None:
     members.get(0, 100).from_round = 2  # type: ignore[union-attr]
     for known, answer in ((3, HelloAnswer.WELCOME), (2, HelloAnswer.NOTHING)):
         hello = dataclasses.replace(GREETING, session=SESSION, next_round=known)
-        assert members.hello(0, 100, hello, now_s=1.0, next_round=9, number=next(_numbers))[0] is answer
+        assert members.hello(Identity(0, 100), hello, next(_numbers), now_s=1.0, next_round=9)[0] is answer
 
 
 def test_who_came_during_a_failed_attempt_is_let_into_the_next() -> None:

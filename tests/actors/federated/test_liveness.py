@@ -55,7 +55,7 @@ class Scene:
 
     def hello(self, client_id: int) -> None:
         hello = Hello(PROTOCOL, 1, 0, True, 1, "idle", -1, -1, "", 1, "")
-        self.members.hello(client_id, 1, hello, now_s=self.now_s, next_round=1, number=next(_numbers))
+        self.members.hello(Identity(client_id, 1), hello, next(_numbers), now_s=self.now_s, next_round=1)
 
     @property
     def context(self) -> Any:

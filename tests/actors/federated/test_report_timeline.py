@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from gradbus.actors.federated.report import (
     MAX_CLIENTS,
     TIMELINES_IN_MEMORY,
     ClientTimeline,
+    Moment,
     Progress,
     RoundReport,
     RoundTiming,
@@ -39,9 +41,9 @@ def one_client(
     """Its request comes at that time; then each step takes a second."""
     clock.now_s = at_s
     timing.offered(client_id, 1, request)
-    for step in (timing.granted, timing.received, timing.adding):
+    for step in get_args(Moment):
         clock.now_s += 1
-        step(client_id)
+        timing.note(client_id, step)
     clock.now_s += 1
     timing.counted(client_id, request)
 
@@ -71,9 +73,9 @@ def test_what_is_said_again_counts_from_the_first_time_on() -> None:
     timing.offered(3, 1, OFFER)
     clock.now_s = 105
     timing.offered(3, 1, OFFER)
-    timing.granted(3)
+    timing.note(3, "granted")
     clock.now_s = 106
-    timing.granted(3)
+    timing.note(3, "granted")
     timing.counted(3, OFFER)
     (timeline,) = timing.timelines()
     assert (timeline.offered_s, timeline.granted_s) == (4.0, 5.0)
@@ -122,7 +124,7 @@ def test_an_update_that_is_read_without_being_sent_has_no_upload() -> None:
     clock.now_s = 104
     timing.offered(3, 1, OFFER)
     clock.now_s = 106
-    timing.adding(3)
+    timing.note(3, "adding")
     clock.now_s = 107
     timing.counted(3, OFFER)
     (timeline,) = timing.timelines()
@@ -156,8 +158,8 @@ def test_steps_of_a_client_that_never_offered_are_not_noted() -> None:
     timing = RoundTiming(Clock())
     timing.begin()
     timing.commanded()
-    for step in (timing.granted, timing.received, timing.adding):
-        step(3)
+    for step in get_args(Moment):
+        timing.note(3, step)
     timing.counted(3, OFFER)
     assert timing.timelines() == ()
 
