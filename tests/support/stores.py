@@ -101,10 +101,9 @@ class RawRank(AbstractContextManager["RawRank"]):
         (frame,) = split(key, body, chunk_bytes=MAX_CHUNK_BYTES)
         self.write(frame)
 
-    def ask(self, request_id: int, op: Any, *keys: str, oldest: int | None = None, **more: Any) -> None:
-        """A request. ``open``: ids that it says are open; by default all from ``oldest`` on."""
-        since = request_id if oldest is None else oldest
-        facts = {"open": [*range(since, request_id + 1)], "values": [], "number": 0, "wait_s": 0.0, **more}
+    def ask(self, request_id: int, op: Any, *keys: str, **more: Any) -> None:
+        """A request."""
+        facts = {"values": [], "number": 0, "wait_s": 0.0, **more}
         self.say(StoreRequest(id=request_id, op=op, keys=list(keys), **facts))
 
     def join(self, world: int = 2, version: int = VERSION, host: str = "a test") -> StoreStatus:

@@ -59,50 +59,33 @@ def test_a_request_that_comes_again_is_executed_once_and_answered_each_time(raw:
     for _ in range(3):
         raw.ask(1, "add", "n", number=5)
         assert raw.answer() == StoreAnswer(1, "done", [], [], 5, "")
-    raw.ask(2, "push", "q", values=[b"1"], oldest=1)
-    raw.ask(3, "pop", "q", oldest=1)
-    raw.ask(3, "pop", "q", oldest=1)
+    raw.ask(2, "push", "q", values=[b"1"])
+    raw.ask(3, "pop", "q")
+    raw.ask(3, "pop", "q")
     assert [raw.answer().id, raw.answer().values, raw.answer().values] == [2, [b"1"], [b"1"]]
     assert first.get("n") == b"5"
 
 
-def test_an_answer_is_forgotten_when_it_has_been_received(raw: RawRank, first: DdsStore) -> None:
+def test_a_request_that_comes_late_is_neither_executed_nor_answered(raw: RawRank, first: DdsStore) -> None:
     raw.ask(1, "add", "n", number=5)
     assert raw.answer().number == 5
-    raw.ask(2, "add", "n", number=5)  # says by ``open`` that the first one is done
+    raw.ask(3, "add", "n", number=5)  # so the process does not wait for the first one any more
     assert raw.answer().number == 10
-    raw.ask(1, "add", "n", number=5)  # late: neither executed nor answered
-    raw.ask(3, "get", "n")
-    assert raw.answer() == StoreAnswer(3, "done", [], [b"10"], 0, "")
+    for number in (1, 2):
+        raw.ask(number, "add", "n", number=5)
+    raw.ask(4, "get", "n")
+    assert raw.answer() == StoreAnswer(4, "done", [], [b"10"], 0, "")
 
 
-def test_what_is_done_is_forgotten_while_an_older_request_waits(
-    raw: RawRank, first: DdsStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_peer, "MAX_OPEN", 3)
-    raw.ask(1, "pop", "q", wait_s=60.0)
-    for number in range(2, 9):
-        raw.ask(number, "add", "n", number=1, open=[1, number])
+def test_a_request_that_waits_may_come_again_while_others_are_executed(raw: RawRank, first: DdsStore) -> None:
+    for number in range(2, 5):
+        raw.ask(1, "get", "later", wait_s=60.0)
+        raw.ask(number, "add", "n", number=1)
         assert raw.answer() == StoreAnswer(number, "done", [], [], number - 1, "")
-    raw.ask(5, "add", "n", number=1, open=[1, 5])  # late: neither executed nor answered
-    raw.ask(7, "add", "n", number=1, open=[1, 6, 7])
-    raw.ask(10, "add", "n", number=1, open=[1, 9, 10])  # comes before the one before it
-    raw.ask(9, "add", "n", number=1, open=[1, 9])
-    assert [raw.answer().number, raw.answer().number] == [8, 9]
-    first.queue_push("q", "1")
+    first.set("later", "1")
+    raw.ask(5, "check")
     assert raw.answer() == StoreAnswer(1, "done", [], [b"1"], 0, "")
-
-
-def test_a_request_that_waits_may_be_said_again_and_given_up(raw: RawRank, first: DdsStore) -> None:
-    for _ in range(3):
-        raw.ask(1, "pop", "q", wait_s=60.0)
-    raw.ask(2, "get", "given up", wait_s=60.0, oldest=1)
-    raw.ask(3, "check", oldest=3)
-    assert raw.answer().id == 3
-    first.set("given up", "1")
-    first.queue_push("q", "1")
-    raw.ask(4, "queue_len", "q")
-    assert raw.answer() == StoreAnswer(4, "done", [], [], 1, "")  # the one who gave up has taken nothing
+    assert raw.answer().id == 5
 
 
 def test_a_request_waits_for_as_long_as_it_says(raw: RawRank, first: DdsStore) -> None:
@@ -111,14 +94,14 @@ def test_a_request_waits_for_as_long_as_it_says(raw: RawRank, first: DdsStore) -
 
 
 def test_what_is_no_message_does_no_harm(raw: RawRank, first: DdsStore) -> None:
-    request = {"id": 1, "open": [1], "op": "set", "keys": ["k"], "values": [b"v"], "number": 0, "wait_s": 0.0}
+    request = {"id": 1, "op": "set", "keys": ["k"], "values": [b"v"], "number": 0, "wait_s": 0.0}
     raw.body(b"")
     raw.body(b"\xc1 no msgpack")
     raw.body(msgpack.packb(["StoreRequest", request]), Kind.COLLECTIVE)
     for fields in (
         {"op": "format"}, {"keys": ["k" * 5000]}, {"keys": ["k"] * 5000}, {"values": [bytes(4_000_001)]},
         {"keys": [b"k"]}, {"values": ["v"]}, {"number": 1 << 63}, {"wait_s": -1.0}, {"wait_s": float("nan")},
-        {"id": -1}, {"open": [2]}, {"open": [1] * 1025}, {"open": 1}, {"id": "1"},
+        {"id": -1}, {"id": "1"},
     ):  # fmt: skip
         raw.body(msgpack.packb(["StoreRequest", {**request, **fields}]))
     raw.say(StoreAnswer(1, "done", [], [], 0, ""))
@@ -137,9 +120,9 @@ def test_requests_that_do_not_fit_their_operation_are_errors(raw: RawRank, first
 
 
 def test_open_requests_of_a_process_are_bounded(raw: RawRank, first: DdsStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_peer, "MAX_OPEN", 3)
+    monkeypatch.setattr(store_peer, "MAX_WAITING", 3)
     for number in range(1, 5):
-        raw.ask(number, "get", "nothing", wait_s=60.0, oldest=1)
+        raw.ask(number, "get", "nothing", wait_s=60.0)
     assert raw.answer() == StoreAnswer(4, "error", [], [], 0, "rank 1 has too many requests open at a time")
 
 
@@ -302,7 +285,7 @@ def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
     answers: list[StoreAnswer] = []
 
     def ask(op: str, *keys: str, values: list[bytes] | None = None) -> StoreAnswer:
-        table.submit(StoreRequest(1, [1], op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
+        table.submit(StoreRequest(1, op, list(keys), values or [], 0, 0.0), answers.append)  # type: ignore[arg-type]
         return answers[-1]
 
     assert ask("set", "a", "b", values=[b"1", b"2"]).outcome == "done"
@@ -321,7 +304,7 @@ def test_the_table_is_bounded_and_what_does_not_fit_changes_nothing() -> None:
 
 
 def test_every_message_comes_back_as_it_went_and_cut_ones_are_errors() -> None:
-    message = StoreRequest(7, [3, 7], "set", ["é", ""], [b"\x00", b""], -1, 2.5)
+    message = StoreRequest(7, "set", ["é", ""], [b"\x00", b""], -1, 2.5)
     _, body = frame_of(message, sender=1, incarnation=2, to=3)
     assert decode(body) == message
     assert decode(msgpack.packb(["StoreLeave", {"unknown": 1}])) == StoreLeave()

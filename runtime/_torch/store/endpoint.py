@@ -15,7 +15,7 @@ from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.dds.participant import Writer
 from gradbus.runtime.wire.messages import new_incarnation
 from gradbus.torch.store.address import Address
-from gradbus.torch.store.messages import MAX_OPEN, StoreAnswer, StoreRequest
+from gradbus.torch.store.messages import READ_ONLY, StoreAnswer, StoreRequest
 
 REPEAT_S = 0.25  # when to repeat a request first, then after twice as long, up to
 MAX_REPEAT_S = 1.0
@@ -49,7 +49,8 @@ class StoreEnd:
         self._port = bus.raw_endpoints()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}  # by id, the oldest first
+        self._pending: dict[int, _Pending] = {}  # by id
+        self._writing = threading.Lock()  # requests that write go one after the other
         self._ended = False
         self._backlog = backlog
         self._posted = 0
@@ -66,6 +67,17 @@ class StoreEnd:
         Returns:
             None: there is no answer within ``timeout_s``, or there are none any more.
         """
+        until_s = time.monotonic() + timeout_s
+        if request.op in READ_ONLY:
+            return self._repeat(request, until_s)
+        if not self._writing.acquire(timeout=timeout_s):
+            return None
+        try:
+            return self._repeat(request, until_s)
+        finally:
+            self._writing.release()
+
+    def _repeat(self, request: StoreRequest, until_s: float) -> StoreAnswer | None:
         pending, began_s = _Pending(), time.monotonic()
         pause_s = REPEAT_S + sum(map(len, request.values)) / _BYTES_PER_S
         with self._lock:
@@ -74,14 +86,9 @@ class StoreEnd:
             if self._ended:
                 pending.event.set()
         try:
-            while not pending.event.is_set() and (passed_s := time.monotonic() - began_s) < timeout_s:
-                with self._lock:
-                    waiting = [other for other in self._pending if other <= number]
-                if len(waiting) > MAX_OPEN:
-                    text = f"rank {self._address.rank} has more than {MAX_OPEN} requests open at a time"
-                    return StoreAnswer(number, "error", [], [], 0, text)
-                self._request(replace(request, id=number, open=waiting, wait_s=max(0.0, request.wait_s - passed_s)))
-                pending.event.wait(min(pause_s, timeout_s - passed_s))
+            while not pending.event.is_set() and (now_s := time.monotonic()) < until_s:
+                self._request(replace(request, id=number, wait_s=max(0.0, request.wait_s - (now_s - began_s))))
+                pending.event.wait(min(pause_s, until_s - now_s))
                 pause_s = max(pause_s, min(2 * pause_s, MAX_REPEAT_S))
         finally:
             with self._lock:

@@ -144,7 +144,7 @@ class StoreLink:
         end = self._end
         self._check()
         assert end is not None  # it is taken away after the fault is set
-        request = StoreRequest(0, [], op, list(keys), list(values), number, timeout_s if waits else 0.0)
+        request = StoreRequest(0, op, list(keys), list(values), number, timeout_s if waits else 0.0)
         answer = end.call(request, timeout_s + _GRACE_S)
         name, timeout = f"store {self.address.name}", f"wait timeout after {timeout_s * 1000:.0f}ms, keys"
         if answer is None:

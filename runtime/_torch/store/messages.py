@@ -23,7 +23,7 @@ MAX_KEY_BYTES = 1024  # in UTF-8
 MAX_VALUE_BYTES = 4_000_000  # two of them, as in compare_set, fit into one frame
 MAX_PAGE_BYTES = 2 * MAX_VALUE_BYTES  # of all values of a message
 MAX_KEYS = 4096  # of a message
-MAX_OPEN = 1024  # requests of a process that wait for their answers
+MAX_WAITING = 1024  # requests of a process that wait for what is not there
 MAX_MEMORY = 2 * frames.MAX_CHUNK_BYTES  # that reading a message may take
 _LIMITS = Limits(
     frames.MAX_CHUNK_BYTES, text_bytes=MAX_KEY_BYTES, binary_bytes=MAX_VALUE_BYTES, items=MAX_KEYS, fields=32,
@@ -36,14 +36,14 @@ Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 20)]
 Text = Annotated[str, Field(max_length=MAX_KEY_BYTES), AfterValidator(plain_line)]  # for people
-Numbers = Annotated[list[Number], Field(max_length=MAX_OPEN)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Keys = Annotated[list[Annotated[str, Field(max_length=MAX_KEY_BYTES)]], Field(max_length=MAX_KEYS)]
 Values = Annotated[list[Annotated[bytes, Field(max_length=MAX_VALUE_BYTES)]], Field(max_length=MAX_KEYS)]
 Op = Literal[
     "set", "get", "add", "check", "wait", "delete", "num_keys", "list_keys", "compare_set", "append", "push", "pop",
-    "pop_now", "queue_len",
+    "queue_wait", "queue_len",
 ]  # fmt: skip
+READ_ONLY: frozenset[Op] = frozenset(["get", "check", "wait", "num_keys", "list_keys", "queue_wait", "queue_len"])
 Outcome = Literal["done", "timeout", "empty", "error"]
 
 
@@ -77,16 +77,15 @@ class StoreStatus:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class StoreRequest:
-    """Rank to the arbiter. Repeated until there is an :class:`StoreAnswer`; executed once.
+    """Rank to the arbiter. Repeated until there is an :class:`StoreAnswer`; executed once, unless it only reads.
 
     Attributes:
-        id: counts the requests of this process. open: those up to this one that wait for their answers.
+        id: counts the requests of this process. Of those that write, it sends one after the other.
         op: what to do. keys, values, number: with what; see :mod:`.table`.
         wait_s: how long to wait for what is not there.
     """
 
     id: Number
-    open: Numbers
     op: Op
     keys: Keys
     values: Values

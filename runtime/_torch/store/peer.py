@@ -1,7 +1,7 @@
 """The processes that use a store, as its arbiter sees them.
 
-A process repeats its requests until they are answered. So what has been executed is remembered, and answered again,
-until a later request shows that the process has the answer.
+A process repeats its requests until they are answered. Those that only read may be executed again. Those that write it
+sends one after the other, so the answer to the newest one is remembered.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from gradbus.runtime.bus.liveness import Reachability
 from gradbus.runtime.dds.topics import store_topic
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.wire.frames import FrameKey
-from gradbus.torch.store.messages import MAX_OPEN, Message, StoreAnswer, StoreRequest, frame_of
+from gradbus.torch.store.messages import MAX_WAITING, READ_ONLY, Message, StoreAnswer, StoreRequest, frame_of
 from gradbus.torch.store.table import StoreTable, StoreWaiter, answer
 
 SILENT_S = 10.0  # a process that sends nothing for so long, and that DDS has not matched, is not there
-_MAX_REMEMBERED_BYTES = 64 << 20  # of answers to them
 _INLINE_BYTES = 64 * 1024  # to write so much takes less time than to wake another thread
-_READ_ONLY = ("get", "check", "wait", "num_keys", "list_keys", "queue_len")  # may be executed again
 
 
 class Session:
@@ -35,21 +33,20 @@ class Session:
         self._reply = reply
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, tuple[StoreWaiter, asyncio.TimerHandle]] = {}  # by id of the request
-        self._answers: dict[int, StoreAnswer] = {}  # which may have to be sent again, by id
-        self._answered_bytes = 0
-        self._newest = 0  # id of a request; of those up to it, the process waits for
-        self._open: set[int] = set()
+        self._written: StoreAnswer | None = None  # the answer to the newest request that writes
 
     def submit(self, request: StoreRequest) -> None:
         """Execute a request, unless it has come before, and answer it."""
-        number = request.id
-        known = self._answers.get(number)
-        if known is not None:
-            self._reply(known)
-        if known is not None or number in self._waiting or self._is_over(number) or number not in request.open:
+        number, written = request.id, self._written
+        if number in self._waiting:
             return
-        self._note_open(request)
-        if len(self._waiting) + len(self._answers) >= MAX_OPEN or self._answered_bytes > _MAX_REMEMBERED_BYTES:
+        if request.op not in READ_ONLY:
+            if written is None or number > written.id:
+                self._table.submit(request, self._note_written)
+            elif number == written.id:
+                self._reply(written)
+            return  # a process writes one after the other, so it does not wait for older ones any more
+        if len(self._waiting) >= MAX_WAITING:
             self._reply(answer(request, "error", text=f"rank {self.rank} has too many requests open at a time"))
             return
 
@@ -57,39 +54,22 @@ class Session:
             waiting = self._waiting.pop(number, None)
             if waiting is not None:
                 waiting[1].cancel()
-            if request.op not in _READ_ONLY:
-                self._answers[number] = result
-                self._answered_bytes += _size(result)
             self._reply(result)
 
         waiter = self._table.submit(request, done)
         if waiter is not None:
             self._waiting[number] = waiter, self._loop.call_later(request.wait_s, self._table.expire, waiter)
 
-    def _is_over(self, number: int) -> bool:
-        """Whether the process waits no more for the answer to this request, which may come late or again."""
-        return number <= self._newest and number not in self._open
-
-    def _note_open(self, request: StoreRequest) -> None:
-        """Forget all that is over, and stays so, whatever older requests come later."""
-        stated = set(request.open)
-        newer = {number for number in stated if self._newest < number <= request.id}
-        self._open = {number for number in self._open if number in stated or number > request.id} | newer
-        self._newest = max(self._newest, request.id)
-        self._cancel(self._is_over)
-        for number in list(filter(self._is_over, self._answers)):
-            self._answered_bytes -= _size(self._answers.pop(number))
-
-    def _cancel(self, is_over: Callable[[int], bool]) -> None:
-        for number in list(filter(is_over, self._waiting)):
-            waiter, timer = self._waiting.pop(number)
-            timer.cancel()
-            self._table.cancel(waiter)
+    def _note_written(self, result: StoreAnswer) -> None:
+        self._written = result
+        self._reply(result)
 
     def end(self) -> None:
         """Forget all its requests."""
-        self._cancel(lambda _: True)
-        self._answers.clear()
+        while self._waiting:
+            _, (waiter, timer) = self._waiting.popitem()
+            timer.cancel()
+            self._table.cancel(waiter)
 
 
 class StorePeer:
@@ -162,7 +142,3 @@ class StorePeer:
         """Forget its requests, and take the way to it out of DDS."""
         self.session.end()
         await self._port.close()
-
-
-def _size(result: StoreAnswer) -> int:
-    return sum(len(value) for value in result.values)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import QueueEmptyError
 
 from gradbus.runtime.bus.background import JOB_KEY
 from gradbus.torch.store.link import StoreLink
@@ -151,9 +152,14 @@ class DdsStore(Store):
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of a queue; ``block``: wait for it. Raises QueueEmptyError."""
-        if block:
-            return self._call("pop", [_key(key)], waits=True).values[0]
-        return self._call("pop_now", [_key(key)]).values[0]
+        while True:
+            if block:
+                self._call("queue_wait", [_key(key)], waits=True)
+            try:
+                return self._call("pop", [_key(key)]).values[0]
+            except QueueEmptyError:  # another rank was faster
+                if not block:
+                    raise
 
     def queue_len(self, key: str) -> int:
         """How many values a queue holds."""

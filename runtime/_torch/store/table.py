@@ -9,7 +9,7 @@ Operations, by name in :class:`.messages.StoreRequest`, with what torch's own st
   expected one is empty, else nothing is set, and the answer is the expected one.
 - ``check`` (1 or 0) and ``wait``: whether all keys hold a value, or are queues that hold something.
 - ``delete`` a key: 1 if it was there. ``num_keys``; ``list_keys`` after a key, in order; number 1: there are more.
-- ``push`` a value to the end of a queue, ``pop`` its first one (waits), ``pop_now`` (does not), ``queue_len``.
+- ``push`` a value to the end of a queue, ``pop`` its first one, ``queue_wait`` until it has one, ``queue_len``.
 """
 
 from __future__ import annotations
@@ -222,14 +222,18 @@ class StoreTable:
         (key,) = request.keys
         queue = self._queues.get(key)
         if queue is None:
-            if request.op == "pop":
-                raise _KeyMissing(key)
             return answer(request, "empty")
         value = queue.popleft()
         self._bytes -= _cost(key, value)
         if not queue:
             del self._queues[key]
         return answer(request, values=[value])
+
+    def _queue_wait(self, request: StoreRequest) -> StoreAnswer:
+        (key,) = request.keys
+        if key not in self._queues:
+            raise _KeyMissing(key)
+        return answer(request)
 
     def _queue_len(self, request: StoreRequest) -> StoreAnswer:
         return answer(request, number=len(self._queues.get(request.keys[0], ())))
@@ -249,7 +253,7 @@ _OPERATIONS: dict[Op, tuple[Callable[[StoreTable, StoreRequest], StoreAnswer], i
     "list_keys": (StoreTable._list_keys, 1, 0),
     "push": (StoreTable._push, 1, 1),
     "pop": (StoreTable._pop, 1, 0),
-    "pop_now": (StoreTable._pop, 1, 0),
+    "queue_wait": (StoreTable._queue_wait, 1, 0),
     "queue_len": (StoreTable._queue_len, 1, 0),
 }
 

@@ -154,7 +154,7 @@ def _store_seeds() -> list[bytes]:
     messages: list[store_messages.Message] = [
         store_messages.StoreJoin(1, 2, "h 1"),
         store_messages.StoreStatus("taken", "h 1"),
-        store_messages.StoreRequest(3, [2, 3], "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
+        store_messages.StoreRequest(3, "compare_set", ["key"], [b"old", b"new"], -1, 0.5),
         store_messages.StoreAnswer(3, "done", ["key"], [b"value"], 7, ""),
         store_messages.StoreStatus("closed", "gone"),
     ]
