@@ -24,8 +24,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradbus.torch.register import register
-from gradbus.torch.scheme import register_scheme
+from gradbus.torch.register import register, register_scheme
 
 if TYPE_CHECKING:
     from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters

@@ -171,78 +171,62 @@ class DdsBackend(Backend):
             self.group.close(reason, abruptly=abruptly, keep_bus=keep_bus)
             self.queue.close()
 
-    # Collectives
+    # Collectives, with the names and arguments of torch; CollectiveCalls has what they do.
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """All get the tensors of rank ``opts.rootRank``."""
         return self._submit([self.calls.broadcast(tensor, opts.rootRank) for tensor in tensors], opts)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """All get the combinations of the tensors."""
         return self._submit([self.calls.all_reduce(tensor, opts.reduceOp) for tensor in tensors], opts)
 
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """The same for many tensors at once."""
         return self._submit([self.calls.all_reduce_coalesced(tensors, opts.reduceOp)], opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """Rank ``opts.rootRank`` gets the combinations of the tensors."""
         return self._submit([self.calls.reduce(tensor, opts.reduceOp, opts.rootRank) for tensor in tensors], opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """``outputs[i][r]`` gets ``tensors[i]`` of rank r."""
         return self._submit([self.calls.all_gather(*pair) for pair in zip(outputs, tensors, strict=True)], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """``outputs[r][i]`` gets ``tensors[i]`` of rank r."""
         return self._submit([self.calls.all_gather_lists(outputs, tensors)], opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
-        """Part r of the output gets the tensor of rank r."""
         return self._submit([self.calls.all_gather_single(output, tensor)], opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """The same for many tensors at once."""
         return self._submit([self.calls.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)], opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """``outputs[0][r]`` of rank ``opts.rootRank`` gets the tensor of rank r."""
         return self._submit([self.calls.gather(outputs[0] if outputs else [], tensors[0], opts.rootRank)], opts)
 
     def scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
-        """The output of rank r gets ``tensors[0][r]`` of rank ``opts.rootRank``."""
         return self._submit([self.calls.scatter(outputs[0], tensors[0] if tensors else [], opts.rootRank)], opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], opts: Any) -> DdsWork:
-        """``outputs[i]`` of rank r gets the combination of all ``tensors[i][r]``."""
         pairs = zip(outputs, tensors, strict=True)
         return self._submit([self.calls.reduce_scatter(out, parts, opts.reduceOp) for out, parts in pairs], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> DdsWork:
-        """The output of rank r gets the combination of the parts r of all tensors."""
         return self._submit([self.calls.reduce_scatter_single(output, tensor, opts.reduceOp)], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any
     ) -> DdsWork:
-        """The same for many tensors at once."""
         pairs = zip(outputs, tensors, strict=True)
         return self._submit([self.calls.reduce_scatter_single(*pair, opts.reduceOp) for pair in pairs], opts)
 
     def alltoall(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any) -> DdsWork:
-        """``outputs[r]`` gets ``tensors[own rank]`` of rank r."""
         return self._submit([self.calls.all_to_all(outputs, tensors)], opts)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int], opts: Any
     ) -> DdsWork:
-        """The same with the parts of one tensor."""
         return self._submit([self.calls.all_to_all_single(output, tensor, output_sizes, sizes)], opts)
 
     def barrier(self, opts: Any) -> DdsWork:
-        """Wait until all have called it."""
         return self._submit([self.calls.barrier()], opts)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:

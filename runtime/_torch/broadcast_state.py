@@ -12,8 +12,7 @@ from torch import Tensor
 from gradbus.runtime.collectives.tensors import check_sendable, describe, empty_like_described
 from gradbus.runtime.errors import CollectiveError
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.functions import gather_objects, share_object, start_broadcast
-from gradbus.torch.name_matched import check_on_cpu, check_root, current
+from gradbus.torch.functions import check_on_cpu, check_root, current, gather_objects, share_object, start_broadcast
 
 # What a rank takes as the optimizer state of another one, in bytes: Adam has 2 x the parameters, LBFGS up to 200 x.
 _STATE_PER_PARAMETERS = 256

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradbus.torch.backend import DdsBackend
-from gradbus.torch.functions import Handle, start_reduction
-from gradbus.torch.name_matched import check_on_cpu, current
+from gradbus.torch.functions import Handle, check_on_cpu, current, start_reduction
 
 
 class Compression(Protocol):

@@ -76,7 +76,7 @@ def _direct(name: str, options: type, tensors_of: Callable[..., Iterable[Sequenc
 
     # By the name of the code that calls it, C++ sees that it is not meant to call this method again.
     call.__code__ = call.__code__.replace(co_name=name)
-    call.__name__, call.__doc__ = name, in_backend.__doc__
+    call.__name__ = name
     return call
 
 

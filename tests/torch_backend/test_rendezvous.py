@@ -17,7 +17,7 @@ from stores import finished, new_job
 from torch_node import SOON_S, SceneRanks, play
 
 from gradbus.torch import register
-from gradbus.torch.scheme import register_scheme
+from gradbus.torch.register import register_scheme
 from gradbus.torch.store import link as store_link
 from gradbus.torch.store.address import Address, parse
 

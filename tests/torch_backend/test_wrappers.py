@@ -14,8 +14,7 @@ from patience import soonest
 from torch_node import SOON_S, SceneRanks, play
 
 from gradbus.torch.backend import warning_from_environment
-from gradbus.torch.functions import OPS
-from gradbus.torch.name_matched import MAX_NAME_BYTES, wire_name
+from gradbus.torch.functions import MAX_NAME_BYTES, OPS, wire_name
 
 slow = pytest.mark.slow
 

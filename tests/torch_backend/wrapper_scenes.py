@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_node import RankLocation
 
 import gradbus.torch as dds
-from gradbus.torch.name_matched import current
+from gradbus.torch.functions import current
 
 LATE = 2  # the rank that comes too late, and then dies
 WAIT_S = 30.0
