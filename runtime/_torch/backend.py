@@ -120,7 +120,7 @@ class DdsBackend(Backend):
         return self._options.backend
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of collectives that say none."""
+        """The deadline of collectives without one of their own."""
         self._timeout_s = timeout.total_seconds()
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

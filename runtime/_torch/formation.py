@@ -1,4 +1,4 @@
-"""How the ranks of a process group find the name of their group in torch's store, and who may be which rank."""
+"""How the ranks of a process group find the name of their group in torch's store; no two processes have one rank."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def agreed_name(place: Rendezvous, reach: Reach | None = None) -> str:
                 hint="" if reach is None else reach.advice(),
             ) from error  # fmt: skip
     name, _, its_world = store.get(key).decode().partition(" ")
-    if its_world == "1" and world > 1:  # it will not be met, and could not say so itself
+    if its_world == "1" and world > 1:  # it will not be met, so it gives no error itself
         raise ConfigError(
-            f"process group {place.label!r}: rank 0 says world 1, this process (rank {rank}) says {world}. Start all "
+            f"process group {place.label!r}: rank 0 has world 1, this process (rank {rank}) has {world}. Start all "
             f"ranks with the same WORLD_SIZE"
         )
     return name

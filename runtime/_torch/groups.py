@@ -19,7 +19,7 @@ from gradbus.runtime.errors import BusClosed, ConfigError, GradbusError
 from gradbus.runtime.logs import get_logger
 from gradbus.torch.formation import WORLD, RankLocations, RankLock, Rendezvous, agreed_name
 
-WATCH_S = 0.25  # how often deadlines are looked at that nobody waits for
+WATCH_S = 0.25  # how often deadlines are checked
 _CHECK_S = 2.0  # how often to look whether a group that does not form ever can
 _LEAVE_S = 10.0
 _FORM_S = 10.0  # so long may a group take to form, also if its collectives may not
@@ -111,7 +111,7 @@ class TorchGroup:
         Args:
             reason: why it cannot go on, for the others. abruptly: what they have under way then fails at once, and not
                 only where it misses something of this rank.
-            keep_bus: do not close the bus, also if nobody uses it any more.
+            keep_bus: do not close the bus, also if it has no other user.
         """
         self.engine.close(BusClosed(f"process group {self.name!r} is destroyed{reason and ': '}{reason}"))
         membership, self._membership = self._membership, None

@@ -182,7 +182,7 @@ class GradientReduction:
         parameter.grad = gradient
         buffer, context = self._options.compression.compress(gradient)
         backend, space = self._backend_and_space()
-        # The same memory with a version of its own: that of the gradient tells whether the program writes to it.
+        # The same memory with a version of its own: that of the gradient shows whether the program writes to it.
         memory = buffer if buffer.is_sparse else buffer.data
         handle = start_reduction(backend, memory, space, self._names[parameter], self._options.op)
         self._sent[parameter] = _Sent(handle, gradient, gradient._version, buffer, context)

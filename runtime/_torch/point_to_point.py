@@ -95,7 +95,7 @@ class Messages:
                 work.call, work.name, work.source = self._calls.receive(tensor, source), name, source
                 work.begin()
                 return True
-        error = why_nobody(engine)
+        error = why_none_comes(engine)
         return error is not None and work.end(error)
 
     # To oneself
@@ -127,8 +127,8 @@ class Messages:
         return work
 
 
-def why_nobody(engine: Engine) -> BaseException | None:
-    """Why no message from whomever may be waited for: one rank is dead, and it may have been that one's."""
+def why_none_comes(engine: Engine) -> BaseException | None:
+    """Why no message from any rank may be waited for: one rank is dead, and it may have been that one's."""
     if engine.closed is not None:
         return engine.closed
     gone = engine.dead or (engine.gone if len(engine.gone) == engine.world - 1 else {})
@@ -169,8 +169,8 @@ def _collect(messages: Messages, world: int, timeout_s: float, wait_all_ranks: b
         else:
             report.expire()
     if missing:
-        who = f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, missing))}"
-        raise RuntimeError(f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms")
+        late = f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, missing))}"
+        raise RuntimeError(f"[Rank 0]: {late} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms")
 
 
 def _came(report: DdsWork, until_s: float) -> bool:

@@ -5,8 +5,8 @@ sender, so messages are called here, past C++.
 
 Collectives skip torch's dispatcher where they can. It finds the backend by the device of the tensors: from Python to
 C++, through the dispatcher, and back to Python. On 2 cores of an Intel Xeon that takes 90 us a call, a quarter of an
-all_gather of 64 KiB. All that it does is to tell autograd, the profiler, modes and transforms of the call; where there
-are none, and the tensors are plain ones, the backend is called from here.
+all_gather of 64 KiB. All that it does is to notify autograd, the profiler, modes and transforms of the call; where
+there are none, and the tensors are plain ones, the backend is called from here.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from gradbus.torch.work import DdsWork
 _CPU = torch.device("cpu")
 _CUSTOM = ProcessGroup.BackendType.CUSTOM
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have more to say of what is done with them
+_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may observe the call
 _profiles = torch._C._autograd._profiler_enabled
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 
 
 def can_skip_dispatcher(lists: Iterable[Sequence[Tensor]]) -> bool:
-    """Whether a call with these tensors is nobody's business but the backend's."""
+    """Whether a call with these tensors concerns the backend alone."""
     if _profiles() or _modes() or _transforms():
         return False
     with_gradients = torch.is_grad_enabled()
@@ -90,7 +90,7 @@ class DdsProcessGroup(ProcessGroup):
         self._set_default_backend(_CUSTOM)
         self._register_backend(_CPU, _CUSTOM, backend)
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:  # a tensor there is refused by the backend, which says more than torch does
+        if accelerator is not None:  # a tensor there is refused by the backend, whose error has more than torch's
             self._register_backend(accelerator, _CUSTOM, backend)
 
     broadcast = _direct("broadcast", BroadcastOptions, lambda tensors: [tensors])
@@ -109,7 +109,7 @@ class DdsProcessGroup(ProcessGroup):
         return [_CPU]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """For DDP's log, which else says "custom"."""
+        """For DDP's log, which would have "custom"."""
         return self.dds.getBackendName()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> DdsWork:
@@ -121,7 +121,7 @@ class DdsProcessGroup(ProcessGroup):
         return self.dds.recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> DdsWork:
-        """A message from any rank; the work's ``source_rank()`` says which."""
+        """A message from any rank; the work's ``source_rank()`` is its rank."""
         return self.dds.recv_anysource(tensors, tag)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

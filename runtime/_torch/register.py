@@ -21,10 +21,10 @@ OLDEST = (2, 14)  # the first torch that takes a backend written in Python
 def register() -> None:
     """Register the backend "dds".
 
-    torch calls this through the entry point; more than once does no harm.
+    torch calls this through the entry point; calling it again has no effect.
 
     Raises:
-        RuntimeError: this torch cannot have it; the text says what to do.
+        RuntimeError: this torch cannot have it; the text names the remedy.
     """
     check(torch.__version__, torch.distributed.is_available())
     import torch.distributed as dist
@@ -52,7 +52,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def register_scheme() -> None:
-    """Register the scheme. More than once does no harm, nor does a torch without torch.distributed."""
+    """Register the scheme. Calling it again has no effect, nor has a torch without torch.distributed."""
     try:
         from torch.distributed.rendezvous import register_rendezvous_handler
     except ImportError:

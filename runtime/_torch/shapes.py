@@ -14,7 +14,7 @@ _MAX_TEXT = 48  # characters of shapes, in frames
 
 
 def check(*tensors: Tensor) -> None:
-    """Raises ValueError for a tensor that cannot be sent or filled; the text says what to do."""
+    """Raises ValueError for a tensor that cannot be sent or filled; the text has the remedy."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(

@@ -36,7 +36,7 @@ class RefusingOperation(Operation):
 
 
 class TensorExchange(RefusingOperation):
-    """Each rank knows at the call what goes to whom and what comes from whom: no new memory, no copies.
+    """Each rank knows at the call what goes to which rank and what comes from which: no new memory, no copies.
 
     ``runtime/collectives/data_movement.py`` lets the sender decide what a payload is; torch gives the tensors that are
     to be filled. A payload comes with its dtype and shape. One that does not fit, in dtype or number of elements, is

@@ -4,7 +4,7 @@ torch's C++ code calls the methods of process group, backend and works also whil
 gets each Python frame to compile, those of these methods, too, and ends with an error: to it a process group has no
 members but those of torch's own. So these methods are marked here; those of gloo are C++, which it never sees.
 
-``torch.compiler.disable`` would do, but it imports Dynamo, which takes longer than torch itself, for all those who
+``torch.compiler.disable`` would do, but it imports Dynamo, which takes longer than torch itself, in programs that
 compile nothing. So the code is marked in the interpreter, as that function does at its end.
 """
 
@@ -37,7 +37,7 @@ def untraced(thing: T) -> T:
 
 
 def _mark(function: types.FunctionType) -> None:
-    # For who traces a call of it from outside: the trace ends here. This is what torch.compiler.disable notes.
+    # A trace of a call of it from outside ends here. This is what torch.compiler.disable notes.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     # For frames that are called from C++: they, and what they call, are not compiled.

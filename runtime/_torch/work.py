@@ -388,7 +388,7 @@ class WorkQueue:
             self._thread.start()
 
     def ended(self, work: DdsWork, has_future: bool) -> None:
-        """A work has ended. ``has_future``: it had one by then; whoever asks for one later gets it done."""
+        """A work has ended. ``has_future``: it had one by then; one that is made later is done."""
         if has_future:
             self._deliveries.put(work)
         else:
@@ -413,7 +413,7 @@ class WorkQueue:
                 self._open.discard(work)
                 self.running -= work.counted
             self._start_waiting()
-            if failed is not None:  # of a callback: nobody else gets it
+            if failed is not None:  # of a callback: it has no other way out
                 with contextlib.suppress(Exception):  # a log that takes no line
                     log.error("callback failed", group=self.engine.group, call=work.call.what, exc_info=failed)
 
@@ -429,12 +429,12 @@ class WorkQueue:
                 work = self._waiting[0]
             work.begin()
             with self.lock:
-                self._waiting.popleft()  # not before: who calls now must not overtake it
+                self._waiting.popleft()  # not before: a call on another thread must not overtake it
 
     # Deadlines and the end
 
     def watch(self, now_s: float) -> None:
-        """End what is overdue and nobody waits for. Called now and then, on a thread that must not wait."""
+        """End what is overdue while no thread waits for it. Called now and then, on a thread that must not wait."""
         with self.lock:
             overdue = [work for work in self._open if work.until_s < now_s]
         for work in overdue:

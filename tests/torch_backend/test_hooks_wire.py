@@ -32,7 +32,7 @@ def test_a_header_of_the_same_bucket_passes() -> None:
         ({"options": 13}, "other options"),
         ({"parameters": 13}, "other parameters in this bucket"),
         ({"step": 8}, "is at step 8, this rank at 7"),
-        ({"rank": 3}, "says it is rank 3"),
+        ({"rank": 3}, "claims to be rank 3"),
     ],
 )
 def test_another_header_is_refused_with_the_difference(change: dict[str, int], text: str) -> None:

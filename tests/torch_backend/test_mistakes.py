@@ -60,7 +60,7 @@ def test_what_cannot_be_done_here_is_refused_before_anything_is_sent() -> None:
     ("first", "told"),
     [
         (2, ["rank 1 on", "says world 3, this process (rank 0) says 2", "rank 0 on", "says world 2, this process"]),
-        (1, ["", "", "rank 0 says world 1, this process (rank 1) says 2", "with the same WORLD_SIZE"]),
+        (1, ["", "", "rank 0 has world 1, this process (rank 1) has 2", "with the same WORLD_SIZE"]),
     ],
 )
 def test_ranks_that_disagree_about_the_world_are_told(first: int, told: list[str]) -> None:

@@ -24,7 +24,7 @@ from gradbus.torch.hooks.state import HookParameter, HookState, mean_in_rank_ord
 @dataclass(slots=True, eq=False)
 class _Sparse:
     """A compressed parameter. sent: the message of this step, while it can be taken back. before: U and V before this
-    step, where this rank has no gradient and perhaps nobody has."""
+    step, where this rank has no gradient and perhaps no rank has."""
 
     state: codecs.DgcState
     sent: bytes = b""
@@ -62,7 +62,7 @@ class DgcHookState(HookState):
 
     Every parameter has a state of its own, and its samples follow from ``seed``, its name and the number of its steps:
     the result does not depend on how DDP forms buckets. A gradient that is zero on all ranks counts as none, as in
-    steps that leave a layer out: its momentum rests, and nothing of what is owed is lost. Gradients are not clipped:
+    steps that leave a layer out: its momentum rests, and nothing of the residual is lost. Gradients are not clipped:
     the norm of all of them is not known when the first bucket goes.
 
     Messages have the same size on all ranks and in all steps of equal density: each parameter may take k values and as
@@ -119,8 +119,8 @@ class DgcHookState(HookState):
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """The gradients of the last step were not used, as when a loss scaler has left it out: what was sent in them is
-        owed again. Call it on all ranks, before the next step. Momentum that was masked stays lost."""
+        """The gradients of the last step were not used, as when a loss scaler has left it out: what was sent in them
+        goes back to the residual. Call it on all ranks, before the next step. Momentum that was masked stays lost."""
         for sparse in self._sparse.values():
             _take_back(sparse)
         for dense in self._dense.values():
@@ -152,7 +152,7 @@ class DgcHookState(HookState):
         sparse.before = (sparse.state.U.clone(), sparse.state.V.clone()) if is_absent else None
         shaped = None if is_absent else gradient.view(member.shape)
         sparse.sent, sparse.state = codecs.dgc_step([shaped], sparse.state, self._config, density=self._density)
-        # Whether it is finite the codec's own message says.
+        # The codec's own message has whether it is finite.
         wire.write_payload(section, sparse.sent, is_absent=is_absent, is_finite=True)
 
     def _decode(self, member: HookParameter, sections: Sequence[Tensor], gradient: Tensor) -> None:
@@ -217,7 +217,7 @@ class DgcHookState(HookState):
 
 
 def _take_back(sparse: _Sparse) -> None:
-    """What was sent is owed again."""
+    """Put what was sent back to the residual."""
     if sparse.sent:
         sparse.state = codecs.take_back(sparse.sent, sparse.state)
         sparse.sent = b""

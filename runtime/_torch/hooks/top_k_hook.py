@@ -21,7 +21,7 @@ from gradbus.torch.hooks.state import HookParameter, HookState, saved_tensor
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """residual: float32, shape (n,), what is owed. sent: the message of this step, while it can be taken back."""
+    """residual: float32, shape (n,), what was not sent. sent: the message of this step, while it can be taken back."""
 
     residual: Tensor
     sent: bytes = b""
@@ -32,10 +32,10 @@ class TopKHookState(HookState):
 
     Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018 (arXiv:1809.07599). Any optimizer can follow,
     with momentum or without: it gets the mean of what the ranks have sent. The residual is in units of the gradient, so
-    a lower learning rate also applies to what is owed from before.
+    a lower learning rate also applies to it.
 
-    A gradient that is zero on all ranks counts as none, as in steps that leave a layer out: nothing is sent of what is
-    owed. Messages have the same size on all ranks and in all steps.
+    A gradient that is zero on all ranks counts as none, as in steps that leave a layer out: nothing is sent of the
+    residual. Messages have the same size on all ranks and in all steps.
     """
 
     hook: ClassVar[str] = "top_k"
@@ -50,7 +50,7 @@ class TopKHookState(HookState):
         Args:
             named_parameters, min_numel, process_group: see :class:`HookState`.
             density: share of each parameter's entries that is sent; at least one.
-            value_dtype: of what is sent; the rounding of "int8" stays owed.
+            value_dtype: of what is sent; the rounding of "int8" stays in the residual.
 
         Raises:
             ValueError: an option out of range, or parameters that this hook cannot take.
@@ -65,8 +65,8 @@ class TopKHookState(HookState):
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """The gradients of the last step were not used, as when a loss scaler has left it out: what was sent in them is
-        owed again. Call it on all ranks, before the next step. Gradients of dense parameters are not kept."""
+        """The gradients of the last step were not used, as when a loss scaler has left it out: what was sent in them
+        goes back to the residual. Call it on all ranks, before the next step. Dense gradients are not kept."""
         for memory in self._memory.values():
             self._take_back(memory)
 

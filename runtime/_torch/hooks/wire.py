@@ -1,4 +1,4 @@
-"""What one rank says about one bucket: a header, then one section for each parameter, of a size that all ranks know.
+"""The message of one rank about one bucket: a header, and for each parameter a section of a size that all ranks know.
 
 | offset | size | field |
 |---|---|---|
@@ -37,7 +37,7 @@ _MAX_BYTES = 1 << 32
 
 
 class BucketHeader(NamedTuple):
-    """What the ranks must agree on, and who speaks."""
+    """What the ranks must agree on, and the sender."""
 
     hook: int
     rank: int
@@ -78,29 +78,29 @@ def write_header(message: Tensor, header: BucketHeader) -> None:
     _HEADER.pack_into(_bytes(message), 0, MAGIC, *header._replace(step=header.step & 0xFFFF_FFFF))
 
 
-def check_header(message: Tensor, ours: BucketHeader, rank: int) -> None:
+def check_header(message: Tensor, own: BucketHeader, rank: int) -> None:
     """What came from ``rank`` is an answer to what this rank has sent.
 
     Raises:
-        CollectiveError: it is not; the text says in what they differ.
+        CollectiveError: it is not; the text has the difference.
     """
     magic, *fields = _HEADER.unpack_from(_bytes(message), 0)
     if magic != MAGIC:
         raise CollectiveError(f"rank {rank} sent a bucket that starts with {magic!r}, expected {MAGIC!r}; newer peer?")
     theirs = BucketHeader(*fields)
-    if theirs == ours._replace(rank=rank, step=ours.step & 0xFFFF_FFFF):
+    if theirs == own._replace(rank=rank, step=own.step & 0xFFFF_FFFF):
         return
-    if theirs.hook != ours.hook:
+    if theirs.hook != own.hook:
         name = HOOKS[theirs.hook] if theirs.hook < len(HOOKS) else f"number {theirs.hook}"
-        reason = f"has registered hook {name}, this rank {HOOKS[ours.hook]}; register the same on all ranks"
-    elif theirs.options != ours.options:
+        reason = f"has registered hook {name}, this rank {HOOKS[own.hook]}; register the same on all ranks"
+    elif theirs.options != own.options:
         reason = "gave its hook state other options; give the same on all ranks"
-    elif theirs.parameters != ours.parameters:
+    elif theirs.parameters != own.parameters:
         reason = "has other parameters in this bucket; same model, memory format and options of DDP on all ranks?"
-    elif theirs.step != ours.step & 0xFFFF_FFFF:
-        reason = f"is at step {theirs.step}, this rank at {ours.step}; have all loaded a state of the same step?"
+    elif theirs.step != own.step & 0xFFFF_FFFF:
+        reason = f"is at step {theirs.step}, this rank at {own.step}; have all loaded a state of the same step?"
     else:
-        reason = f"says it is rank {theirs.rank}"
+        reason = f"claims to be rank {theirs.rank}"
     raise CollectiveError(f"rank {rank} {reason}")
 
 
@@ -123,7 +123,7 @@ def read_payload(section: Tensor) -> Payload:
     view = _bytes(section)
     length, flags = _PREFIX.unpack_from(view, 0)
     if length > len(view) - _PREFIX.size or flags & ~(_ABSENT | _NON_FINITE):
-        raise CollectiveError(f"section of {len(view)} bytes says length {length}, flags {flags:#04x}; newer peer?")
+        raise CollectiveError(f"section of {len(view)} bytes has length {length}, flags {flags:#04x}; newer peer?")
     data = view[_PREFIX.size : _PREFIX.size + length].toreadonly()
     return Payload(data, bool(flags & _ABSENT), not flags & _NON_FINITE)
 

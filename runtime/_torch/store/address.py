@@ -33,7 +33,7 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """The address in a URL. Raises ValueError, which says what to write."""
+    """The address in a URL. Raises ValueError, with the form that is expected."""
     try:
         return _parse(url)
     except ValueError as error:  # a ConfigError is one, too

@@ -141,7 +141,7 @@ class StoreClient(StoreEnd):
         elif key.incarnation == self._arbiter and status.state == "closed":
             self._fail(f"it has been closed: {status.text}")
         elif key.incarnation != self._arbiter and status.state == "joined":
-            self._send(StoreLeave(), to=key.incarnation)  # of two arbiters one gives way; this one is not ours
+            self._send(StoreLeave(), to=key.incarnation)  # of two arbiters one gives way; another one was joined
 
     async def _watch(self) -> None:
         """Fail as soon as the arbiter is gone."""

@@ -47,7 +47,7 @@ class DdsStore(Store):
         return copy
 
     def close(self) -> None:
-        """Leave the store, if no other handle is open; clones do not count. Does not wait for anybody."""
+        """Leave the store, if no other handle is open; clones do not count. Does not wait."""
         handles = self._link.handles
         if self in handles:
             handles.discard(self)
@@ -89,7 +89,7 @@ class DdsStore(Store):
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set a key if it holds the expected value, or none and the expected one is empty. Returns what it holds then;
         where there is none, the expected value."""
-        if key == JOB_KEY:  # what the processes of another store have to agree on, an address says
+        if key == JOB_KEY:  # an address has what processes of other stores must agree on
             return self._link.address.number.encode()
         values = [_value(key, expected_value), _value(key, desired_value)]
         return self._call("compare_set", [_key(key)], values).values[0]
@@ -135,7 +135,7 @@ class DdsStore(Store):
         return self._call("num_keys", []).number
 
     def list_keys(self) -> list[str]:
-        """All keys, in order."""
+        """All keys, sorted."""
         found: list[str] = []
         more = True
         while more:

@@ -8,7 +8,7 @@ Operations, by name in :class:`.messages.StoreRequest`, with what torch's own st
 - ``compare_set`` a key from one value to another: what it holds then. Where there is none: the new value if the
   expected one is empty, else nothing is set, and the answer is the expected one.
 - ``check`` (1 or 0) and ``wait``: whether all keys hold a value, or are queues that hold something.
-- ``delete`` a key: 1 if it was there. ``num_keys``; ``list_keys`` after a key, in order; number 1: there are more.
+- ``delete`` a key: 1 if it was there. ``num_keys``; ``list_keys`` after a key, sorted; number 1: there are more.
 - ``push`` a value to the end of a queue, ``pop`` its first one, ``queue_wait`` until it has one, ``queue_len``.
 """
 
@@ -206,7 +206,7 @@ class StoreTable:
         return answer(request, number=len(self._values))
 
     def _list_keys(self, request: StoreRequest) -> StoreAnswer:
-        """The empty key is a key: a number that is not 0 says that nothing was listed before."""
+        """The empty key is a key: with a number that is not 0 nothing was listed before."""
         rest = sorted(key for key in self._values if request.number or key > request.keys[0])
         return answer(request, keys=rest[:MAX_KEYS], number=int(len(rest) > MAX_KEYS))
 
