@@ -124,12 +124,18 @@ class Algorithm(ABC):
         choice: its name.
         scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``step``: one for all
             gradients of a step. ``weights``: one for all weights, after the optimizer's step.
+        overlaps: of scope ``weights``: the weights at the beginning of a step are exchanged while its gradients are
+            computed, and replaced before the optimizer's step; else they are exchanged after it.
+        makes_steps: what the exchange leaves in a bucket is a step, to be multiplied by the learning rate, not a
+            gradient: the optimizer that follows is SGD without momentum.
         equal_replicas: whether all ranks have bit-equal weights after each step.
         own, shared: the kinds of tensors in ``memory`` that belong to this rank alone, and that are equal on all ranks.
     """
 
     choice: ClassVar[str]
     scope: ClassVar[Scope] = "bucket"
+    overlaps: ClassVar[bool] = False
+    makes_steps: ClassVar[bool] = False
     equal_replicas: ClassVar[bool] = True
     own: ClassVar[frozenset[str]] = frozenset()
     shared: ClassVar[frozenset[str]] = frozenset()

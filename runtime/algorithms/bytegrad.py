@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from gradbus.codecs.bytegrad import MinMax, dequantize_min_max, min_max_bytes, quantize_min_max
-from gradbus.codecs.quantize import num_chunks
+from gradbus.codecs.bytegrad import min_max_bytes
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.parts import dequantized, quantized
 from gradbus.runtime.algorithms.requests import AllGather, Program, Swap
 
 
@@ -41,31 +40,17 @@ class ByteGrad(Algorithm):
 
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        chunk = self.options.chunk_elems
         flat, (rank, world) = bucket.flat, (self.place.rank, self.place.world)
         parts = list(flat.tensor_split(world))
         others = [peer for peer in range(world) if peer != rank]
         own = parts[rank]
-        memory = {peer: torch.empty(self._size(own.numel()), dtype=torch.uint8) for peer in others}
-        came = yield Swap("parts", {peer: self.encoded(parts[peer]) for peer in others}, memory)
-        messages = {**came, rank: self.encoded(own)}
-        total = self.decoded(messages[0], own.numel())
+        memory = {peer: torch.empty(min_max_bytes(own.numel(), chunk), dtype=torch.uint8) for peer in others}
+        came = yield Swap("parts", {peer: quantized(parts[peer], chunk) for peer in others}, memory)
+        messages = {**came, rank: quantized(own, chunk)}
+        total = dequantized(messages[0], own.numel(), chunk)
         for peer in range(1, world):
-            total += self.decoded(messages[peer], own.numel())
-        means = yield AllGather("means", self.encoded(total.mul_(1 / step.active)))
+            total += dequantized(messages[peer], own.numel(), chunk)
+        means = yield AllGather("means", quantized(total.mul_(1 / step.active), chunk))
         for part, message in zip(parts, means, strict=True):
-            part.copy_(self.decoded(message, part.numel()))
-
-    def _size(self, numel: int) -> int:
-        return min_max_bytes(numel, self.options.chunk_elems)
-
-    def encoded(self, values: Tensor) -> Tensor:
-        """The bytes of a part: uint8, shape (bytes,): smallest values, steps, one byte for each entry."""
-        lows, steps, q = quantize_min_max(values.contiguous(), self.options.chunk_elems)
-        return torch.cat([lows.view(torch.uint8), steps.view(torch.uint8), q])
-
-    def decoded(self, message: Tensor, numel: int) -> Tensor:
-        """The inverse: float32, shape (numel,)."""
-        count = 4 * num_chunks(numel, self.options.chunk_elems)
-        lows, steps, q = message.split_with_sizes([count, count, numel])
-        parts = MinMax(lows.clone().view(torch.float32), steps.clone().view(torch.float32), q)
-        return dequantize_min_max(parts, self.options.chunk_elems)
+            part.copy_(dequantized(message, part.numel(), chunk))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gradbus.codecs import CodecError, decode_indices, encode_indices, top_k
 from gradbus.codecs.base import are_finite
+from gradbus.codecs.bytegrad import MinMax, dequantize_min_max, quantize_min_max
+from gradbus.codecs.quantize import num_chunks
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 
 _HEAD = struct.Struct("<BBHII")  # 1: finite; coding of the indices, reserved, bytes of the indices, number of entries
@@ -116,3 +118,22 @@ def sum_sparse(messages: Sequence[Tensor], into: Tensor) -> None:
             into.fill_(math.nan)
             return
         into[entries[0]] += entries[1]  # each index occurs once in a message
+
+
+def quantized(values: Tensor, chunk_elems: int) -> Tensor:
+    """8 bits for each value: uint8, shape (bytes,): smallest values and steps of all chunks, then a byte each.
+
+    Args:
+        values: float32, shape (n,). chunk_elems: that share a smallest value and a step.
+    """
+    lows, steps, q = quantize_min_max(values.contiguous(), chunk_elems)
+    return torch.cat([lows.view(torch.uint8), steps.view(torch.uint8), q])
+
+
+def dequantized(message: Tensor, numel: int, chunk_elems: int) -> Tensor:
+    """The inverse: float32, shape (numel,)."""
+    count = 4 * num_chunks(numel, chunk_elems)
+    lows, steps, q = message.split_with_sizes([count, count, numel])
+    # Cloned: a view as float32 needs an aligned start.
+    parts = MinMax(lows.clone().view(torch.float32), steps.clone().view(torch.float32), q)
+    return dequantize_min_max(parts, chunk_elems)
