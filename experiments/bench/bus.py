@@ -23,6 +23,7 @@ from gradbus.experiments.bench.tcp import Echo
 from gradbus.experiments.bench.timing import KIB, MIB, in_turns, loop_gaps, percentile, size_text
 from gradbus.experiments.peer_link import END, GOT, HERE, PING, ROOT, Arrivals, Link
 from gradbus.runtime.bus.bus import Bus
+from gradbus.runtime.wire.control import Leave
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate, Control, ModelBlob
 
@@ -127,40 +128,32 @@ async def read(me: int, names: Sequence[str], job: str) -> None:
 
 async def _answer(bus: Bus, me: int) -> None:
     """Answer until the writer says that it is over."""
-    # Bounded by the writer, which sends no more before the last transfer is acknowledged.
-    answers: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
-
-    def arrived(message: ModelBlob) -> None:
-        key = message.frame.key
-        answers.put_nowait((f"{GOT} {key.transfer}", bytes(message.frame.total_bytes) if key.name == _ECHO else b""))
-
+    arrived: list[ModelBlob] = []
+    arrivals = Arrivals(arrived.append)
+    gaps: list[float] = []
     with bus.subscribe(Control, ModelBlob) as inbox:
-        end, arrivals = _End(bus, me, inbox), Arrivals(arrived)
-
-        async def acknowledge() -> None:
+        end = _End(bus, me, inbox)
+        async with AsyncExitStack() as watching:
             while True:
-                word, payload = await answers.get()
-                await (end.send_update(payload) if payload else end.say(word))
-
-        acknowledging = asyncio.create_task(acknowledge(), name="acknowledge")
-        try:
-            async with AsyncExitStack() as watching:
-                gaps: list[float] = []
-                while True:
-                    sender, word = await end.hear(arrivals)
-                    if sender != ROOT:
-                        continue
-                    if word == END:
-                        return
-                    if word == _WATCH:
-                        gaps = await watching.enter_async_context(loop_gaps())
-                    elif word == _LATE:
-                        await watching.aclose()
-                        await end.say(f"{_LATE} {percentile(gaps, 0.99)}")
-                    elif word == HERE or word.startswith(PING):
-                        await end.say(word)
-        finally:
-            acknowledging.cancel()
+                match await inbox.get():
+                    case Control(sender=0, body=Leave(reason=word)):
+                        if word == END:
+                            return
+                        if word == _WATCH:
+                            gaps = await watching.enter_async_context(loop_gaps())
+                        elif word == _LATE:
+                            await watching.aclose()
+                            await end.say(f"{_LATE} {percentile(gaps, 0.99)}")
+                        elif word == HERE or word.startswith(PING):
+                            await end.say(word)
+                    case message:
+                        arrivals(message)
+                        while arrived:
+                            frame = arrived.pop().frame
+                            if frame.key.name == _ECHO:
+                                await end.send_update(bytes(frame.total_bytes))
+                            else:
+                                await end.say(f"{GOT} {frame.key.transfer}")
 
 
 # The writer

@@ -105,7 +105,9 @@ def run(benchmark: Benchmark, chosen: argparse.Namespace, words: Sequence[str]) 
         names = [name for name in names if stored.run(name) is not None]
         if {it.configuration.get("effort") for it in stored.runs} == {"quick"} and chosen.effort == "full":
             chosen.effort = "quick"
-    _check_mnist(benchmark, names, getattr(chosen, "data_root", None))
+    if any(benchmark.parts[name].needs_mnist for name in names):
+        without = " ".join(f"--part {name}" for name, part in benchmark.parts.items() if not part.needs_mnist)
+        need_mnist(getattr(chosen, "data_root", None), f"What needs no data: {without or 'nothing here'}")
     by_turns = chosen.compare is not None and stored is None
     if by_turns:
         sides: Sides = partial(side_by_side, check_out(chosen.compare), words, chosen.turns)
@@ -136,17 +138,14 @@ def _stored(compared: str | None) -> Results | None:
     return Results.load(Path(compared))
 
 
-def _check_mnist(benchmark: Benchmark, names: Sequence[str], data_root: Path | None) -> None:
-    """Look for MNIST before minutes have gone into other parts. Raises NoData: it is needed and missing."""
-    if not any(benchmark.parts[name].needs_mnist for name in names):
-        return
+def need_mnist(data_root: Path | None, otherwise: str) -> None:
+    """Look for MNIST before minutes have gone into other work. Raises NoData, with what to do ``otherwise``."""
     from gradbus import models
 
     try:
         models.mnist(data_root)
     except models.DataMissing as missing:
-        without = " ".join(f"--part {name}" for name, part in benchmark.parts.items() if not part.needs_mnist)
-        raise NoData(f"{missing}. What needs no data: {without or 'nothing here'}") from None
+        raise NoData(f"{missing}. {otherwise}") from None
 
 
 def _announce(benchmark: Benchmark, names: Sequence[str], effort: str, times: int) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gradbus.experiments.bench.results import Measurement, PartRun, Results, summary
+from gradbus.experiments.bench.results import PartRun, Results, Summary
 from gradbus.experiments.report import style
 
 if TYPE_CHECKING:
@@ -34,19 +33,22 @@ class Fit(NamedTuple):
     factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """The points of one series, in order.
 
     Attributes:
-        name: what it costs. unit: of the cost. at: of what there is more and more. costs: medians.
+        name: what it costs. unit: of the cost. at: of what there is more and more. summaries: of the costs there.
     """
 
     name: str
     unit: str
     at: tuple[float, ...]
-    costs: tuple[float, ...]
-    quartiles: tuple[tuple[float, float], ...]
+    summaries: tuple[Summary, ...]
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The medians."""
+        return tuple(one.median for one in self.summaries)
 
     @property
     def whole(self) -> Fit:
@@ -78,22 +80,15 @@ def fit(at: Sequence[float], costs: Sequence[float]) -> Fit:
 
 def lines(run: PartRun) -> list[Line]:
     """All series of a run that have points at two places or more."""
-    series: dict[str, list[Measurement]] = {}
+    series: dict[tuple[str, str], dict[float, Summary]] = {}
     for one in run.figures:
         if one.series and one.at is not None:
-            series.setdefault(one.series, []).append(one)
-    found = []
-    for name, points in series.items():
-        points.sort(key=lambda one: one.at or 0.0)
-        if len({one.at for one in points}) > 1:
-            taken = [summary(one.samples) for one in points]
-            found.append(
-                Line(
-                    name, points[0].unit, tuple(one.at or 0.0 for one in points), tuple(one.median for one in taken),
-                    tuple((one.low, one.high) for one in taken),
-                )
-            )  # fmt: skip
-    return found
+            series.setdefault((one.series, one.unit), {})[one.at] = one.summary
+    return [
+        Line(name, unit, tuple(sorted(points)), tuple(points[at] for at in sorted(points)))
+        for (name, unit), points in series.items()
+        if len(points) > 1
+    ]
 
 
 def text_of(found: Fit) -> str:
@@ -107,22 +102,20 @@ def draw(path: Path, results: Results) -> bool:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    panels: list[tuple[str, str, list[Line]]] = []
+    panels: dict[tuple[str, str], list[Line]] = {}  # by part and unit
     for part in _AT:
         run = results.run(part)
-        by_unit: dict[str, list[Line]] = {}
-        for line in lines(run) if run is not None else []:
-            by_unit.setdefault(line.unit, []).append(line)
-        panels += [(part, unit, found) for unit, found in by_unit.items()]
+        for line in lines(run) if run is not None else ():
+            panels.setdefault((part, line.unit), []).append(line)
     if not panels:
         return False
     with style.drawing():
-        columns = 2 if len(panels) > 1 else 1
-        rows = -(-len(panels) // columns)
+        columns = min(2, len(panels))
+        rows = math.ceil(len(panels) / columns)
         figure, all_axes = style.new_figure(rows, columns, width_in=14.0, height_in=4.4 * rows)
         for axes in all_axes[len(panels) :]:
             axes.set_visible(False)
-        for axes, (part, unit, found) in zip(all_axes, panels, strict=False):
+        for axes, ((part, unit), found) in zip(all_axes, panels.items(), strict=False):
             _panel(axes, part, unit, found)
         path.parent.mkdir(parents=True, exist_ok=True)
         style.save(figure, path)
@@ -134,10 +127,8 @@ def _panel(axes: Axes, part: str, unit: str, found: list[Line]) -> None:
 
     for number, line in enumerate(found):
         look = style.nth_look(number, f"{line.name}: {text_of(line.whole)}")
-        low, high = (
-            [abs(q[side] - cost) for q, cost in zip(line.quartiles, line.costs, strict=True)] for side in (0, 1)
-        )
-        axes.errorbar(line.at, line.costs, yerr=[low, high], linestyle="none", capsize=3, **look.line)
+        spread = [[one.median - one.low for one in line.summaries], [one.high - one.median for one in line.summaries]]
+        axes.errorbar(line.at, line.costs, yerr=spread, linestyle="none", capsize=3, **look.line)
         fitted = line.whole
         ends = [line.at[0], line.at[-1]]
         axes.plot(ends, [fitted.factor * at**fitted.exponent for at in ends], color=look.color, linewidth=1.0)

@@ -29,7 +29,7 @@ Samples = Annotated[tuple[Number, ...], Field(min_length=1), AfterValidator(_rou
 
 
 class Summary(NamedTuple):
-    """Median and quartiles. ``spread``: the interquartile range, the middle half of the samples."""
+    """Median and quartiles."""
 
     low: float
     median: float
@@ -37,6 +37,7 @@ class Summary(NamedTuple):
 
     @property
     def spread(self) -> float:
+        """The interquartile range, the middle half of the samples."""
         return self.high - self.low
 
 

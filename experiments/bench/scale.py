@@ -29,6 +29,7 @@ from gradbus.experiments.bench.rounds import WAYS, run_rounds
 from gradbus.experiments.bench.timing import KIB, MIB, cpu_s, size_text
 
 _CLIENTS_DIM, _CLIENTS_ROUNDS = 1000, 7
+_MEMORY = Path("/proc/meminfo")
 _MODELS_HELD = 12  # by both processes and shared memory at the worst moment, with some to spare
 
 CLIENTS: dict[str, tuple[Sequence[int], int]] = {  # clients, launches of each
@@ -64,34 +65,32 @@ def measure_clients(chosen: argparse.Namespace) -> Iterator[Measurement]:
     """Processor time, period and memory of a round, by the number of clients."""
     counts, launches = CLIENTS[chosen.effort]
     for count in counts:
-        taken: dict[str, list[float]] = {}
-        for _ in range(launches):
-            found = run_rounds(_CLIENTS_DIM, clients=count, processes=1, rounds=_CLIENTS_ROUNDS, timeout_s=150.0)
-            (clients,) = found.clients
-            for name, value in (
-                ("controller, processor time of a round/ms", 1e3 * found.controller_cpu_s),
-                ("all clients, processor time of a round/ms", 1e3 * found.clients_cpu_s),
-                ("time of a round/ms", 1e3 * statistics.median(found.overheads_s)),
-                ("controller, peak memory above empty/MB", _above(found.controller, "empty_bytes")),
-                ("all clients, peak memory above empty/MB", _above(clients, "empty_bytes")),
-            ):
-                taken.setdefault(name, []).append(value)
-        for name, values in taken.items():
-            series, unit = name.split("/")
-            yield measurement(f"{series}, {count} clients", unit, values, series=series, at=count)
+        runs = [
+            run_rounds(_CLIENTS_DIM, clients=count, processes=1, rounds=_CLIENTS_ROUNDS, timeout_s=150.0)
+            for _ in range(launches)
+        ]
+        for series, unit, samples in (
+            ("controller, processor time of a round", "ms", [1e3 * it.controller_cpu_s for it in runs]),
+            ("all clients, processor time of a round", "ms", [1e3 * it.clients_cpu_s for it in runs]),
+            ("time of a round", "ms", [1e3 * statistics.median(it.overheads_s) for it in runs]),
+            ("controller, peak memory above empty", "MB", [_above(it.controller, "empty_bytes") for it in runs]),
+            ("all clients, peak memory above empty", "MB", [_above(it.clients[0], "empty_bytes") for it in runs]),
+        ):
+            yield measurement(f"{series}, {count} clients", unit, samples, series=series, at=count)
 
 
 def _above(process: dict[str, Any], base: str) -> float:
     return float(process["peak_bytes"] - process[base]) / 1e6
 
 
-async def grow(place: BenchRank) -> dict[str, Any]:
+async def grow(place: BenchRank) -> dict[str, tuple[list[float], list[float]]]:
     """The role of a rank: seconds, and processor seconds, of each formation and of a call of each collective.
 
     Groups form one after the other, each on a bus of its own. Its spec: RanksPlan.
     """
     plan: RanksPlan = place.spec
-    found: dict[str, Any] = {"form": [], "form_cpu": []}
+    forming: tuple[list[float], list[float]] = ([], [])
+    found = {"a group forms": forming}
     network = gradbus.NetworkConfig(lease_s=LEASE_S)
     async with place.group() as group:
         for number in range(plan.formations):
@@ -99,9 +98,9 @@ async def grow(place: BenchRank) -> dict[str, Any]:
                 await group.barrier(f"opened/{number}")
                 began_s, used_s = time.perf_counter(), cpu_s()
                 async with gradbus.join_group(bus, rank=group.rank, world=group.world):
-                    found["form"].append(time.perf_counter() - began_s)
+                    forming[0].append(time.perf_counter() - began_s)
                     await group.barrier(f"formed/{number}")
-                    found["form_cpu"].append(cpu_s() - used_s)
+                    forming[1].append(cpu_s() - used_s)
         for size in plan.sizes:
             tensor = torch.zeros(size // 4)
             for _ in range(3):
@@ -112,8 +111,7 @@ async def grow(place: BenchRank) -> dict[str, Any]:
                 began_s = time.perf_counter()
                 await group.all_reduce(f"reduce/{size}", tensor, out=tensor)
                 taken.append(time.perf_counter() - began_s)
-            found[size_text(size)] = taken
-            found[f"{size_text(size)}_cpu"] = [(cpu_s() - used_s) / plan.calls]
+            found[f"all_reduce {size_text(size)}"] = taken, [(cpu_s() - used_s) / plan.calls]
     return found
 
 
@@ -122,13 +120,12 @@ def measure_ranks(chosen: argparse.Namespace) -> Iterator[Measurement]:
     plan = RANKS[chosen.effort]
     for world in plan.worlds:
         ranks = run_ranks(grow, world, plan)
-        for key in ("form", *map(size_text, plan.sizes)):
-            wall = [1e3 * max(of_call) for of_call in zip(*(rank[key] for rank in ranks), strict=True)]
-            used = [1e3 * sum(of_call) for of_call in zip(*(rank[f"{key}_cpu"] for rank in ranks), strict=True)]
-            what = "a group forms" if key == "form" else f"all_reduce {key}"
-            if key != "form":
-                wall = [statistics.median(wall[start::3]) for start in range(min(3, len(wall)))]
-            for series, samples in ((f"{what}, time", wall), (f"{what}, processor time of all ranks", used)):
+        for what in ranks[0]:
+            wall, used = (zip(*(rank[what][clock] for rank in ranks), strict=True) for clock in (0, 1))
+            wall_ms, used_ms = [1e3 * max(of_call) for of_call in wall], [1e3 * sum(of_call) for of_call in used]
+            if what != "a group forms":  # three samples of many short calls
+                wall_ms = [statistics.median(wall_ms[start::3]) for start in range(min(3, len(wall_ms)))]
+            for series, samples in ((f"{what}, time", wall_ms), (f"{what}, processor time of all ranks", used_ms)):
                 yield measurement(f"{series}, world {world}", "ms", samples, series=series, at=world)
 
 
@@ -138,7 +135,7 @@ def measure_payload(chosen: argparse.Namespace) -> Iterator[Measurement]:
     A size that would not fit into memory is left out.
     """
     for megabytes, rounds in PAYLOADS[chosen.effort]:
-        free = _available_bytes()
+        (free,) = (1024 * int(line.split()[1]) for line in _MEMORY.read_text().splitlines() if "MemAvailable" in line)
         if free < _MODELS_HELD * megabytes * 1e6:
             why = f"{megabytes:g} MB needs {_MODELS_HELD} times that, {free / 1e9:.1f} GB free"
             print(f"left out: {why}", file=sys.stderr)
@@ -162,10 +159,3 @@ def payload_figures(megabytes: float, rounds: int, way: str) -> Iterator[Measure
         series = f"{cost}, {way}"
         note = f"{peak / megabytes:.2f} models" if unit == "MB" else ""
         yield measurement(f"{series}, {megabytes:g} MB", unit, samples, series=series, at=megabytes, note=note)
-
-
-def _available_bytes() -> float:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024.0
-    return 0.0

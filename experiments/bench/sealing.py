@@ -173,25 +173,25 @@ async def _client(member: SealingProcess) -> None:
 
 
 class _Turns:
-    """Lets one thread go on at a time, one of each level."""
+    """Lets the threads of one level after the other go on, each for a block, when all have had their first at once."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        self._all = threading.Barrier(len(LEVELS))
-        self._advance = {level: threading.Semaphore(0) for level in LEVELS}
-        self._seen = dict.fromkeys(LEVELS, 0)
+        self._changed = threading.Condition()
+        self._ended = 0  # blocks, of all levels
 
     def end(self, level: str) -> None:
         """A block has ended: wait for the next one. Nobody waits after the last."""
-        self._seen[level] += 1
-        if self._seen[level] == 1:  # all have started at once
-            self._all.wait(_TIMEOUT_S)
-            if level == LEVELS[0]:
-                self._advance[level].release()
-        else:
-            self._advance[LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)]].release()
-        if self._seen[level] < self._blocks and not self._advance[level].acquire(timeout=_TIMEOUT_S):
-            raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
+        place, count = LEVELS.index(level), len(LEVELS)
+        with self._changed:
+            self._ended += 1
+            self._changed.notify_all()
+            if self._ended > count * (self._blocks - 1):
+                return
+            if not self._changed.wait_for(
+                lambda: self._ended >= count and self._ended % count == place, timeout=_TIMEOUT_S
+            ):
+                raise TimeoutError(f"another controller did not end its block within {_TIMEOUT_S:g} s")
 
 
 class _BlockTask(NoopTask):

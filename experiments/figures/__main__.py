@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from gradbus.experiments.cli.exit_codes import NoData, exit_code_of
+from gradbus.experiments.bench.command import need_mnist
+from gradbus.experiments.cli.exit_codes import exit_code_of
 from gradbus.experiments.figures.index import CATALOGUE, install, write_index
 from gradbus.experiments.figures.plan import FULL, QUICK, Plan, Scale, make_plan, runs_of
 from gradbus.experiments.figures.runs import execute
@@ -84,7 +85,7 @@ def _make(chosen: argparse.Namespace) -> int:
         finished = [(group, done) for group, done in found if done is not None]
     else:
         if scale.data == "mnist":
-            _check_mnist()
+            need_mnist(None, "Or see how it works with other data: --data glyphs")  # before the first run fails
         finished = do_runs(plan, store)
     tables: dict[str, list[TableRow]] = {}
     for name, rows in collect(finished).items():
@@ -100,16 +101,6 @@ def _make(chosen: argparse.Namespace) -> int:
         for path in install(out, Path("docs/images")):
             print(f"copied to {path}")
     return 1 if failures else 0
-
-
-def _check_mnist() -> None:
-    """Before the first of many runs fails for it. Raises NoData."""
-    from gradbus import models
-
-    try:
-        models.mnist(None)
-    except models.DataMissing as missing:
-        raise NoData(f"{missing}. Or see how it works with other data: --data glyphs") from None
 
 
 if __name__ == "__main__":

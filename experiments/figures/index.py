@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,11 +68,6 @@ CATALOGUE: Mapping[str, FigureEntry] = {
 _MACHINE = ("cpu", "cores", "system", "python", "torch", "cyclonedds")
 
 
-def make_command(scale: Scale) -> str:
-    """The command that makes these figures."""
-    return "make figures QUICK=1" if scale.name == "quick" else "make figures"
-
-
 def write_index(
     out: Path, scale: Scale, finished: Sequence[tuple[str, StoredRun]], failures: Mapping[str, str], *, code: str
 ) -> Path:
@@ -82,23 +77,20 @@ def write_index(
         failures: figures that could not be drawn, and why.
         code: hash of the code that draws; runs may be of another.
     """
+    command = "make figures QUICK=1" if scale.name == "quick" else "make figures"
     lines = [
-        "# Figures", "", *_about(scale, [done for _, done in finished], code), "",
+        "# Figures", "", *_about(command, [done for _, done in finished], code), "",
         "Each figure is drawn from one table, a CSV file, which is made of the JSONL files that the runs left. "
         "docs/figures.md explains them.", "",
     ]  # fmt: skip
+    groups = Counter(group for group, _ in finished)
     for name, entry in CATALOGUE.items():
-        lines += [f"## {entry.title}", ""]
-        if name in failures:
-            lines += [f"Not drawn: {failures[name]}", ""]
-            continue
-        runs = Counter(group for group, _ in finished if group in entry.groups)
-        used = ", ".join(f"`{group}` ({count})" for group, count in runs.items())
-        lines += [
-            f"![{entry.title}]({name}.png)", "",
-            f"[PNG]({name}.png), [SVG]({name}.svg); data: [{entry.table}.csv](data/{entry.table}.csv), of the runs "
-            f"{used} below; command: `{make_command(scale)}`", "",
-        ]  # fmt: skip
+        used = ", ".join(f"`{group}` ({groups[group]})" for group in entry.groups)
+        drawn = (
+            f"![{entry.title}]({name}.png)\n\n[PNG]({name}.png), [SVG]({name}.svg); data: [{entry.table}.csv]"
+            f"(data/{entry.table}.csv), of the runs {used} below; command: `{command}`"
+        )
+        lines += [f"## {entry.title}", "", f"Not drawn: {failures[name]}" if name in failures else drawn, ""]
     lines += ["## Runs", "", "| group | run | seconds | code |", "|---|---|---|---|"]
     for group, done in finished:
         where = Path(os.path.relpath(done.path, out)).as_posix()
@@ -109,22 +101,20 @@ def write_index(
     return path
 
 
-def _about(scale: Scale, finished: Sequence[StoredRun], code: str) -> list[str]:
+def _about(command: str, finished: Sequence[StoredRun], code: str) -> Iterator[str]:
     if not finished:
-        return ["No run is done yet."]
-    dates = sorted(str(done.machine.get("date", "")) for done in finished)
-    newest = max(finished, key=lambda done: str(done.machine.get("date", "")))
-    where = ", ".join(f"{key} {newest.machine[key]}" for key in _MACHINE if key in newest.machine)
+        yield "No run is done yet."
+        return
+    by_date = sorted(finished, key=lambda done: str(done.machine.get("date", "")))
+    first, last = by_date[0].machine.get("date", ""), by_date[-1].machine
+    where = ", ".join(f"{key} {last[key]}" for key in _MACHINE if key in last)
     loads = [float(done.machine.get("load_1min", 0)) for done in finished]
-    lines = [
-        f"`{make_command(scale)}`: {len(finished)} runs, {sum(done.seconds for done in finished) / 60:.0f} minutes in "
-        f"all, from {dates[0]} to {dates[-1]}.",
-        f"{where}. Load of the machine at the end of the runs: {min(loads):g} to {max(loads):g}.",
-    ]
+    minutes = sum(done.seconds for done in finished) / 60
+    yield f"`{command}`: {len(finished)} runs, {minutes:.0f} minutes in all, from {first} to {last.get('date', '')}."
+    yield f"{where}. Load of the machine at the end of the runs: {min(loads):g} to {max(loads):g}."
     others = sorted({done.code for done in finished} - {code})
     if others:
-        lines.append(f"Runs by another version of the code than the one here ({code}): {', '.join(others)}.")
-    return lines
+        yield f"Runs by another version of the code than the one here ({code}): {', '.join(others)}."
 
 
 def install(out: Path, images: Path) -> list[Path]:

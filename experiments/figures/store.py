@@ -48,14 +48,10 @@ class StoredRun:
 
 
 class Store:
-    """The finished runs in one folder.
-
-    Attributes:
-        root: the folder. code: hash of the code that runs now.
-    """
+    """The finished runs in one folder."""
 
     def __init__(self, root: Path, *, code: str | None = None) -> None:
-        """``root`` is made when it is needed. ``code``: by default that of :func:`code_version`."""
+        """``root`` is made when it is needed. ``code``: hash of what runs now, by default :func:`code_version`."""
         self.root = root
         self.code = code_version() if code is None else code
 
@@ -70,8 +66,8 @@ class Store:
     def find_any(self, run: AnyRun) -> StoredRun | None:
         """The newest that any version of the code has done, this one's first."""
         found = [_read(path, run) for path in self.root.glob(f"{run.label}-{_digest(settings_of(run))}-*")]
-        done = sorted((one for one in found if one is not None), key=lambda one: str(one.machine.get("date", "")))
-        return self.find(run) or (done[-1] if done else None)
+        known = [one for one in found if one is not None]
+        return max(known, key=lambda one: (one.code == self.code, str(one.machine.get("date", ""))), default=None)
 
     def ensure(self, run: AnyRun, execute: Callable[[Path], None]) -> tuple[StoredRun, bool]:
         """The run, and whether it had been done before. ``execute`` gets an empty folder to do it in.

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
+from gradbus.actors.data_parallel.report import EpochReport
+from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.figures.plan import FederatedRun, ParallelRun
 from gradbus.experiments.figures.store import StoredRun
 from gradbus.runtime.errors import ConfigError
-from gradbus.runtime.json_text import parse_json
 from gradbus.runtime.profiling.summary import read_summary
 
 
@@ -118,6 +121,7 @@ class RankRow(TableRow):
 TABLES: Mapping[str, type[TableRow]] = {"rounds": RoundRow, "updates": UpdateRow, "epochs": EpochRow, "ranks": RankRow}
 
 R = TypeVar("R", bound=TableRow)
+T = TypeVar("T")
 
 
 def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRow]]:
@@ -139,37 +143,34 @@ def collect(finished: Iterable[tuple[str, StoredRun]]) -> dict[str, list[TableRo
     return tables
 
 
+_OF_THE_RUN = ("codec", "downlink", "version", "partition", "seed", "samples")
+
+
 def _add_rounds(tables: dict[str, list[TableRow]], group: str, run: FederatedRun, folder: Path, load: float) -> None:
     shared = {"group": group, "load_per_core": load, **{name: getattr(run, name) for name in _OF_THE_RUN}}
-    for where, line in _lines(folder / "run" / "rounds.jsonl", run.rounds, "rounds", folder):
-        try:
-            timeline = line.get("timeline", [])
-            decode_s = sum(one["counted_s"] - one["adding_s"] for one in timeline)
-            times = {
-                "decode_s": decode_s if timeline else None, "aggregate_s": max(0.0, line["aggregate_s"] - decode_s),
-                "clients": len(line["clients"]),
-            }  # fmt: skip
-            updates = [{**one, "dds_s": one["received_s"] - one["offered_s"]} for one in timeline]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadData(f"{where}: no {error}" if isinstance(error, KeyError) else f"{where}: {error}") from None
-        tables["rounds"].append(_row(RoundRow, where, {**line, **shared, **times}))
-        for update in updates:
-            tables["updates"].append(_row(UpdateRow, where, {**update, **shared, "round_id": line.get("round_id")}))
-
-
-_OF_THE_RUN = ("codec", "downlink", "version", "partition", "seed", "samples")
+    for where, report in _reports(folder / "run" / "rounds.jsonl", RoundReport, run.rounds, folder):
+        decode_s = sum(one.counted_s - one.adding_s for one in report.timeline)
+        times = {
+            "decode_s": decode_s if report.timeline else None, "aggregate_s": max(0.0, report.aggregate_s - decode_s),
+            "clients": len(report.clients),
+        }  # fmt: skip
+        tables["rounds"].append(_row(RoundRow, where, {**_fields_of(report), **shared, **times}))
+        for one in report.timeline:
+            more = {"round_id": report.round_id, "dds_s": one.received_s - one.offered_s}
+            tables["updates"].append(_row(UpdateRow, where, {**_fields_of(one), **shared, **more}))
 
 
 def _epoch_rows(run: ParallelRun, folder: Path, rank: int) -> Iterator[TableRow]:
     before = 0
-    for where, line in _lines(folder / f"epochs-rank-{rank}.jsonl", run.epochs, "epochs", folder):
-        try:
-            epoch, step, sent = line["epoch"] + 1, line["step"], line["bytes_out_per_step"]
-            steps, before = step - before, step
-        except (KeyError, TypeError) as error:
-            raise BadData(f"{where}: no whole epoch: {error}") from None
-        values = {"epoch": epoch, "steps": steps, "bytes_per_step": sent, "rank": rank}
-        yield _row(EpochRow, where, {**line, **_way(run), **values})
+    for where, report in _reports(folder / f"epochs-rank-{rank}.jsonl", EpochReport, run.epochs, folder):
+        more = {"epoch": report.epoch + 1, "steps": report.step - before, "bytes_per_step": report.bytes_out_per_step}
+        before = report.step
+        yield _row(EpochRow, where, {**_fields_of(report), **_way(run), **more, "rank": rank})
+
+
+def _fields_of(report: Any) -> dict[str, Any]:
+    """The fields of a report, by name."""
+    return {item.name: getattr(report, item.name) for item in fields(report)}
 
 
 def _way(run: ParallelRun) -> dict[str, Any]:
@@ -190,30 +191,35 @@ def _rank_row(run: ParallelRun, folder: Path, rank: int, load: float) -> TableRo
 
 def _row(kind: type[R], where: str, values: Mapping[str, Any]) -> R:
     """A row of these values. Raises BadData, with the place where they stand."""
-    try:
+    with _named(where):
         return kind.model_validate(values)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Raises BadData for values that do not fit, with the place where they stand."""
+    try:
+        yield
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
         column = ".".join(map(str, fault["loc"]))
         raise BadData(f"{where}: {column}: {fault['msg'].lower()}, got {fault['input']!r}") from None
 
 
-def _lines(path: Path, count: int, what: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The lines of a JSONL file, of which there must be so many, each an object, and where they stand."""
-    found = []
+def _reports(path: Path, kind: type[T], count: int, folder: Path) -> list[tuple[str, T]]:
+    """The reports in a JSONL file, of which there must be so many, and where they stand."""
     try:
-        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            where = f"{path}, line {number}"
-            line = parse_json(text)
-            if not isinstance(line, dict):
-                raise BadData(f"{where}: expected a JSON object, got {type(line).__name__}")
-            found.append((where, line))
-    except OSError as error:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise BadData(f"{path} cannot be read: {error}") from None
-    except ValueError as error:
-        raise error if isinstance(error, BadData) else BadData(f"{where}: not JSON: {error}") from None
+    check: TypeAdapter[T] = TypeAdapter(kind)
+    found = []
+    for number, text in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        with _named(where):
+            found.append((where, check.validate_json(text)))
     if len(found) != count:
-        raise BadData(f"{path}: expected {count} {what}, got {len(found)}. Remove {folder} and run again")
+        raise BadData(f"{path}: expected {count} lines, got {len(found)}. Remove {folder} and run again")
     return found
 
 

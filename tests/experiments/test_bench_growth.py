@@ -58,7 +58,7 @@ def test_lines_are_made_of_points_in_order_and_a_single_point_makes_none() -> No
     results = grown(two[2], two[0], two[1], *points(0.0, (2,), "memory"), measurement("plain", "ms", [1.0]))
     (line,) = lines(results.runs[0])
     assert (line.name, line.at, line.costs) == ("time", (2, 8, 32), (2, 8, 32))
-    assert line.quartiles[0] == pytest.approx((1.9, 2.2))
+    assert line.summaries[0] == pytest.approx((1.9, 2.0, 2.2))
 
 
 def test_a_fixed_cost_hides_growth_that_the_last_points_show() -> None:
