@@ -1,16 +1,21 @@
-"""Whole gradients: buckets are averaged over the ranks while the backward pass goes on."""
+"""Whole gradients in buckets, which are averaged over the ranks while the backward pass goes on.
+
+A few large messages take less time than one per parameter. The backward pass reaches the last layers first, so buckets
+are filled in reverse order of the parameters. The gradients *are* the buckets: ``p.grad`` is a view into
+``bucket.flat``, and nothing is copied on its way out or back in.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradbus.actors.data_parallel.buckets import GradientBuckets
 from gradbus.actors.data_parallel.exchanges.base import OwnState, load_optimizer_tensors, optimizer_tensors
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.choices import Options
@@ -31,6 +36,164 @@ class DenseOptions(Options):
     """The same size for the first bucket, which holds the last layers. A small one makes sending start early."""
     route: Literal["auto", "direct", "ring", "shards"] = "auto"
     """Algorithm of the all-reduce; see docs/collectives.md."""
+
+
+def assign_buckets(
+    parameters: Sequence[Tensor], *, bucket_bytes: int, first_bucket_bytes: int | None = None
+) -> list[list[int]]:
+    """Assign parameters to buckets: positions in ``parameters``, in the order in which gradients come.
+
+    A bucket is closed as soon as it holds its limit, so it may pass it by less than one parameter: what it waits for is
+    then already there, and a large layer is on its way while the layers before it still compute. A parameter of
+    ``bucket_bytes`` or more has a bucket of its own, so that small ones need not wait for it. A bucket is of one dtype
+    and device, and none is empty.
+
+    Args:
+        bucket_bytes: limit of a bucket.
+        first_bucket_bytes: limit of the first one of each kind; by default the same.
+
+    Raises:
+        ValueError: a limit below 1.
+    """
+    first_bucket_bytes = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
+    if bucket_bytes < 1 or first_bucket_bytes < 1:
+        raise ValueError(f"limits of buckets must be >= 1 byte, got {bucket_bytes} and {first_bucket_bytes}")
+    buckets: list[list[int]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}  # positions, bytes
+    limits: dict[tuple[torch.dtype, torch.device], int] = {}
+    for position in reversed(range(len(parameters))):
+        parameter = parameters[position]
+        kind, size = (parameter.dtype, parameter.device), parameter.nbytes
+        if size >= bucket_bytes:
+            open_ones.pop(kind, None)
+        if kind not in open_ones:
+            open_ones[kind] = ([], 0)
+            buckets.append(open_ones[kind][0])
+        members, held = open_ones[kind]
+        members.append(position)
+        open_ones[kind] = (members, held + size)
+        if held + size >= limits.get(kind, first_bucket_bytes):
+            del open_ones[kind]
+            limits[kind] = bucket_bytes
+    return buckets
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        index: its number, the same on all ranks. flat: shape (n,), all of them. parameters: those they belong to.
+        views: one per parameter, into ``flat``. waits_for: gradients that are not there yet in this step.
+        handle: of its exchange; None before it is launched.
+    """
+
+    index: int
+    flat: Tensor
+    parameters: list[Tensor]
+    views: list[Tensor]
+    waits_for: set[int]
+    handle: CollectiveHandle[Tensor] | None = None
+
+
+class GradientBuckets:
+    """The buckets of one model. All methods but :meth:`close` are for the thread that computes.
+
+        buckets.begin()                     # gradients are zero
+        backward of all batches but the last
+        buckets.enable_overlap()            # from here on a bucket that is full is launched at once
+        backward of the last one
+        handles = buckets.flush()           # a parameter without a gradient counts as zeros
+
+    A step that ends in an exception needs no cleanup: the next :meth:`begin` starts afresh.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], launch: Callable[[int, Tensor], CollectiveHandle[Tensor]], *,
+        bucket_bytes: int, first_bucket_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """Make the buckets and put hooks on the parameters.
+
+        Args:
+            parameters: those that are trained, in the order of the model, the same on all ranks.
+            launch: ``(index, flat)`` starts the exchange of a bucket. It may be called by a hook, in the midst of the
+                backward pass, and must not wait.
+        """
+        self._launch = launch
+        self._overlaps = False
+        plan = assign_buckets(parameters, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+        self.buckets = [self._make(index, [parameters[at] for at in members]) for index, members in enumerate(plan)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, at))  # type: ignore[no-untyped-call]
+            for bucket in self.buckets
+            for at, parameter in enumerate(bucket.parameters)
+        ]
+
+    @staticmethod
+    def _make(index: int, parameters: list[Tensor]) -> Bucket:
+        sizes = [parameter.numel() for parameter in parameters]
+        flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        views = [part.view(p.shape) for part, p in zip(torch.split(flat, sizes), parameters, strict=True)]
+        return Bucket(index, flat, parameters, views, set())
+
+    def close(self) -> None:
+        """Take the hooks off. Gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def begin(self) -> None:
+        """Start a step: every gradient is zero, and lies in its bucket whatever was done to ``p.grad`` meanwhile."""
+        self._overlaps = False
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.handle = None
+            bucket.waits_for = set(range(len(bucket.parameters)))
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def enable_overlap(self) -> None:
+        """The next backward pass is the last one of this step."""
+        self._overlaps = True
+
+    def flush(self) -> Sequence[CollectiveHandle[Tensor]]:
+        """Launch the buckets that are not complete; returns the handles of all buckets, by index."""
+        self._overlaps = False
+        for bucket in self.buckets:
+            if bucket.handle is None:
+                self._complete(bucket)
+        return self.launched
+
+    @property
+    def launched(self) -> Sequence[CollectiveHandle[Tensor]]:
+        """Handles of this step so far: what to cancel when it fails."""
+        return [bucket.handle for bucket in self.buckets if bucket.handle is not None]
+
+    def _hook(self, bucket: Bucket, at: int) -> Callable[[Tensor], None]:
+        def gradient_is_there(_: Tensor) -> None:
+            if not self._overlaps:
+                return
+            if bucket.handle is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(bucket.parameters[at].shape)} got a gradient after its bucket was "
+                    f"sent: it has several in one backward pass (reentrant checkpointing?). Set overlap=false"
+                )
+            bucket.waits_for.discard(at)
+            if not bucket.waits_for:
+                self._complete(bucket)
+
+        return gradient_is_there
+
+    @torch.no_grad()
+    def _complete(self, bucket: Bucket) -> None:
+        """Launch a bucket. Copies gradients into it that something has put elsewhere: ``zero_grad()`` does, for one."""
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.handle = self._launch(bucket.index, bucket.flat)
 
 
 class DenseExchange:

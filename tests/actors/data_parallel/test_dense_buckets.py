@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradbus.actors.data_parallel.buckets import GradientBuckets, assign_buckets
+from gradbus.actors.data_parallel.exchanges.dense import GradientBuckets, assign_buckets
 
 KIB = 1024
 
