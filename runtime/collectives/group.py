@@ -1,4 +1,4 @@
-"""A group of equal ranks, and everything they can do together.
+"""A group of equal ranks and its collectives.
 
 async with gradbus.join_group(bus, rank=0, world=2) as group:
     handle = group.all_gather("grads/17", payload)              # starts now
@@ -13,7 +13,7 @@ import hashlib
 import re
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -27,7 +27,7 @@ from gradbus.runtime.collectives.arithmetic import Arithmetic, ReduceOp
 from gradbus.runtime.collectives.formation import Member
 from gradbus.runtime.collectives.handle import CollectiveHandle, DeadlineTimer, InlineWait, TimedOut, collective_timeout
 from gradbus.runtime.collectives.membership import DONE, Membership
-from gradbus.runtime.collectives.objects import ObjectCollectives
+from gradbus.runtime.collectives.objects import MAX_OBJECT_BYTES, pack, unpack, unpack_all
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import (
     Algorithm,
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """What a group has moved so far.
+    """Traffic of a group so far.
 
     Attributes:
         bytes_out, bytes_in: payload of collectives that have ended; what goes to all ranks counts once going out.
@@ -65,7 +65,7 @@ class GroupStats:
     early_bytes: int
 
 
-class Group(ObjectCollectives):
+class Group:
     """One rank of a group. Made by :func:`join_group`.
 
     A collective starts at the call, from whatever thread, and returns a :class:`CollectiveHandle` to await. It is
@@ -75,7 +75,7 @@ class Group(ObjectCollectives):
     Every collective takes ``round_id`` (0 .. 2**32 - 1, part of the name) and ``timeout_s`` (by default the group's).
 
     Attributes:
-        farewell: what the others are told when this rank leaves without an error.
+        farewell: the reason that the others get when this rank leaves without an error.
     """
 
     def __init__(self, bus: Bus, membership: Membership, name: str, timeout_s: float, max_bytes: int) -> None:
@@ -94,7 +94,7 @@ class Group(ObjectCollectives):
         self.world = membership.formation.world
 
     def calls_may_block(self) -> None:
-        """Say that the calls come from threads that run no event loop: then they do more themselves before they return,
+        """Declare that calls come from threads that run no event loop: then they do more themselves before they return,
         which is faster. By default nothing that takes more than a millisecond is done there."""
         self._membership.calls_may_block()
 
@@ -103,21 +103,19 @@ class Group(ObjectCollectives):
         position = self._membership.reporter.position
         position.step, position.epoch = step, epoch
 
-    # Facts
-
     @property
     def members(self) -> tuple[Member, ...]:
-        """Who the ranks are, in order."""
+        """The ranks, in order."""
         return self._membership.formation.members
 
     @property
     def lost(self) -> dict[int, str]:
-        """Ranks that have died or left, and why."""
+        """Ranks that have died or left, and the reason."""
         return self._engine.gone
 
     @property
     def stats(self) -> GroupStats:
-        """What was moved so far."""
+        """Traffic so far."""
         engine = self._engine
         return GroupStats(
             engine.bytes_out, engine.bytes_in, Counter(engine.dropped), engine.pending, engine.early_bytes
@@ -217,7 +215,7 @@ class Group(ObjectCollectives):
     def gather(
         self, name: str, payload: Any, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
     ) -> CollectiveHandle[list[Any] | None]:
-        """All payloads at rank ``root``, in rank order; the others get None, when the root has theirs."""
+        """All payloads at rank ``root``, in rank order; the others get None, once the root has their payload."""
         self._check_rank("root", root)
         operation = data_movement.Gather(payload, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
@@ -226,8 +224,8 @@ class Group(ObjectCollectives):
         self, name: str, payloads: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
         timeout_s: float | None = None,
     ) -> CollectiveHandle[Any]:  # fmt: skip
-        """Each rank gets its own of the root's ``payloads``; all others give None. The root's handle ends when all
-        have theirs."""
+        """Rank r gets ``payloads[r]`` of the root; the others give None. The root's handle ends when all have theirs.
+        """
         self._check_rank("root", root)
         operation = data_movement.Scatter(payloads, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
@@ -235,7 +233,7 @@ class Group(ObjectCollectives):
     def all_to_all(
         self, name: str, payloads: Sequence[Any], *, round_id: int = 0, timeout_s: float | None = None
     ) -> CollectiveHandle[list[Any]]:
-        """``payloads[r]`` goes to rank r; what comes is in order of its senders. Sizes may differ."""
+        """``payloads[r]`` goes to rank r; the value is the payloads of all ranks for this one. Sizes may differ."""
         operation = data_movement.AllToAll(payloads, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
 
@@ -249,7 +247,7 @@ class Group(ObjectCollectives):
     def recv(
         self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None
     ) -> CollectiveHandle[Any]:
-        """What rank ``source`` sends by this name: bytes or a tensor, as it was sent."""
+        """The payload that rank ``source`` sends by this name: bytes or a tensor, as it was sent."""
         self._check_other("source", source)
         operation = data_movement.Receive(source, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
@@ -257,7 +255,7 @@ class Group(ObjectCollectives):
     def barrier(
         self, name: str = "barrier", *, round_id: int = 0, timeout_s: float | None = None
     ) -> CollectiveHandle[tuple[int, ...]]:
-        """Wait until all ranks have called it. The value: the ranks that were seen.
+        """Wait until all ranks have called it. The value: the ranks that have.
 
         Raises (on await):
             BarrierTimeout: ``.missing`` have not.
@@ -265,7 +263,57 @@ class Group(ObjectCollectives):
         operation = data_movement.Barrier(self.rank, self.world)
         return self._start(operation, name, round_id, timeout_s, _barrier_timeout)
 
-    # Groups within
+    # Plain objects: numbers, text, bytes, lists, maps, None. All raise ValueError: an object cannot be sent.
+
+    def all_gather_object(
+        self, name: str, value: Any, *, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[list[Any]]:
+        """All objects on all ranks, in rank order."""
+        operation = data_movement.AllGatherOperation(pack(value), self.rank, self.world, MAX_OBJECT_BYTES)
+        return self._start(operation, name, round_id, timeout_s, convert=unpack_all)
+
+    def broadcast_object(
+        self, name: str, value: Any = None, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[Any]:
+        """The object of rank ``root`` on all ranks; those of the others are not used."""
+        self._check_rank("root", root)
+        payload = pack(value) if self.rank == root else None
+        operation = data_movement.BroadcastOperation(payload, root, self.rank, self.world, MAX_OBJECT_BYTES)
+        return self._start(operation, name, round_id, timeout_s, convert=unpack)
+
+    def gather_object(
+        self, name: str, value: Any, *, root: int = 0, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[list[Any] | None]:
+        """All objects at rank ``root``, in rank order; None elsewhere."""
+        self._check_rank("root", root)
+        operation = data_movement.Gather(pack(value), root, self.rank, self.world, MAX_OBJECT_BYTES)
+        return self._start(operation, name, round_id, timeout_s, convert=unpack_all)
+
+    def scatter_object(
+        self, name: str, values: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
+        timeout_s: float | None = None,
+    ) -> CollectiveHandle[Any]:  # fmt: skip
+        """Rank r gets ``values[r]`` of the root; all others give None."""
+        self._check_rank("root", root)
+        payloads = None if values is None else [pack(value) for value in values]
+        operation = data_movement.Scatter(payloads, root, self.rank, self.world, MAX_OBJECT_BYTES)
+        return self._start(operation, name, round_id, timeout_s, convert=unpack)
+
+    def send_object(
+        self, name: str, value: Any, *, to: int, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[None]:
+        """An object for one rank, which receives it by the same name."""
+        return self.send(name, pack(value), to=to, round_id=round_id, timeout_s=timeout_s)
+
+    def recv_object(
+        self, name: str, *, source: int, round_id: int = 0, timeout_s: float | None = None
+    ) -> CollectiveHandle[Any]:
+        """The object that rank ``source`` sends by this name."""
+        self._check_other("source", source)
+        operation = data_movement.Receive(source, self.rank, self.world, MAX_OBJECT_BYTES)
+        return self._start(operation, name, round_id, timeout_s, convert=unpack)
+
+    # Subgroups
 
     def subgroup(
         self, ranks: Sequence[int], *, name: str | None = None, timeout_s: float = 60.0
@@ -294,8 +342,9 @@ class Group(ObjectCollectives):
 
     def _start(
         self, operation: Operation, name: str, round_id: int, timeout_s: float | None,
-        timed_out: TimedOut = collective_timeout,
+        timed_out: TimedOut = collective_timeout, *, convert: Callable[[Any], Any] | None = None,
     ) -> CollectiveHandle[Any]:  # fmt: skip
+        operation.convert = convert
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {limit_s}")
@@ -333,8 +382,8 @@ def _barrier_timeout(operation: Operation, timeout_s: float) -> Exception:
     )  # fmt: skip
 
 
-def _why(error: BaseException) -> str:
-    """What the others are told of an error that ends this rank's part."""
+def _reason(error: BaseException) -> str:
+    """The text that the others get of an error that ends this rank's part."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "was stopped"
     return str(error) if type(error) is GradbusError else f"failed with {user_error(error)}"
@@ -388,7 +437,7 @@ async def join_group(
         yield group
         ok, reason = True, group.farewell
     except BaseException as error:
-        reason = _why(error)
+        reason = _reason(error)
         raise
     finally:
         await membership.close(ok=ok, reason=reason)

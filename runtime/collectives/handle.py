@@ -1,4 +1,4 @@
-"""What a collective gives back at once: something to await."""
+"""The awaitable handle of a running collective, its deadline, and the wait of an event loop's thread for it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gradbus.runtime.collectives.engine import Engine
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.errors import BusClosed, CollectiveTimeout
 
-LOOK_BYTES = 64 * 1024
+POLLED_BYTES = 64 * 1024  # sent by a collective that is polled for
 TURN_S = 1e-3  # so long the loop goes without a turn where all that is awaited is there at once
-_MOST_SKIPPED = 63  # calls that are not looked for after some that were, in vain
+_MOST_SKIPPED = 63  # calls that are not polled for after some that were, in vain
 _FEW = 64
 
 T = TypeVar("T")
@@ -33,10 +33,10 @@ def collective_timeout(operation: Operation, timeout_s: float) -> Exception:
 
 class DeadlineTimer:
     """Ends collectives at their deadlines, on the event loop. One for all of a group: most are over long before, so
-    what is not awaited any more costs an entry in a list and no timer."""
+    they cost an entry in a list and no timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_pending: Callable[[], None]) -> None:
-        """``on_pending``: called on the loop when something was begun that is not over in its next turn."""
+        """``on_pending``: called on the loop when a collective has not ended in the turn after its start."""
         self._loop = loop
         self._on_pending = on_pending
         self._new: list[_Deadline] = []
@@ -48,7 +48,7 @@ class DeadlineTimer:
         self._timer_s = 0.0
 
     def watch(self, operation: Operation, timeout_s: float, timed_out: TimedOut, *, on_loop: bool) -> None:
-        """End it with an error when so much time has passed. ``on_loop``: this is the thread of the event loop."""
+        """End a collective with an error after ``timeout_s``. ``on_loop``: this is the thread of the event loop."""
         with self._lock:
             self._new.append(
                 _Deadline(time.monotonic() + timeout_s, id(operation), weakref.ref(operation), timeout_s, timed_out)
@@ -58,7 +58,7 @@ class DeadlineTimer:
             return
         try:
             (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._look)
-        except RuntimeError:  # the loop is closed, and nobody would watch the deadline
+        except RuntimeError:  # the loop is closed, and nothing would watch the deadline
             with self._lock:
                 new, self._new, self._is_called = self._new, [], False
             for one in new:
@@ -84,7 +84,7 @@ class DeadlineTimer:
         self._set_timer(now_s)
 
     def _set_timer(self, now_s: float) -> None:
-        """One timer, for the next deadline. One that is too early already does no harm."""
+        """One timer, for the next deadline. It may come too early."""
         if not self._running:
             return
         at_s = self._running[0].at_s
@@ -119,9 +119,9 @@ class _Deadline(NamedTuple):
 
 
 class InlineWait:
-    """How the thread of an event loop waits for a small collective: it looks for what comes for a moment before it
-    sleeps in the loop, as to be woken there takes longer than the collective. Where that was in vain, several of the
-    next ones are not looked for."""
+    """The wait of an event loop's thread for a small collective: it polls for a moment before it sleeps in the loop, as
+    to be woken there takes longer than the collective. Where that was in vain, several of the next ones are not polled
+    for."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -129,17 +129,17 @@ class InlineWait:
         self._thread = threading.get_ident()
         self._skip = self._skipped = 0
         self._turn_s = 0.0
-        self._owes_turn = False
+        self._waits_for_turn = False
 
     @property
     def is_here(self) -> bool:
         """Whether this is the thread of the event loop."""
         return threading.get_ident() == self._thread
 
-    def look(self, operation: Operation) -> None:
-        """Look for what ends this. Afterwards it has ended, or the threads of the bus are at it."""
+    def poll(self, operation: Operation) -> None:
+        """Poll for the end of a collective. Afterwards it has ended, or the threads of the bus handle its frames."""
         engine = self._engine
-        if engine.pending > 1 or not operation.is_sent or operation.sent_bytes > LOOK_BYTES:
+        if engine.pending > 1 or not operation.is_sent or operation.sent_bytes > POLLED_BYTES:
             engine.progress.wake_io_thread()
             return
         if self._skipped < self._skip:
@@ -156,25 +156,25 @@ class InlineWait:
 
     @property
     def loop_is_due(self) -> bool:
-        """Whether the event loop has had no turn for some time, as all that was awaited was there at once."""
+        """Whether the event loop had no turn for ``TURN_S``, as all that was awaited was there at once."""
         now_s = time.monotonic()
-        if not self._owes_turn:
-            self._owes_turn = True
+        if not self._waits_for_turn:
+            self._waits_for_turn = True
             self._turn_s = now_s
             self._loop.call_soon(self._on_turn)
         return now_s > self._turn_s + TURN_S
 
     def _on_turn(self) -> None:
-        self._owes_turn = False
+        self._waits_for_turn = False
 
 
 class CollectiveHandle(Generic[T]):
-    """A collective that is running. ``await`` gives its value, as often as asked.
+    """A running collective. ``await`` gives its value, as often as asked.
 
-    It runs whether awaited or not, and ends at its deadline. When it has ended, well or with an error, its buffers are
-    the caller's again. To cancel it, or the task that awaits it, ends it on this rank; the others find out at their
-    deadline. A handle that is dropped while it runs, and was neither awaited nor asked for its end, warns: its errors
-    would be lost.
+    It runs whether awaited or not, and ends at its deadline. When it has ended, with or without an error, its buffers
+    are the caller's again. To cancel it, or the task that awaits it, ends it on this rank; on the others it ends at
+    their deadline. A handle that is dropped while it runs, and was neither awaited nor asked for its end, warns: its
+    errors would be lost.
 
     Raises (on await):
         CollectiveTimeout: some ranks stayed silent; ``.missing`` names them.
@@ -195,7 +195,7 @@ class CollectiveHandle(Generic[T]):
         if not self._is_used and not self._operation.done:
             name = self._operation.key.name
             warnings.warn(
-                f"collective {name!r} was started and its handle dropped: whether it ends well, nobody will know. "
+                f"collective {name!r} was started and its handle dropped, so its errors are lost. "
                 "Write 'await' before the call, or keep what it returns and await that",
                 RuntimeWarning,
                 stacklevel=2,
@@ -206,7 +206,7 @@ class CollectiveHandle(Generic[T]):
         operation = self._operation
         if self._future is None and self._inline_wait.is_here:
             if not operation.settled:
-                self._inline_wait.look(operation)
+                self._inline_wait.poll(operation)
             if operation.settled and operation.error is None:
                 if self._inline_wait.loop_is_due:
                     yield
@@ -220,7 +220,7 @@ class CollectiveHandle(Generic[T]):
 
     def _on_settled(self, operation: Operation) -> None:
         """On whatever thread ended it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
             self._loop.call_soon_threadsafe(self._resolve)
 
     def _resolve(self) -> None:
@@ -233,14 +233,14 @@ class CollectiveHandle(Generic[T]):
             future.cancel()
         else:
             future.set_exception(error)
-            future.exception()  # seen: a handle that nobody awaits any more is no reason for a warning
+            future.exception()  # retrieved: a handle that is not awaited any more is no reason for a warning
 
     def _on_done(self, future: asyncio.Future[T]) -> None:
         if future.cancelled():
             self._operation.fail(asyncio.CancelledError())
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         self._is_used = True
         return self._operation.done
 
@@ -256,7 +256,7 @@ class CollectiveHandle(Generic[T]):
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that something is still owed by; after a failure, that were owing then."""
+        """Ranks of which something is still outstanding; after a failure, that of its moment."""
         return self._operation.missing
 
     @property
@@ -271,10 +271,10 @@ class CollectiveHandle(Generic[T]):
 
     @property
     def sent_bytes(self) -> int:
-        """Payload handed to DDS so far. What goes to all ranks counts once."""
+        """Payload sent so far. What goes to all ranks counts once."""
         return self._operation.sent_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Payload taken from the others so far."""
+        """Payload received from the others so far."""
         return self._operation.received_bytes
