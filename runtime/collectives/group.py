@@ -224,8 +224,7 @@ class Group:
         self, name: str, payloads: Sequence[Any] | None = None, *, root: int = 0, round_id: int = 0,
         timeout_s: float | None = None,
     ) -> CollectiveHandle[Any]:  # fmt: skip
-        """Rank r gets ``payloads[r]`` of the root; the others give None. The root's handle ends when all have theirs.
-        """
+        """Rank r gets ``payloads[r]`` of the root, whose handle ends when all have theirs. The others give None."""
         self._check_rank("root", root)
         operation = data_movement.Scatter(payloads, root, self.rank, self.world, self._max_bytes)
         return self._start(operation, name, round_id, timeout_s)
