@@ -124,7 +124,7 @@ def exchange_values(place: RankLocation) -> dict[str, Any]:
     """Each rank sets values and gets those of the other one, from when the test lets it.
 
     Returns:
-        ``slowest_s``: of one exchange. ``count``: of foreign readers that were shut out; ``named``: process and user
+        ``slowest_s``: of one exchange. ``count``: of foreign readers that were excluded; ``named``: process and user
         of each, as the log has them.
     """
     (store, *_) = next(iter(dist.rendezvous(place.options["url"], place.rank, place.world)))
@@ -142,7 +142,7 @@ def exchange_values(place: RankLocation) -> dict[str, Any]:
             taken_s.append(time.monotonic() - began_s)
         store.set(f"done/{place.rank}", "1")
         store.wait([f"done/{rank}" for rank in range(place.world)])
-    lines = [line for line in logs if line["event"] == "readers of no member are shut out"]
+    lines = [line for line in logs if line["event"] == "foreign readers excluded"]
     result = {
         "slowest_s": max(taken_s), "count": store._link._thread.bus.rejected["foreign reader"],
         "named": [(int(line["pid"]), line["user"]) for line in lines],

@@ -30,7 +30,7 @@ from gradbus.runtime.security.identity.join_messages import (
 )
 from gradbus.runtime.security.identity.key import NodeKey, public_text
 from gradbus.runtime.security.identity.key_epoch import MembershipKeys, RankKeys
-from gradbus.runtime.security.identity.rate_limits import TokenBucket, TokenBuckets
+from gradbus.runtime.security.rate_limits import TokenBucket, TokenBuckets
 from gradbus.runtime.security.streams import InboundStreams, OutboundEnvelope, OutboundStreams, SharedKey
 from gradbus.runtime.wire.messages import new_incarnation
 

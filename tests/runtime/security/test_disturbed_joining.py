@@ -9,7 +9,8 @@ import pytest
 from joining_hall import JOB, LIST, ONE, SERVER, STRANGER, TWO, Hall, stamped
 
 from gradbus.runtime.errors import FrameError, JobInUse
-from gradbus.runtime.security.identity import admission, duplicate_controllers, handshake, join_client, rate_limits
+from gradbus.runtime.security import rate_limits
+from gradbus.runtime.security.identity import admission, duplicate_controllers, handshake, join_client
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import ROLES, AllowList, Entry
 from gradbus.runtime.security.identity.join_client import FIRST_S, LONGEST_S, SILENT_S, JoinClient
