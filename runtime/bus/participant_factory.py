@@ -52,14 +52,16 @@ def participant_maker(
     if level == "none":
         exposed = leaves_machine(document) or has_peers_elsewhere(document)
         return partial(_open_unprotected, exposed=exposed, **place)
-    from gradbus.runtime.security.endpoints import EncryptedNode  # loads cryptography
+    from gradbus.runtime.security.endpoints import EncryptedParticipant  # loads cryptography
 
     if level == "identity":
         from gradbus.runtime.security.identity.opening import identity_membership
 
         made = identity_membership(job, security)
-        return partial(EncryptedNode, membership=lambda: made, **place)
-    return partial(EncryptedNode, membership=partial(_shared_key_membership, job, level, security.key_file), **place)
+        return partial(EncryptedParticipant, membership=lambda: made, **place)
+    return partial(
+        EncryptedParticipant, membership=partial(_shared_key_membership, job, level, security.key_file), **place
+    )
 
 
 def _shared_key_membership(job: str, level: Level, key_file: Path | None) -> JobMembership:

@@ -65,7 +65,7 @@ class JobMembership(AccessPolicy, ABC):
         """GUID prefixes of the members' DDS participants; None: this process is not a member yet, and cannot tell."""
 
     @abstractmethod
-    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         """Start the protocols of this membership on the receive thread."""
 
     @abstractmethod
@@ -191,7 +191,7 @@ class EncryptedReader(_MatchedWithKey, Reader):
         self._released.append((sample, source))
 
 
-class EncryptedNode(Participant):
+class EncryptedParticipant(Participant):
     """DDS participant of a process with a membership."""
 
     def __init__(

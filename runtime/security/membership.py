@@ -7,7 +7,7 @@ from typing import Any
 from gradbus.runtime.dds.participant import IoThread
 from gradbus.runtime.dds.topics import Topic
 from gradbus.runtime.security.encryption import Opened, SessionCipher
-from gradbus.runtime.security.endpoints import Decrypt, EncryptedNode, JobMembership
+from gradbus.runtime.security.endpoints import Decrypt, EncryptedParticipant, JobMembership
 from gradbus.runtime.security.liveness_challenge import SESSION_TOPIC, LivenessChallenge
 from gradbus.runtime.security.peers import MAX_SOURCES, Release
 from gradbus.runtime.security.streams import OutboundEnvelope
@@ -31,7 +31,7 @@ class SharedKeyMembership(JobMembership):
     def participants(self) -> set[bytes] | None:
         return self.cipher.peers.participants if self.has_key else None
 
-    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         reader, writer = node.topic_reader(SESSION_TOPIC), node.topic_writer(SESSION_TOPIC)
         self.liveness = LivenessChallenge(self.cipher, node.prefix, writer, thread)
         thread.add_reader(reader)

@@ -17,7 +17,7 @@ from gradbus.runtime.dds.participant import IoThread
 from gradbus.runtime.dds.topics import TOPICS, Topic
 from gradbus.runtime.errors import ConfigError, FrameError, GradbusError, JoinRefused
 from gradbus.runtime.security.encryption import SessionCipher
-from gradbus.runtime.security.endpoints import Decrypt, Decrypted, EncryptedNode, JobMembership
+from gradbus.runtime.security.endpoints import Decrypt, Decrypted, EncryptedParticipant, JobMembership
 from gradbus.runtime.security.identity import controller_signatures
 from gradbus.runtime.security.identity.admission import Admission
 from gradbus.runtime.security.identity.allow_list import AllowListWatcher, Entry, ids_text, is_within
@@ -67,7 +67,7 @@ class ControllerMembership(JobMembership):
     def participants(self) -> set[bytes] | None:
         return self.party.participants
 
-    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         JoinTransport(self.party, node, thread, list_watcher=self._list_watcher)
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
@@ -141,7 +141,7 @@ class ClientMembership(JobMembership):
         known = self.party.controller_participant
         return {known} if known else None
 
-    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         JoinTransport(self.party, node, thread)
 
     def encrypt(self, topic: str, sample: tuple[Any, ...]) -> OutboundEnvelope | None:
@@ -187,7 +187,7 @@ class RankMembership(SharedKeyMembership):
         self._listeners: list[Callable[[GradbusError], None]] = []
         self._rematched: Callable[[], None] = lambda: None
 
-    def start(self, node: EncryptedNode, thread: IoThread) -> None:
+    def start(self, node: EncryptedParticipant, thread: IoThread) -> None:
         self._rematched = thread.rematched
 
         def removed(sessions: Collection[bytes]) -> None:

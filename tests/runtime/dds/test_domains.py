@@ -21,7 +21,7 @@ from gradbus.runtime.dds import domains, libddsc, native_topics
 from gradbus.runtime.dds import participant as dds
 from gradbus.runtime.dds.network import NetworkConfig, build_xml
 from gradbus.runtime.errors import BusError, ConfigError
-from gradbus.runtime.security.endpoints import EncryptedNode
+from gradbus.runtime.security.endpoints import EncryptedParticipant
 from gradbus.runtime.wire.messages import Control
 
 DOMAIN = new_domain()
@@ -166,7 +166,7 @@ def test_the_receive_thread_of_a_bus_that_cannot_be_opened_has_ended_before_it_l
         async with gradbus.connect(job=job("first"), domain=DOMAIN):
             pass
 
-    monkeypatch.setattr(EncryptedNode, "start", fail)
+    monkeypatch.setattr(EncryptedParticipant, "start", fail)
     monkeypatch.setattr(dds.Participant, "close", note)
     with pytest.raises(BusError, match="no greeting"):
         asyncio.run(open_one())
