@@ -158,7 +158,7 @@ class JoinClient:
 
     Attributes:
         session: random id of this start. refusal: why the controller refuses this node; empty: it has not.
-        doubt: hint at controllers with another key than the expected one; empty: there are none.
+        misconfiguration: hint at controllers with another key than the expected one; empty: there are none.
         keys: the granted keys; None until the node was admitted for the first time.
         ranks: the keys of a job of ranks. ids: ranks that this node may take.
         lacks_key: an envelope was received under a key that this node does not have: it asks for it.
@@ -179,7 +179,7 @@ class JoinClient:
         self.participant = bytes(key_messages.PARTICIPANT_BYTES)
         self.controller_participant = b""
         self.refusal = ""
-        self.doubt = ""
+        self.misconfiguration = ""
         self.keys: MembershipKeys | None = None
         self.ranks = RankKeys(job)
         self.ranks.on_lack = self.note_lack
@@ -262,7 +262,7 @@ class JoinClient:
             return []
         asked = self._asked
         if announced.beacon.public != self.pinned:
-            self.doubt = (
+            self.misconfiguration = (
                 f"a controller of this job has the key {public_text(announced.beacon.public)}, and this node expects "
                 f"{public_text(self.pinned)}: compare bus.controller_key with 'gradbus keys show' there"
             )

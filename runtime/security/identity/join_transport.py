@@ -118,10 +118,10 @@ class JoinTransport:
         if topic == JOIN_TOPIC or isinstance(party, Admission):
             self._send(party.receive(data, now_s))
             return
-        doubt = party.doubt
+        misconfiguration = party.misconfiguration
         self._send(party.receive_beacon(data, source, now_s))
-        if party.doubt != doubt:
-            raise FrameError("other key", party.doubt)
+        if party.misconfiguration != misconfiguration:
+            raise FrameError("other key", party.misconfiguration)
 
     def _send(self, messages: Iterable[bytes]) -> None:
         for data in messages:
