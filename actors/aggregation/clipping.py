@@ -1,16 +1,13 @@
-"""Limits on what one update can do, in front of any strategy: its length, and its weight.
+"""Limits on the norm and the weight of one update, in front of any strategy.
 
-A client that lies can still turn its update in any direction; with a limit on the norm it moves the model no further
-than an honest one (Sun et al., Can You Really Backdoor Federated Learning?, arXiv:1911.07963), and with a limit on the
-samples it has no more weight.
+With a limit on the norm a hostile client moves the model no further than an honest one (Sun et al., Can You Really
+Backdoor Federated Learning?, arXiv:1911.07963), and with a limit on the samples it has no more weight.
 
-The number of samples that a client announces cannot be checked, so by default it counts up to a multiple of the median.
-The median is that of all clients that have counted in the run so far, each with its newest announcement: as the
-controller committed it, so it is known before a round begins, does not depend on the order in which updates come, and
-is the same after a restart. Only the first round has nothing to go by. There updates wait, where they are, until all
-expected clients have offered theirs, and the median is that of these offers. The same holds while only one client has
-counted. Two numbers are enough against one client that lies: of an even number the median is the lower of the two in
-the middle.
+The number of samples that a client announces cannot be checked, so by default it counts up to a multiple of the median:
+that of all clients that have counted in the run so far, each with its newest number. It is known before a round begins,
+independent of the order of updates, and the same after a restart. In the first round, and while only one client has
+counted, updates wait until all expected clients have announced theirs, and the median is that of these. Of an even
+number it is the lower of the two in the middle, so two numbers are enough against one hostile client.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from gradbus.codecs import DenseBlock, Parsed, SparseBlock
 from gradbus.codecs.base import Block
 from gradbus.runtime.config.federated import FederatedConfig
 
-_BLOCK_ELEMS = 30 * 1024  # stays in the cache
+_BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
 
 
 def l2_norm(vector: Tensor) -> float:
@@ -63,15 +60,14 @@ class SampleCap:
     """
 
     def __init__(self, times: float | None) -> None:
-        """``times``: how many typical clients one may weigh, 1 or more."""
+        """``times``: the cap as a multiple of the median, 1 or more."""
         self._times = times
         self._round_id = -1
         self._known: Mapping[int, int] = {}
         self.cap: int | None = None
 
     def begin(self, round_id: int, known: Mapping[int, int]) -> None:
-        """A round begins, or another attempt at it, which changes nothing. ``known``: samples of each client that has
-        counted before."""
+        """Begin a round; another attempt at it changes nothing. ``known``: samples of each client that has counted."""
         if round_id != self._round_id:
             self._round_id, self._known, self.cap = round_id, known, None
             if len(known) >= ENOUGH:
@@ -83,11 +79,11 @@ class SampleCap:
         return self._times is None or self.cap is not None
 
     def clients(self, announced: Mapping[int, int]) -> int:
-        """Return for how many clients the number of samples is known, the announced ones included."""
+        """Return the number of clients whose samples are known, the announced ones included."""
         return len(self._known.keys() | announced.keys())
 
     def settle(self, announced: Mapping[int, int]) -> None:
-        """Set the cap where earlier rounds do not suffice, by ``announced`` as well: the samples of each client."""
+        """Set the cap where earlier rounds do not suffice, with the ``announced`` samples of each client."""
         ordered = sorted({**self._known, **announced}.values())
         if not self.is_settled and self._times is not None and ordered:
             self.cap = max(1, int(self._times * ordered[(len(ordered) - 1) // 2]))
@@ -97,20 +93,18 @@ class SampleCap:
         return num_samples if self.cap is None else min(num_samples, self.cap)
 
 
-_BLOCK_ELEMS = 30 * 1024  # stays in the cache, and torch computes so few on the calling thread
-
 CLIPPED = "clipped"
 
 
 class LimitedStrategy(Strategy):
-    """Another strategy, which sees updates of at most ``clip_norm`` and ``cap_samples``."""
+    """Clips the updates for another strategy to ``clip_norm`` and ``cap_samples``."""
 
     def __init__(self, inner: Strategy, *, clip_norm: float | None = None, cap_samples: int | None = None) -> None:
-        """Limits in front of ``inner``.
+        """Limits in front of ``inner``; None: no limit.
 
         Args:
-            clip_norm: an update whose L2 norm, as a difference to the base, is larger is scaled down to it.
-            cap_samples: an update with more samples counts as one of so many. Either may be None: no limit.
+            clip_norm: an update with a larger L2 norm, as a difference to the base, is scaled down to it.
+            cap_samples: an update with more samples counts as one of so many.
         """
         self._inner = inner
         self.weighs_samples = inner.weighs_samples
@@ -177,7 +171,7 @@ def clipped(update: Parsed, base: Tensor, limit: float) -> Parsed:
 
 
 def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -> Iterator[Block]:
-    """The blocks of an update as a difference to the base, whatever it carries."""
+    """The blocks of an update as a difference to the base."""
     for block in update.blocks(block_elems):
         if update.is_delta or isinstance(block, SparseBlock):
             yield block
@@ -186,8 +180,7 @@ def differences(update: Parsed, base: Tensor, block_elems: int = _BLOCK_ELEMS) -
 
 
 def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
-    """The strategy, behind the limits that the configuration sets, if it sets any. A cap on samples that goes by the
-    median is the intake's business: see :func:`sample_cap`."""
+    """The strategy behind the configured limits, if there are any; :func:`sample_cap` has the cap by the median."""
     limits = config.limits
     fixed = None if limits.cap_samples == "median" else limits.cap_samples
     if limits.clip_norm is None and fixed is None:
@@ -196,6 +189,6 @@ def within_limits(strategy: Strategy, config: FederatedConfig) -> Strategy:
 
 
 def sample_cap(strategy: Strategy, config: FederatedConfig) -> SampleCap:
-    """The cap on samples that goes by the median, where it is set and the strategy weighs samples at all."""
+    """The cap on samples by the median, where it is configured and the strategy weighs samples."""
     by_median = config.limits.cap_samples == "median" and strategy.weighs_samples
     return SampleCap(config.limits.cap_times_median if by_median else None)

@@ -1,12 +1,10 @@
-"""The exact mean: a weighted sum of vectors that does not depend on the order in which they come.
+"""The exact mean: a weighted sum of vectors that does not depend on their order.
 
 Every contribution ``n_i * delta_i`` is rounded once, to a multiple of 2^-30, and added as an integer. Integers add
-without rounding, so any order of arrival gives the same bits, and a run can be checked by adding again. The sum has the
-size of two models, however many clients there are.
+without rounding, so any order gives the same bits. The sum has the size of two models, however many clients there are.
 
-Whether an update fits depends on that update alone: else one that takes up all the room, with a number of samples that
-is a lie, would have all that come after it refused. So a sum that has no room left in 64 bits is carried into a second
-one of the same size, which is made only then. Both together are the same integer, and round to the same mean.
+Whether an update fits depends on that update alone: else a hostile one could take all the room. So a sum that outgrows
+64 bits is carried into a second one of the same size, made only then. Both together are the same integer.
 
 Rounding error of the mean: at most ``clients * 2^-31 / sum(n_i)``, below the last bit of a float32 weight of 0.001 as
 soon as each client has a handful of samples.
@@ -62,7 +60,7 @@ class ExactMean:
 
     def reset(self) -> None:
         """Start a new mean; the memory is kept."""
-        self._carried = None  # as a rule nobody needs that memory again
+        self._carried = None  # rarely needed again
         self._bound, self.num_samples, self.count = 0.0, 0, 0
 
     def add(self, update: Parsed, *, base: Tensor, num_samples: int) -> None:
@@ -76,7 +74,7 @@ class ExactMean:
         Raises:
             OutOfRange: its samples times its largest value are too much, whatever else is in the sum. Nothing has been
                 added.
-            ValueError: weights in a sparse message, which say nothing of most of the model. Nothing has been added.
+            ValueError: weights in a sparse message. Nothing has been added.
         """
         if update.is_sparse and not update.is_delta:
             raise ValueError(f"a sparse {update.codec} update holds weights: expected a difference")
@@ -117,7 +115,7 @@ class ExactMean:
         return self._scratch_bits[: scaled.numel()].sub_(_ROUNDER_BITS)
 
     def _carry(self) -> None:
-        """Make room: leave the lowest bits, which are not negative then, and carry the others."""
+        """Make room: keep the lowest bits, and carry the others."""
         if self._carried is None:
             self._carried = torch.zeros_like(self._sum)
         for place in self._places():
@@ -152,7 +150,7 @@ class ExactMean:
 
 
 def fits(update: Parsed, base: Tensor, num_samples: int) -> bool:
-    """Whether :meth:`ExactMean.add` takes this update. For who makes it: it is better not sent than refused."""
+    """Whether :meth:`ExactMean.add` takes this update."""
     scratch = torch.empty(_BLOCK_ELEMS, dtype=torch.float64)
     return num_samples * 2.0**FRACTION_BITS * _max_abs(update, base, scratch) < _LIMIT
 

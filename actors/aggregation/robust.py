@@ -1,4 +1,4 @@
-"""Strategies that bear some clients that send whatever they like: of n updates, f may be anything.
+"""Strategies that tolerate hostile clients: of n updates, f may be anything.
 
     CoordinateMedian   median of each coordinate                         Yin et al., ICML 2018 (arXiv:1803.01498)
     TrimmedMean        mean of each without its f largest and f smallest  the same
@@ -6,9 +6,9 @@
                        nearest others
     MultiKrum          mean of the m updates that are best in that sense  the same
 
-All updates weigh alike: how many samples a client has is only what it says. All of them need the single updates, so the
-controller holds n models in place of one sum; :meth:`Robust.check` bounds that before a run starts. The work goes block
-by block. Results do not depend on the order in which updates come, to the bit: they are taken in the order of ids.
+All updates weigh alike, as the number of samples cannot be checked. The controller holds n models in place of one sum,
+which :meth:`Robust.check` bounds before a run starts. Updates are taken in the order of ids, so their order of arrival
+changes no bit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RobustOptions(Options):
 
 
 class Robust(Strategy):
-    """What they have in common: they keep the updates of a round, as differences, and combine them at its end."""
+    """Keeps the updates of a round, as differences, and combines them at its end."""
 
     weighs_samples = False
     Options: ClassVar[type[Options]] = RobustOptions
@@ -120,12 +120,12 @@ class Robust(Strategy):
     @property
     @abstractmethod
     def least(self) -> int:
-        """With fewer updates it does not bear f hostile ones."""
+        """The fewest updates that tolerate f hostile ones."""
 
     @property
     @abstractmethod
     def bound(self) -> str:
-        """The same as a formula."""
+        """:attr:`least` as a formula."""
 
     def check(self, config: FederatedConfig) -> None:
         named = f"strategy {self.choice} with byzantine={self._byzantine}"
@@ -190,11 +190,11 @@ class Robust(Strategy):
 
     @abstractmethod
     def _combined(self, rows: list[Block]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-        """Piece by piece what is to be added to the weights; ``rows`` are in the order of client ids."""
+        """The change of the weights, piece by piece; ``rows`` are in the order of client ids."""
 
 
 class _Sorting(Robust):
-    """Works on each coordinate for itself, in sorted order."""
+    """Works on each coordinate by itself, in sorted order."""
 
     @property
     def least(self) -> int:

@@ -1,4 +1,4 @@
-"""What the controller makes of the updates of a round: a strategy with begin, add and finish.
+"""Aggregation strategies: from the updates of a round to the next model.
 
 All strategies here see the exact weighted mean ``delta`` of the clients' differences and treat it as a pseudo-gradient
 (Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2):
@@ -28,7 +28,7 @@ from gradbus.runtime.errors import CheckpointError
 
 
 class NoRoom(ValueError):
-    """There is no memory for one more update. Its client is not to blame."""
+    """There is no memory for one more update."""
 
 
 class Strategy(ABC):
@@ -44,7 +44,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin(self, round_id: int, base: Tensor) -> None:
-        """Start a round, or start it again.
+        """Start a round, or start it anew.
 
         Args:
             round_id: the round.
@@ -69,10 +69,10 @@ class Strategy(ABC):
         return type(self).__name__
 
     def check(self, config: FederatedConfig) -> None:  # noqa: B027 - most strategies work by any rules
-        """Asked once, before a run. Raises ConfigError: it cannot work by these rules."""
+        """Check the rules once, before a run. Raises ConfigError: the strategy cannot work by them."""
 
     def marks(self) -> Mapping[str, tuple[int, ...]]:
-        """Clients of this round whose updates it did not take as they were, by what it did: for the round's report."""
+        """Clients of this round whose updates it changed, by what it did, for the round's report."""
         return {}
 
     def state(self) -> Mapping[str, Tensor]:
@@ -80,7 +80,7 @@ class Strategy(ABC):
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - a strategy without state has nothing to do
-        """Put back what :meth:`state` gave. Raises CheckpointError where it does not fit."""
+        """Restore what :meth:`state` gave. Raises CheckpointError: it does not fit."""
 
 
 class FedAvg(Strategy):

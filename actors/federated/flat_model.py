@@ -1,4 +1,4 @@
-"""A model as one vector: what travels on the wire and what is averaged."""
+"""A model as one vector: the part that is exchanged and averaged, and behind it the frozen parameters."""
 
 from __future__ import annotations
 
@@ -13,24 +13,19 @@ Exchange = Literal["trained", "all"]
 
 
 class FlatModel:
-    """The floating-point tensors of a module's state as one vector, of which the first part travels.
+    """The floating-point tensors of a module's state as one vector, of which the first part is exchanged.
 
-    What is trained travels: parameters that require a gradient, and floating-point buffers, such as running means. What
-    does not is the rest, the frozen parameters, behind it. With ``exchange="all"``, or where no parameter requires a
-    gradient (then something else than a gradient trains them), everything travels, in the module's order.
-
-    Where all tensors are float32 on one device the module is made to live in the vector: a vector that is read then
-    *is* the model, without a second copy. Otherwise :meth:`read` and :meth:`write` copy. Integer buffers (counters)
-    stay local.
+    Exchanged are parameters that require a gradient, and floating-point buffers, such as running means; with
+    ``exchange="all"``, or where no parameter requires a gradient, all of them, in the module's order. The others are
+    frozen. Where all tensors are float32 on one device they become views of the vector, which then *is* the model.
+    Otherwise :meth:`read` and :meth:`write` copy. Integer buffers stay local.
 
     Attributes:
-        module: the module.
-        dim: number of elements that travel. frozen_dim: of those that do not.
-        layout: 64-bit hash over names, shapes and dtypes: two nodes with equal layout mean the same vector.
-        frozen: 64-bit hash over the values of what does not travel, as float32; 0 if there is nothing.
-        table: name, dtype and shape of each tensor that travels, in the order in which they follow one another.
-        everything, trained: ``dim`` and ``layout`` where all travels, and where only what is trained does; the latter
-            zeros if that is the same.
+        dim: number of exchanged elements. frozen_dim: of the others.
+        layout: 64-bit hash over names, shapes and dtypes: equal on nodes whose vectors mean the same.
+        frozen: 64-bit hash over the frozen values as float32; 0: there are none.
+        table: name, dtype and shape of each exchanged tensor, in the order of the vector.
+        everything, trained: ``dim`` and ``layout`` with all exchanged, and with the trained part alone; zeros if equal.
     """
 
     dim: int
@@ -47,19 +42,19 @@ class FlatModel:
         self.arrange(exchange)
 
     def arrange(self, exchange: Exchange) -> None:
-        """Lay the vector out anew, if it is not like that already; the module keeps its values."""
+        """Lay the vector out for this exchange; the module keeps its values."""
         if getattr(self, "_exchange", None) == exchange:
             return
         self._exchange = exchange
         floats = _floats(self.module)
-        travels = _travelling(floats, exchange)
-        self._places: dict[str, slice] = {}  # of every name; tied weights share one, and travel once
+        exchanged = _exchanged_names(floats, exchange)
+        self._places: dict[str, slice] = {}  # of every name; tied weights share one
         self.table: list[tuple[str, str, list[int]]] = []
         seen: dict[int, slice] = {}
         size = 0
         for of_frozen in (False, True):
             for name, tensor in floats.items():
-                if travels[name] is of_frozen:
+                if exchanged[name] is of_frozen:
                     continue
                 if id(tensor) not in seen:
                     seen[id(tensor)] = slice(size, size + tensor.numel())
@@ -71,8 +66,8 @@ class FlatModel:
             if not of_frozen:
                 self.dim = size
         self.frozen_dim = size - self.dim
-        self._frozen_names = [name for name in floats if not travels[name]]
-        self.layout = _layout_of(floats, travels)
+        self._frozen_names = [name for name in floats if not exchanged[name]]
+        self.layout = _layout_of(floats, exchanged)
         self._vector: Tensor | None = None
         kinds = {(tensor.dtype, tensor.device) for tensor in floats.values()}
         if len(kinds) == 1 and next(iter(kinds))[0] == torch.float32:
@@ -84,8 +79,7 @@ class FlatModel:
         self._note_frozen()
 
     def _tensors(self, part: slice | None = None) -> list[tuple[Tensor, slice]]:
-        """The tensors of a part of the vector, and their places, as the module has them now: ``to()`` and others put
-        new ones in."""
+        """The module's tensors of a part of the vector, and their places. ``to()`` and others replace tensors."""
         state = self.module.state_dict(keep_vars=True)
         return [
             (state[name], place)
@@ -95,7 +89,7 @@ class FlatModel:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the module still lives in the vector: a training function may have moved it elsewhere."""
+        """Whether the tensors are still views of the vector: a training function may have moved them."""
         if self._vector is None:
             return False
         item = self._vector.element_size()
@@ -106,20 +100,20 @@ class FlatModel:
         )
 
     @property
-    def _travelling(self) -> slice:
+    def _exchanged(self) -> slice:
         return slice(0, self.dim)
 
     @property
-    def _resting(self) -> slice:
+    def _rest(self) -> slice:
         return slice(self.dim, self.dim + self.frozen_dim)
 
     def read(self) -> Tensor:
-        """What travels, as float32 on the CPU, shape (D,). It may be the live vector: copy it if the model changes."""
-        return self._read(self._travelling)
+        """The exchanged part, float32 on the CPU, shape (D,). It may be live: copy it if the model changes."""
+        return self._read(self._exchanged)
 
     def read_frozen(self) -> Tensor:
-        """What does not travel, float32 on the CPU. It may be live, too."""
-        return self._read(self._resting)
+        """The frozen part, float32 on the CPU. It may be live, too."""
+        return self._read(self._rest)
 
     @torch.no_grad()
     def _read(self, part: slice) -> Tensor:
@@ -133,21 +127,21 @@ class FlatModel:
         return vector
 
     def write(self, vector: Tensor) -> None:
-        """Set what travels to ``vector``, float32, shape (D,)."""
+        """Set the exchanged part to ``vector``, float32, shape (D,)."""
         if vector.shape != (self.dim,):
             raise ValueError(f"vector of shape {tuple(vector.shape)} for a model of {self.dim} values")
-        self._write(self._travelling, vector)
+        self._write(self._exchanged, vector)
 
     def hold(self, vector: Tensor) -> None:
-        """Make the model that of this vector, where it does not live in it anyway."""
+        """Set the exchanged part to this vector, unless it is a view of it."""
         if self.read().data_ptr() != vector.data_ptr():
             self.write(vector)
 
     def write_frozen(self, vector: Tensor) -> None:
-        """Set what does not travel, float32."""
+        """Set the frozen part, float32."""
         if vector.shape != (self.frozen_dim,):
             raise ValueError(f"vector of shape {tuple(vector.shape)} for {self.frozen_dim} frozen values")
-        self._write(self._resting, vector)
+        self._write(self._rest, vector)
         self._note_frozen()
 
     @torch.no_grad()
@@ -160,7 +154,7 @@ class FlatModel:
             tensor.copy_(vector[_shifted(place, part)].view(tensor.shape))
 
     def check_frozen(self) -> None:
-        """Raises ValueError: what does not travel has been trained after all, here and on no other node."""
+        """Raises ValueError: a frozen parameter has been trained, on this node alone."""
         state = self.module.state_dict(keep_vars=True)
         thawed = [name for name in self._frozen_names if state[name].requires_grad]
         if not thawed and self._versions() == self._frozen_versions:
@@ -178,12 +172,12 @@ class FlatModel:
         self._frozen_versions = self._versions()
 
     def _versions(self) -> list[tuple[int, int]]:
-        """What changes when anybody writes to a frozen tensor, or puts another in its place."""
+        """Changes when a frozen tensor is written to or replaced."""
         state = self.module.state_dict(keep_vars=True)
         return [(state[name].data_ptr(), state[name]._version) for name in self._frozen_names]
 
     def vector_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vector that a module with these tensors has, float32: what travels, and behind it what does not.
+        """The whole vector of a module with these tensors, float32.
 
         Raises:
             KeyError: a tensor of this model is missing. ValueError: one has another shape.
@@ -200,16 +194,16 @@ class FlatModel:
 
 def _shape_of(floats: Mapping[str, Tensor], exchange: Exchange) -> tuple[int, int]:
     """``dim`` and ``layout`` with that exchange."""
-    travels = _travelling(floats, exchange)
-    sizes = {id(tensor): tensor.numel() for name, tensor in floats.items() if travels[name]}
-    return sum(sizes.values()), _layout_of(floats, travels)
+    exchanged = _exchanged_names(floats, exchange)
+    sizes = {id(tensor): tensor.numel() for name, tensor in floats.items() if exchanged[name]}
+    return sum(sizes.values()), _layout_of(floats, exchanged)
 
 
 def _floats(module: nn.Module) -> dict[str, Tensor]:
     return {n: tensor for n, tensor in module.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
 
 
-def _travelling(floats: Mapping[str, Tensor], exchange: Exchange) -> dict[str, bool]:
+def _exchanged_names(floats: Mapping[str, Tensor], exchange: Exchange) -> dict[str, bool]:
     trained = any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in floats.values())
     everything = exchange == "all" or not trained
     return {
@@ -218,13 +212,13 @@ def _travelling(floats: Mapping[str, Tensor], exchange: Exchange) -> dict[str, b
     }
 
 
-def _layout_of(floats: Mapping[str, Tensor], travels: Mapping[str, bool]) -> int:
-    """Tied weights count once, by their first name. Frozen ones stand behind, marked as such."""
+def _layout_of(floats: Mapping[str, Tensor], exchanged: Mapping[str, bool]) -> int:
+    """Tied weights count once, by their first name. Frozen ones come last, marked as such."""
     first = {id(tensor): name for name, tensor in reversed(list(floats.items()))}
     lines: tuple[list[str], list[str]] = ([], [])
     for name, tensor in floats.items():
         if first[id(tensor)] == name:
-            lines[int(not travels[name])].append(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}")
+            lines[int(not exchanged[name])].append(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}")
     text = "\n".join([*lines[0], *(f"frozen {line}" for line in lines[1])])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 

@@ -1,4 +1,4 @@
-"""A client's replica of the global model, brought up to date from frames or from the controller's shared memory."""
+"""A client's replica of the global model, updated from frames or from the controller's shared memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind
 from gradbus.runtime.wire.messages import ModelBlob
 
 log = get_logger("client")
-DOUBT_S = 10.0  # between two words about models that the controller has not published
+WARN_EVERY_S = 10.0  # about models that the controller has not published
 
 
 class ModelReplica:
-    """The newest global model of one run, as far as it has come.
+    """The newest global model of one run that has arrived.
 
     Attributes:
         round_id: the round after which this was the model; -1: there is none yet.
-        vector: float32, shape (D,). A new object for each model: whoever trains from the old one keeps it.
+        vector: float32, shape (D,). A new object for each model, as training may still use the old one.
         progress_s: when the last new frame came.
     """
 
@@ -56,11 +56,10 @@ class ModelReplica:
         self.vector: Tensor | None = None
         self.progress_s = time.monotonic()
         self.dropped = 0
-        self._doubted_s = float("-inf")
+        self._warned_s = float("-inf")
 
     def start(self, run_id: int, dim: int | None = None) -> None:
-        """Follow this run from here on, with models of ``dim`` values, by default as before. The model so far is worth
-        nothing: a controller that starts sends its own."""
+        """Follow this run from now on, with models of ``dim`` values, by default as before. Drops the model so far."""
         self._run_id = run_id
         if dim is not None:
             self._dim = dim
@@ -69,8 +68,7 @@ class ModelReplica:
         self._forget(lambda key: True)
 
     def feed(self, message: ModelBlob) -> tuple[FrameKey, memoryview] | None:
-        """Take a frame. Returns the transfer and its payload when all of it is there, for
-        :meth:`decode` and :meth:`adopt`."""
+        """Take a frame. Returns a complete transfer and its payload, for :meth:`decode` and :meth:`adopt`."""
         frame, key = message.frame, message.frame.key
         known = key in self._keys
         if key in self._in_memory or not self._follow(key, frame.flags, frame.total_bytes):
@@ -81,7 +79,7 @@ class ModelReplica:
             verdict = self._assembler.feed(frame)
         except FrameError as error:
             self._drop(error)
-            if key.name and error.reason == "mismatch":  # either may be a member's: it begins anew, and is asked for
+            if key.name and error.reason == "mismatch":  # either may be forged: it begins anew
                 self._forget(lambda known: known == key)
             return None
         if verdict is Verdict.REPEATED:
@@ -90,8 +88,8 @@ class ModelReplica:
         return (key, self._assembler.take(key)) if verdict is Verdict.COMPLETE else None
 
     def expect(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
-        """The controller has this model in its memory. Whether it is to be read there, for :meth:`decode` and
-        :meth:`adopt`; frames of it, which may come as well, are not looked at then."""
+        """Whether this model is to be read in the controller's memory, for :meth:`decode` and :meth:`adopt`; its frames
+        are then ignored."""
         if total_bytes > self._max_bytes or key in self._in_memory:
             return False
         if not self._follow(key, flags, total_bytes):
@@ -102,7 +100,7 @@ class ModelReplica:
         return True
 
     def give_up(self, key: FrameKey) -> bool:
-        """It cannot be read there. Whether it was still wanted: then it has to be asked for."""
+        """A model cannot be read in memory. Whether it was still wanted, and has to be requested."""
         wanted = key in self._keys
         self._forget(lambda known: known == key)
         if wanted:
@@ -110,7 +108,7 @@ class ModelReplica:
         return wanted
 
     def _follow(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
-        """Whether this transfer is being taken in; if not, that begins, where it is of use."""
+        """Whether this transfer is followed; if not, that begins, where it is of use."""
         if key in self._keys:
             return True
         if (key.round_id == FROZEN_ROUND) is not self._is_frozen:
@@ -127,7 +125,7 @@ class ModelReplica:
         return True
 
     def _is_published(self, key: FrameKey, flags: int, total_bytes: int) -> bool:
-        """Whether the controller has signed for it, where models are signed: before anything changes for it."""
+        """Whether the controller has signed the model, where models are signed."""
         try:
             self._access_policy.check_model(key, flags, total_bytes)
         except FrameError as error:
@@ -137,15 +135,15 @@ class ModelReplica:
 
     def _drop(self, error: FrameError) -> None:
         self.dropped += 1
-        if time.monotonic() > self._doubted_s + DOUBT_S:  # whoever forges one can forge many
-            self._doubted_s = time.monotonic()
+        if time.monotonic() > self._warned_s + WARN_EVERY_S:  # forged ones may be many
+            self._warned_s = time.monotonic()
             log.warning("model frame dropped", reason=error.reason, detail=str(error))
 
     def _useful(self, flags: int, round_id: int) -> bool:
         return not flags & Flags.DELTA or round_id == self.round_id + 1
 
     def decode(self, key: FrameKey, payload: memoryview) -> Tensor | None:
-        """The model that the payload says; None: it is no use. For the compute thread, and changes nothing."""
+        """Decode a payload; None: it is of no use. For the compute thread; changes nothing."""
         vector = self._decode(key, payload)
         if vector is not None and self._probe.history.on:
             self._probe.note(
@@ -173,7 +171,7 @@ class ModelReplica:
         return vector
 
     def adopt(self, key: FrameKey, vector: Tensor | None) -> bool:
-        """Take what was decoded. False: it is no use, or no longer: a newer model or another run came meanwhile."""
+        """Take a decoded model. False: it is of no use, or a newer model or another run has come meanwhile."""
         flags = self._keys.pop(key, None)
         self._in_memory.discard(key)
         if flags is None or vector is None or key.round_id <= self.round_id or not self._useful(flags, key.round_id):
@@ -183,7 +181,7 @@ class ModelReplica:
         return True
 
     def missing(self, round_id: int) -> tuple[int, list[int]]:
-        """What to ask for to get the model of this round: (transfer, numbers of frames); no numbers: all of it."""
+        """What to request for the model of this round: transfer and numbers of frames; no numbers: all of it."""
         for key in self._keys:
             if key.round_id == round_id:
                 seqs = self._assembler.missing(key)
@@ -211,19 +209,19 @@ def _dense(payload: memoryview, dim: int) -> Tensor:
     return vector
 
 
-LAST_READ_S = 1.0  # so long the controller is kept waiting, and its memory open, for who reads the last model
-READ_TRIES = 3  # so often a model is asked for that is not where it was announced
+LAST_READ_S = 1.0  # so long the end of the run waits for reading the last model
+READ_TRIES = 3  # so often a model is requested that is not where it was announced
 
 
 class SharedModelReader:
-    """Reads models where the controller has them, for as long as that works.
+    """Reads models in the controller's memory, for as long as that works.
 
     Attributes:
-        here: the machine whose memory this client reads, for its Hello; empty: none, so models have to be sent.
+        here: the machine whose memory this client reads, for its Hello; empty: none.
     """
 
     def __init__(self, memory: PayloadMemory, copy: ModelReplica, thread: ComputeThread, client_id: int) -> None:
-        """``copy``: what the models are for. ``thread``: where memory is looked for."""
+        """``copy``: the replica to update. ``thread``: where memory is opened and decoded."""
         self._memory = memory
         self._copy = copy
         self._thread = thread
@@ -234,25 +232,25 @@ class SharedModelReader:
         self.here = memory.here
 
     def start(self) -> None:
-        """Another controller, or another start of it: what did not work with the one before may work now."""
+        """Try again with another controller, or another start of it."""
         self.here, self._missed = self._memory.here, None
 
     def end(self) -> None:
-        """The run is over: the controller gives its memory back, also what is just being read."""
+        """The run is over, and the controller releases its memory."""
         self._ended = True
 
     def note(self, reading: asyncio.Task[None]) -> None:
-        """A task that reads a model."""
+        """Note a task that reads a model."""
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
 
     async def settle(self) -> None:
-        """Wait, not for long, for what is being read."""
+        """Wait for running reads, at most LAST_READ_S."""
         if self._reading:
             await asyncio.wait(self._reading, timeout=LAST_READ_S)
 
     def expect(self, session: int, notice: ModelAvailable) -> FrameKey | None:
-        """The controller of this session has a model in its memory. Its key, if it is to be read."""
+        """The key of the announced model, if it is to be read in memory."""
         flags = Flags.DELTA if notice.delta else Flags.NONE
         key = FrameKey(
             Kind.MODEL, notice.run_id, notice.round_id, CONTROLLER, session, notice.transfer, notice.signature
@@ -284,14 +282,13 @@ class SharedModelReader:
         return self._copy.decode(key, read(notice.memory, notice.total_bytes))
 
     def _worth_asking(self, key: FrameKey, error: SharedMemoryFault) -> bool:
-        """Whether this model may yet be found in memory: it is gone, and not for the third time."""
+        """Whether this model may yet be found in memory: it is gone, but not for the third time."""
         tries = 1 + (self._missed[1] if self._missed is not None and self._missed[0] == key else 0)
         self._missed = key, tries
         return _is_gone(error) and tries < READ_TRIES
 
 
 def _is_gone(error: SharedMemoryFault) -> bool:
-    """Whether what was there has been closed, and nothing or something else has its number now. If not, the system
-    keeps this process from it."""
+    """Whether the file has been closed. If not, the system denies it to this process."""
     cause = error.__cause__ or error.__context__
     return not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError | ProcessLookupError)

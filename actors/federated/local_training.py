@@ -33,7 +33,7 @@ _KEPT = 3
 
 
 class SavedResidual(Meta):
-    """What the checkpoint of a client says beside the residual: the run that it is of."""
+    """The run of a saved residual."""
 
     run_id: Hex64
 
@@ -42,22 +42,14 @@ class ResidualStore:
     """The residuals of one client in one run. Methods may block: for the compute thread."""
 
     def __init__(self, directory: Path | None, client_id: int) -> None:
-        """Raises CheckpointError: the directory cannot be used.
-
-        Args:
-            directory: where they are kept; None: in memory only.
-        """
+        """``directory``: where they are saved; None: in memory only. Raises CheckpointError: it cannot be used."""
         self._shape: tuple[int] | None = None
         self._store = CheckpointStore(directory / f"client-{client_id}", keep=_KEPT) if directory is not None else None
         self._run_id = 0
         self._by_round: dict[int, Tensor] = {}
 
     def start_run(self, run_id: int, dim: int | None = None) -> None:
-        """The client takes part in this run now; residuals of another one are worth nothing.
-
-        Args:
-            dim: length of a residual, which the controller decides: frozen parameters may travel, too. None: any.
-        """
+        """Start with this run, and drop residuals of others. ``dim``: length of a residual; None: any."""
         if run_id == self._run_id:
             return
         self._run_id, self._shape = run_id, None if dim is None else (dim,)
@@ -68,7 +60,7 @@ class ResidualStore:
             try:
                 checkpoint = self._store.load(round_id, self._check)
             except CheckpointError:
-                continue  # damaged: the load has named it; an older one counts
+                continue  # damaged, and logged by load: an older one counts
             if SavedResidual.of(checkpoint).run_id == f"{run_id:016x}":
                 self._by_round[round_id] = checkpoint.tensors["residual"]
             else:
@@ -84,7 +76,7 @@ class ResidualStore:
         return self._by_round[max(earlier)] if earlier else None
 
     def accepted(self, round_id: int, residual: Tensor) -> None:
-        """The update of this round counts: this is owed after it."""
+        """The update of this round counts: save its residual."""
         for stale in [known for known in self._by_round if known >= round_id]:
             del self._by_round[stale]
         self._by_round[round_id] = residual
@@ -92,7 +84,7 @@ class ResidualStore:
             del self._by_round[old]
         if self._store is not None:
             for stale in [known for known in self._store.rounds() if known >= round_id]:
-                self._store.remove(stale)  # undone; as the newest ones they would also be kept in the place of this
+                self._store.remove(stale)  # undone, and newer than this one
             self._store.save(Checkpoint(round_id, {"residual": residual}, {"run_id": f"{self._run_id:016x}"}))
 
     def close(self) -> None:
@@ -109,7 +101,7 @@ class _Settings(Protocol):
 
 
 def codec_options(name: str, settings: _Settings) -> dict[str, Any]:
-    """Those of the settings that the codec of this name knows."""
+    """The settings that the codec of this name takes."""
     options: dict[str, Any] = {}
     if name in ("s4", "sq8"):
         options["density"] = settings.density
@@ -119,11 +111,7 @@ def codec_options(name: str, settings: _Settings) -> dict[str, Any]:
 
 
 class NonFiniteResult(ValueError):
-    """Training has returned, with a loss or a model that is not finite.
-
-    Attributes:
-        reason: one of those in gradbus.actors.federated.rounds.
-    """
+    """Training returned a loss or a model that is not finite. ``reason``: one of :data:`.rounds.FAILURES`."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -132,12 +120,12 @@ class NonFiniteResult(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedUpdate:
-    """What was trained in a round, encoded.
+    """An encoded update.
 
     Attributes:
         key: of its frames. request: to upload it. payload: its bytes.
-        residual: float32, shape (D,): owed after it, if it is accepted; None with a lossless codec.
-        sealed: the memory in which the payload lies, for a controller of this machine; None: in that of this process.
+        residual: float32, shape (D,): after it, if it is accepted; None with a lossless codec.
+        sealed: the shared memory with the payload, for a controller of this machine; None: it is in this process alone.
     """
 
     key: FrameKey
@@ -165,20 +153,20 @@ class LocalTraining:
         self.train_s = 0.0
 
     def prepare(self, num_clients: int) -> None:
-        """Load data. ``num_clients``: of the run, as the controller says; 0 if it does not know."""
+        """Load data. ``num_clients``: of the run; 0: unknown."""
         self._task.prepare(self._identity.sender, num_clients)
 
     def arrange(self, welcome: Welcome) -> None:
-        """Let the model travel as the controller says: all of it, or what is trained."""
+        """Exchange what the controller does: all of the model, or the trained part."""
         self._model.arrange("trained" if welcome.frozen else "all")
 
     def take_frozen(self, welcome: Welcome, vector: Tensor) -> None:
-        """Set what does not travel with the rounds to what the controller has."""
+        """Set the frozen parameters to the controller's."""
         self.arrange(welcome)
         self._model.write_frozen(vector)
 
     def lacks_frozen(self, welcome: Welcome) -> bool:
-        """Whether what does not travel with the rounds is other than the controller's."""
+        """Whether the frozen parameters differ from the controller's."""
         self.arrange(welcome)
         return self._model.frozen != welcome.frozen
 
@@ -186,13 +174,13 @@ class LocalTraining:
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
         heard_s: float,
     ) -> EncodedUpdate:  # fmt: skip
-        """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command was heard, by
-        ``time.perf_counter``. Where many clients share a process, they take turns (runtime/compute_limiter.py).
+        """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command came, by
+        ``time.perf_counter``. Clients that share a process take turns (runtime/compute_limiter.py).
 
         Raises:
             NonFiniteResult: its loss, or the model, is not finite.
-            ValueError: training made the model too large, or used no samples: no controller would take the update, and
-                each refusal is a strike. And whatever the task raises.
+            ValueError: training made the model too large, or used no samples: the controller would refuse the update.
+                And whatever the task raises.
         """
         with TRAINING.take(should_stop):
             return self._train(welcome, command, base, transfer, should_stop, heard_s)
@@ -240,12 +228,12 @@ class LocalTraining:
             bytes=request.total_bytes, num_samples=request.num_samples, crc32=self._probe.history.checksum(payload),
         )  # fmt: skip
         self._probe.reached("after_training_before_offer", command.round_id)
-        # From here on it lies in one place only, also for frames.
+        # From now on it is in one place only, also for frames.
         return EncodedUpdate(key, request, payload if sealed is None else sealed.payload, residual, sealed)
 
     @torch.no_grad()
     def _encode(self, codec: Codec, base: Tensor, round_id: int) -> tuple[bytes, Tensor | None]:
-        """The update's bytes, and what is owed after it with a lossy codec."""
+        """The update's bytes, and with a lossy codec the residual."""
         local = self._model.read()
         # Version 1 of fp32 and q8 means weights; all else is the difference to the model of the round before.
         vector = local if codec.version == 1 and not codec.v1_is_delta else local - base
@@ -271,11 +259,11 @@ class LocalTraining:
         )
 
     def _check(self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, round_id: int) -> None:
-        """Raises ValueError: it would be refused."""
+        """Raises ValueError: the update would be refused."""
         if num_samples < 1:
             raise ValueError(f"training says that it used {num_samples} samples: expected at least one")
-        owed = self._residuals.before(round_id)
-        norm = update_norm + (0.0 if owed is None else l2_norm(owed))
+        residual = self._residuals.before(round_id)
+        norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.
         if num_samples * norm < LARGEST / 2 or fits(
             codecs.parse(payload, expected_dim=base.numel()), base, num_samples
@@ -287,7 +275,7 @@ class LocalTraining:
         )
 
     def on_receipt(self, update: EncodedUpdate, receipt: Receipt) -> None:
-        """The controller has said what became of the update. If it counts, what it did not say is owed from here on."""
+        """Keep the residual of an update that counts."""
         self._probe.note(
             "receipt", run=f"{receipt.run_id:016x}", round=receipt.round_id, transfer=receipt.transfer,
             accepted=receipt.accepted, reason=receipt.reason,

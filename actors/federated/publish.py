@@ -1,7 +1,7 @@
-"""The global model on its way to the clients: in full or as a compressed difference, resent where it is missing.
+"""Publishing of the global model: in full or as a compressed difference, resent where it is missing.
 
-Clients of this machine that report to read the controller's memory find it there, once for all of them, and are told
-where. Frames go out only if there are others, or nobody yet. Whoever does not get at it asks, and gets frames.
+Clients of this machine that read the controller's memory find it there, once for all of them. Frames are sent only if
+there are other clients, or none yet, and to clients that request them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind, chunk
 from gradbus.runtime.wire.messages import ModelBlob
 
 RETAIN_BYTES = 64 << 20  # a model of up to this size is also kept by DDS for clients that come later
-RESEND_PAUSE_S = 0.25  # requests for the whole model that come within this time are answered together
-# What one client may have sent again of one round's model, for it goes to all: so many times the model, and of a small
-# one so many frames. Who loses a third of all frames needs the model one and a half times.
+RESEND_PAUSE_S = 0.25  # requests for the whole model within this time are answered together
+# What one client may have resent of a round's model, as it goes to all: so many times the model, of a small one so many
+# frames. A client that loses a third of all frames needs the model one and a half times.
 RESEND_TIMES, RESEND_FRAMES = 8, 256
 
 log = get_logger("controller")
@@ -44,8 +44,8 @@ log = get_logger("controller")
 class _OutgoingModel:
     """A model as it is sent.
 
-    ``shared``: a copy in shared memory for the clients of this machine, once there is one. ``sharing``: held while it
-    is made and announced, for a request may come meanwhile. ``signing``: held while it is signed.
+    ``shared``: a copy in shared memory for the clients of this machine, once there is one. ``sharing``, ``signing``:
+    held while it is made and announced, and while it is signed, as requests may come meanwhile.
     """
 
     key: FrameKey
@@ -65,7 +65,7 @@ class _OutgoingModel:
 
 
 class Resend(NamedTuple):
-    """What is to be sent again: these frames of a transfer, or all of it where none are named."""
+    """Frames of a transfer to send again; none: all of it."""
 
     transfer: int
     seqs: frozenset[int]
@@ -75,19 +75,19 @@ class ResendQueue:
     """Requests of clients that miss frames, merged, each client within a quota. Pure: no bus, no clock.
 
     Attributes:
-        asked: frames that each client has had sent again, of this round's model.
+        asked: frames of this round's model that each client has had resent.
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[int, set[int]] = {}  # transfer -> frames that a client misses; empty: all of them
-        self._sending: tuple[int, set[int]] | None = None  # what is being sent again now
+        self._wanted: dict[int, set[int]] = {}  # transfer -> missing frames; empty: all of them
+        self._sending: tuple[int, set[int]] | None = None
         self.asked: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
 
     def clear(self) -> None:
-        """A new model comes: forget all requests, and what each client has had."""
+        """Forget all requests and quotas, for a new model."""
         self._wanted.clear()
         self.asked.clear()
 
@@ -100,7 +100,7 @@ class ResendQueue:
         return True
 
     def request(self, client_id: int, transfer: int, seqs: Collection[int], quota: int) -> bool:
-        """A client misses these frames; those on their way already are not sent twice. False: its quota is used up."""
+        """A client misses these frames; those being sent are not sent twice. False: its quota is used up."""
         known = self._wanted.get(transfer)
         if known is not None and not known:
             return True  # all of it is wanted already
@@ -113,29 +113,28 @@ class ResendQueue:
         return True
 
     def _take_quota(self, client_id: int, frames: int, quota: int) -> bool:
-        """No client by itself keeps the way to the others full: beyond its quota it waits for the next model."""
         if self.asked[client_id] + frames > quota:
             return False
         self.asked[client_id] += frames
         return True
 
     def exhaust(self, client_id: int, quota: int) -> int | None:
-        """Mark a client's quota as used up. Returns the frames that it has had, or None where it was marked before."""
+        """Mark a client's quota as used up. Returns the frames that it has had; None: it was marked before."""
         had = self.asked[client_id]
         self.asked[client_id] = max(had, quota)
         return had if had < quota else None
 
     def want_all(self, transfer: int) -> None:
-        """Send all of a transfer, on no client's account."""
+        """Send all of a transfer, without a quota."""
         self._wanted[transfer] = set()
 
     def begin(self) -> Resend:
-        """Take the next one, until :meth:`done`."""
+        """Take the next request, until :meth:`done`."""
         transfer, seqs = self._wanted.popitem()
         return Resend(transfer, frozenset(seqs))
 
     def sending(self, transfer: int, seqs: Collection[int]) -> None:
-        """These frames are being sent now: requests for them change nothing."""
+        """These frames are being sent: requests for them change nothing."""
         self._sending = transfer, set(seqs)
 
     def done(self) -> None:
@@ -144,15 +143,15 @@ class ResendQueue:
 
 
 class ModelPublisher:
-    """Publishes models. With a lossy codec it sends ``codec(weights - held)``, where ``held`` is what the clients have
-    after all messages so far; what a message leaves out stays in ``weights - held`` and is sent later.
+    """Publishes models. With a lossy codec it sends ``codec(weights - held)``, where ``held`` is the clients' model so
+    far; the residual stays in ``weights - held`` and is sent later.
 
     Attributes:
         held: float32, shape (D,): the model that the clients hold; the base of their updates. With a lossless codec
             this *is* the weights.
-        notified: how many clients were last notified where the model lies in memory.
-        residual_norm: L2 norm of what the newest message left out; 0 with a lossless codec.
-        queue: what clients have requested, and is to be sent again.
+        notified: number of clients that were last sent the model's place in memory.
+        residual_norm: L2 norm of the residual of the newest message; 0 with a lossless codec.
+        queue: requests of clients.
     """
 
     def __init__(self, context: RunContext, codec: Codec, registry: ClientRegistry) -> None:
@@ -167,9 +166,9 @@ class ModelPublisher:
         self.residual_norm = 0.0
         self._transfer = 0
         self._round_id = -1
-        self._current: _OutgoingModel | None = None  # what was sent last, for repairs
+        self._current: _OutgoingModel | None = None  # sent last, for repairs
         self._full: _OutgoingModel | None = None
-        self._earlier: list[tuple[int, Sealed]] = []  # by round: models that some client may be about to read
+        self._earlier: list[tuple[int, Sealed]] = []  # by round: models that a client may be about to read
         self.notified = 0
         self._full_sent_s = float("-inf")
         self.queue = ResendQueue()
@@ -180,16 +179,16 @@ class ModelPublisher:
 
     @property
     def frozen_hash(self) -> int:
-        """Hash of the values that do not travel; 0: there are none."""
+        """Hash of the values that are not sent; 0: there are none."""
         return self._context.state.model.frozen
 
     @property
     def held_apart(self) -> Tensor | None:
-        """What the clients hold, where that is not the weights: it has to be kept with them."""
+        """The clients' model, where it is not the weights and has to be saved with them."""
         return None if self.held is self._weights else self.held
 
     async def publish_full(self, round_id: int) -> int:
-        """Send what the clients should hold after this round, in full. Returns its bytes."""
+        """Send the clients' model after this round, in full. Returns its bytes."""
         self._round_id = round_id
         self._current = self._full = self._full_message(self._next_key())
         return await self.publish()
@@ -222,7 +221,7 @@ class ModelPublisher:
         return message
 
     def note_commit(self, report: RoundReport) -> None:
-        """The round is durable: note what it has come to, and what clients will hold after it."""
+        """Note a durable round, and the clients' model after it."""
         self._context.history.note(
             "committed", round=report.round_id, clients=list(report.clients), num_samples=report.num_samples,
             crc32=report.weights_crc32, outcome=report.outcome, attempt=report.attempt, dropped=dict(report.dropped),
@@ -242,7 +241,7 @@ class ModelPublisher:
         return message.size
 
     async def _share(self, message: _OutgoingModel) -> bool:
-        """Announce where the message lies in shared memory. False: there are no clients that read it there."""
+        """Announce the message's place in shared memory. False: no client reads it there."""
         await self._sign(message)
         async with message.sharing:
             if message.shared is None and message.size >= SHARED_BYTES and self._registry.sharing:
@@ -252,15 +251,13 @@ class ModelPublisher:
             return message.shared is not None
 
     async def _announce(self, message: _OutgoingModel, sealed: Sealed) -> None:
-        key = message.key
+        key, is_delta = message.key, bool(message.flags)
         await self._context.publish(
-            ModelAvailable(
-                key.job, key.round_id, key.transfer, bool(message.flags), message.size, sealed.place, key.name
-            ),
+            ModelAvailable(key.job, key.round_id, key.transfer, is_delta, message.size, sealed.place, key.name)
         )
 
     async def announce_to(self, client_id: int) -> None:
-        """A client has come: if it reads memory, tell it of the model that lies there."""
+        """Send a new client that reads memory the place of the model."""
         full = self._full
         if full is not None and full.shared is not None and self._registry.shares_memory(client_id):
             await self._announce(full, full.shared)
@@ -271,14 +268,8 @@ class ModelPublisher:
 
     def _next_key(self) -> FrameKey:
         self._transfer += 1
-        return FrameKey(
-            Kind.MODEL,
-            self._context.run_id,
-            self._round_id,
-            CONTROLLER,
-            self._context.identity.incarnation,
-            self._transfer,
-        )
+        run_id, incarnation = self._context.run_id, self._context.identity.incarnation
+        return FrameKey(Kind.MODEL, run_id, self._round_id, CONTROLLER, incarnation, self._transfer)
 
     @torch.no_grad()
     def _next_difference(self) -> bytes:
@@ -288,7 +279,7 @@ class ModelPublisher:
         return payload
 
     async def _sign(self, message: _OutgoingModel) -> None:
-        """Where models are signed, nobody gets one that is not. Its signature is the name of its frames."""
+        """Sign the message, where models are signed. Its signature is the name of its frames."""
         access_policy = self._context.bus.access_policy
         async with message.signing:
             if access_policy.signs_models and not message.key.name:
@@ -302,18 +293,18 @@ class ModelPublisher:
         await self._context.bus.send_model(message.key, message.payload, flags=message.flags, only=only)
 
     def on_request(self, client_id: int, need: ModelRequest, group: asyncio.TaskGroup) -> None:
-        """A client misses the model or parts of it. Answers go to all: others may miss the same."""
+        """A client misses the model or parts of it. The answer goes to all, as others may miss the same."""
         if need.run_id != self._context.run_id:
             return
         if need.round_id == FROZEN_ROUND:
             self._on_frozen_request(client_id, need)
-        elif need.round_id == self._round_id and self._current is not None:  # else it will ask for the newer one
+        elif need.round_id == self._round_id and self._current is not None:  # else it will request the newer one
             self._on_model_request(client_id, need)
         if (self.queue or self._wanted_in_memory) and (self._resending is None or self._resending.done()):
             self._resending = group.create_task(self._resend(), name="resend-model")
 
     def _on_frozen_request(self, client_id: int, need: ModelRequest) -> None:
-        """A client lacks what does not travel with the rounds: as a rule once, in full."""
+        """A client lacks the frozen parameters."""
         model = self._context.state.model
         if not model.frozen_dim:
             return
@@ -341,7 +332,7 @@ class ModelPublisher:
 
     @property
     def _quota(self) -> int:
-        """Frames that one client may have sent again of one round's model."""
+        """Frames of one round's model that one client may have resent."""
         full = chunk_count(self.held.numel() * 4) + (0 if self._frozen is None else self._frozen.frames)
         return max(RESEND_TIMES * full, RESEND_FRAMES)
 
@@ -354,7 +345,7 @@ class ModelPublisher:
         return next((message for message in messages if message is not None and message.key.transfer == transfer), None)
 
     async def _resend(self) -> None:
-        """Send what is missed, one message at a time: requests that come meanwhile are answered together."""
+        """Send missing frames, one message at a time: requests that come meanwhile are answered together."""
         while self.queue or self._wanted_in_memory:
             if self._wanted_in_memory:
                 self._wanted_in_memory = False
@@ -369,7 +360,7 @@ class ModelPublisher:
                 if seqs:
                     await self._send(message, sorted(seqs))
                 else:
-                    self._full_sent_s = float("inf")  # a client that asks for all of it meanwhile is getting it
+                    self._full_sent_s = float("inf")  # a client that requests all of it meanwhile is getting it
                     await self._send(message)
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
@@ -387,10 +378,8 @@ class ModelPublisher:
             log.warning("model not announced", reason=str(error))
 
     async def quiesce(self) -> None:
-        """Stop resending: the weights are about to change. Returns when nothing reads them any more.
-
-        Until the next message is prepared, requests go unanswered: what was sent last is changing under it.
-        """
+        """Stop resending, as the weights are about to change. Returns when nothing reads them any more. Until the next
+        message is prepared, requests are not answered."""
         self._hide_earlier()
         self._earlier += [(self._round_id, shared) for shared in self._shared()]
         self._current = self._full = None
@@ -401,12 +390,12 @@ class ModelPublisher:
             await asyncio.wait([self._resending], timeout=5.0)
 
     def _shared(self) -> set[Sealed]:
-        """What lies in memory of the newest model."""
+        """The newest model's copies in memory."""
         return {m.shared for m in (self._current, self._full) if m is not None and m.shared is not None}
 
     def _hide_earlier(self) -> None:
-        """Give back the models before the newest one that all who read memory hold, and those before the last two: a
-        client that is notified of one while others make up the quorum still has a round's time to read it."""
+        """Release earlier models that all clients which read memory hold, and those before the last two: where others
+        make up the quorum, a slow client has a round's time to read its model."""
         earlier, self._earlier = self._earlier, []
         for round_id, sealed in earlier:
             if round_id <= self._round_id - 2 or (round_id < self._round_id and self._registry.all_hold(round_id)):
@@ -415,6 +404,6 @@ class ModelPublisher:
                 self._earlier.append((round_id, sealed))
 
     def close(self) -> None:
-        """The run is over: give back what lies in memory."""
+        """Release all memory, at the end of the run."""
         for sealed in (*self._shared(), *(sealed for _, sealed in self._earlier)):
             sealed.hide()

@@ -1,4 +1,4 @@
-"""One round, and when it may start, as pure objects: events in, verdicts out. No clock, no I/O, no await."""
+"""One round as a pure object: events in, verdicts out."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ class RoundRules:
 
 
 class Round:
-    """Who is expected, who has answered, and whether that is enough.
+    """The expected and accepted clients of a round, and whether it is over.
 
-    It is over when all expected clients that live have answered; or when the quorum has been there for ``grace_s``; or
-    at the deadline. At the deadline ``minimum`` updates suffice; with fewer it has failed. It has failed as well when
-    nobody is left who could still answer.
+    It is over when all expected live clients have answered, when the quorum has been there for ``grace_s``, or at the
+    deadline, where ``minimum`` updates suffice. With fewer it has failed, or once no client is left that could answer.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Round:
         Args:
             expected: ids of the clients that take part.
             accepted: clients whose updates count already, from an earlier attempt at the same round.
-            silent: clients that live and send nothing: expected as soon as they do, and not before.
+            silent: live clients that are expected only once they send something.
         """
         self.round_id = round_id
         self.accepted = set(accepted)
@@ -67,7 +66,7 @@ class Round:
         self.minimum = rules.minimum
         self.failed: dict[int, str] = {}
         self.silent = set(silent) - self.expected
-        # Less a hair: 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
+        # 0.55 * 100 is 55.00000000000001, and 55 of 100 are that share.
         self._quorum = max(rules.minimum, math.ceil(rules.quorum * len(self.expected) - 1e-9))
         self._grace_s = rules.grace_s
         self._quorum_at_s: float | None = None
@@ -82,7 +81,7 @@ class Round:
 
     @property
     def needed(self) -> int:
-        """How many of the expected clients can still count: the X of "ready=n/X"."""
+        """Number of expected clients that can still count: the X of "ready=n/X"."""
         return len(self.expected - self.failed.keys())
 
     def may_send(self, client_id: int) -> str | None:
@@ -91,11 +90,11 @@ class Round:
             return "repeated"
         if client_id not in self.expected:
             return "not expected"
-        # One that reported a failure may have done so of the attempt before: an update counts for more.
+        # A reported failure may be of the attempt before: an update outweighs it.
         return "failed" if self.failed.get(client_id, TRAINING_FAILED) not in FAILURES else None
 
     def accept(self, client_id: int, now_s: float) -> None:
-        """Its update counts: also if it was lost or failed while its update was being added."""
+        """An update counts, also if its client was lost or failed while it was being added."""
         self.expected.add(client_id)
         self.failed.pop(client_id, None)
         self.accepted.add(client_id)
@@ -103,14 +102,13 @@ class Round:
             self._quorum_at_s = now_s
 
     def lose(self, client_id: int) -> None:
-        """The client is dead or has left: nothing more is expected of it. An update that counts goes on counting."""
+        """The client is dead or has left, and not expected any more. An update that counts goes on counting."""
         if client_id not in self.accepted:
             self.expected.discard(client_id)
             self.failed.pop(client_id, None)
 
     def follow(self, present: Collection[int], silent: Collection[int]) -> tuple[list[int], list[int]]:
-        """The table of members has changed. Who is no longer ``present`` is lost; of the ``silent`` ones that only
-        until they send again.
+        """Follow the registry. Clients that are no longer ``present`` are lost, ``silent`` ones until they send again.
 
         Returns:
             Those that were lost, and those that were found again, both ascending.
@@ -126,7 +124,7 @@ class Round:
         return lost, found
 
     def fail(self, client_id: int, reason: str) -> None:
-        """The client lives, but it will not answer in this round."""
+        """The client is alive, but will not answer in this round."""
         if client_id in self.open or self.failed.get(client_id) in FAILURES:  # that one may still send
             self.failed[client_id] = reason
 
@@ -141,8 +139,8 @@ class Round:
         return None
 
     def has_enough_requests(self, offered: Collection[int], now_s: float) -> bool:
-        """Whether updates that wait until all are offered need wait no longer: all who are expected have offered
-        theirs, or the quorum has for as long as the grace, or half of the time is over."""
+        """Whether updates of a first round need wait no longer: all expected clients have requested an upload, or the
+        quorum has for the grace, or half of the time is over."""
         if self._offered_at_s is None and len(self.accepted.union(offered)) >= self._quorum:
             self._offered_at_s = now_s
         if self._offered_at_s is not None and now_s >= self._offered_at_s + self._grace_s:
@@ -158,7 +156,7 @@ class Round:
 
 @dataclass(slots=True)
 class RoundTotals:
-    """Sums over the updates that count. Bytes of what came over the bus, and of what was read in shared memory."""
+    """Sums over the updates that count. ``bytes_up_shared``: of those that were read in shared memory."""
 
     bytes_up: int = 0
     bytes_up_shared: int = 0

@@ -1,4 +1,4 @@
-"""What a federated run is between two rounds: weights, history, and all that is needed to go on from there."""
+"""The state of a federated run between two rounds, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -40,18 +40,17 @@ from gradbus.runtime.wire.control import Body
 from gradbus.runtime.wire.messages import Identity
 
 MAX_TENSORS = 1_000_000  # of a model
-NOTHING = "0" * 16  # does not travel, or is known not to
+NOTHING = "0" * 16  # no frozen parameters
 
 log = get_logger("controller")
 
 
 class SavedRun(Meta):
-    """What the checkpoint of a federated run says beside its tensors.
+    """The metadata of a checkpoint: attributes of :class:`RunState`, and
 
     Attributes:
-        tensors: name, dtype and shape of what the vector of weights holds, in its order.
-        frozen: hash of the parameters that it does not hold.
-        The others are those of :class:`RunState`.
+        tensors: name, dtype and shape of each tensor in the vector of weights, in its order.
+        frozen: hash of the frozen parameters.
     """
 
     run_id: Hex64
@@ -80,10 +79,10 @@ class SavedRun(Meta):
 
 @torch.no_grad()
 def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Make a module, as ``build_model`` gives it, that of the checkpoint, frozen parameters included.
+    """Set a module, as ``build_model`` gives it, to the checkpoint, frozen parameters included.
 
     Args:
-        load: what lies beside the checkpoints by that name, as ``CheckpointStore.load_constant`` gives it.
+        load: a file beside the checkpoints by name: ``CheckpointStore.load_constant``.
 
     Raises:
         CheckpointError: the module is another one, or a file is missing.
@@ -109,8 +108,8 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
 
 
 def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[str, Tensor]], where: str) -> None:
-    """Set what does not travel to what has this hash: as ``build_model`` gives it, or from the file that the run has
-    written at its start. Raises CheckpointError: there is none that fits."""
+    """Set the frozen parameters to those with this hash, from the file that the run has written at its start, unless
+    ``build_model`` gives them. Raises CheckpointError: there is no such file."""
     if stated in (NOTHING, f"{model.frozen:016x}"):
         return
     vector = load(f"frozen-{stated}").get("frozen")
@@ -126,12 +125,8 @@ def restore_frozen(model: FlatModel, stated: str, load: Callable[[str], Mapping[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunContext:
-    """What all parts of a running controller share.
-
-    Attributes:
-        bus, identity: where it publishes, and as which sender. compute: its thread for tensors and files.
-        config: the rules. state: the run. history: the journal of a test.
-    """
+    """The objects that all parts of a running controller share. ``compute``: its thread for tensors and files;
+    ``history``: the event journal."""
 
     bus: Bus
     identity: Identity
@@ -156,17 +151,14 @@ class RunState:
         run_id: 64 bits, new at a fresh start.
         round_id: the last committed round.
         weights: float32, shape (D,), on the CPU; the live vector of the model where that is possible.
-        held: what the clients hold after that round, where a lossy downlink makes it differ; else None.
-        history: reports of the committed rounds, without timelines, as a checkpoint holds them. It is written in every
-            round, so it must not grow without end: of all but the newest rounds it has the figures, and of those long
-            past nothing.
-        quarantine, participation: of the clients, see there.
-        model: its module lives in the weights.
+        held: the clients' model after that round, where a lossy downlink makes it differ; else None.
+        history: reports of the committed rounds, without timelines, as a checkpoint has them. As that is written in
+            every round it is bounded: of all but the newest rounds it has the figures, of those long past nothing.
         incarnation: of the controller that saved the state last, then of the one that holds it; 0 if there was none.
     """
 
     def __init__(self, config: FederatedConfig, model: FlatModel, strategy: Strategy) -> None:
-        """Raises CheckpointError: the state directory cannot be used, or holds something that does not fit."""
+        """Raises CheckpointError: the state directory cannot be used, or has the state of another run."""
         self._layout, self._table = model.layout, model.table
         self.model = model
         self._strategy = strategy
@@ -206,8 +198,7 @@ class RunState:
             )
 
     def _set_initial(self, path: Path) -> None:
-        """Weights from a file: named tensors, which have the frozen parameters, too, or a checkpoint, beside which they
-        lie."""
+        """Weights from a file: named tensors, frozen ones included, or a checkpoint with these beside it."""
         named = False
 
         def assemble(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -223,7 +214,7 @@ class RunState:
             self.model.write_frozen(given[self.model.dim :])
 
     def _fit_to(self, path: Path, where: str) -> None:
-        """A vector of the right length may be of another model: its checkpoint tells, and has its frozen parameters."""
+        """Check that a vector is of this model, by its checkpoint, and take the frozen parameters from there."""
         place = re.fullmatch(r"round-(\d+)\.safetensors", path.name)
         if place is None or not path.with_suffix(".json").exists():
             if self.model.frozen_dim:
@@ -271,7 +262,7 @@ class RunState:
         log.info("resumed", round=self.round_id, run=f"{self.run_id:016x}")
 
     def note_start(self, history: History) -> None:
-        """Note where the run stands as this start of the controller takes it up."""
+        """Note the state that this start of the controller begins with."""
         if not history.on:
             return
         weights = self.weights.numpy().data
@@ -288,7 +279,7 @@ class RunState:
         return "full" if self._downlink_codec == "fp32" else "lossy"
 
     def save_initial(self) -> None:
-        """Make a fresh run durable before the first client hears of it, so that a crash in round 1 keeps its id."""
+        """Save a fresh run before the first command, so that a crash in round 1 keeps its id."""
         if self._store is not None and self.round_id == 0 and not self._store.rounds():
             self._save(self.held)
 
@@ -298,7 +289,7 @@ class RunState:
         return self._store is not None
 
     def commit(self, report: RoundReport, held: Tensor | None) -> None:
-        """The round is done: from here on it is not lost. Raises CheckpointError: it could not be written."""
+        """Save a round. Raises CheckpointError: it could not be written."""
         self.round_id = report.round_id
         self.held = held
         self.history.append(report.without_timeline())
@@ -313,7 +304,7 @@ class RunState:
             self.history[place] = self.history[place].figures()
 
     def amend(self, report: RoundReport, **values: Any) -> RoundReport:
-        """Complete the newest report with what is known only after the commit."""
+        """Complete the newest report with figures from after the commit."""
         report = replace(report, **values)
         self.history[-1] = report.without_timeline()
         return report

@@ -1,12 +1,10 @@
-"""Updates on their way into the controller: request, grant, frames, sum, receipt.
+"""Receiving updates: request, grant, frames, sum, receipt.
 
-A client offers its update and sends it when it gets a grant. So the controller holds a bounded number of bytes however
-many clients there are, and a client that dies in the middle leaves nothing but a buffer that is dropped. An update is
-added to the sum only when all its bytes are there and checked: it counts in full or not at all.
+A client requests the upload and sends on a grant, so the controller holds a bounded number of bytes however many
+clients there are. An update is added when all its bytes are there and checked: it counts in full or not at all.
 
-The update of a client of this machine may lie in shared memory that nobody can write to any more. It needs no grant and
-no copy: it is added from where it lies, one after the other, and waits in its client's memory until then. So it takes
-nothing from the budget either. Where it cannot be read, it is granted and sent like all others.
+The update of a client of this machine may lie in frozen shared memory. It needs no grant, no copy and nothing of the
+budget: it is added from there. Where it cannot be read, it is granted and sent like all others.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ from gradbus.runtime.wire.control import Body, Grant, Receipt, RetransmitRequest
 from gradbus.runtime.wire.frames import FrameKey, Kind
 from gradbus.runtime.wire.messages import ClientUpdate
 
-REPAIR_AFTER_S = 0.3  # without a new frame, ask for those that are missing
+REPAIR_AFTER_S = 0.3  # without a new frame, request those that are missing
 STALL_AFTER_S = 10.0  # without a new frame, give the place to another client
 ALONE = "no second update"  # why the only update of an attempt does not count
-_NOTED = 100  # refusals of one kind in a round that a journal lists one by one
+_NOTED = 100  # refusals of one kind in a round that a journal lists
 
 log = get_logger("controller")
 
@@ -64,13 +62,13 @@ class UpdateFromClient(NamedTuple):
         )  # fmt: skip
 
     def repeats(self, other: UpdateFromClient) -> bool:
-        """Whether it is the same request again. The figures of training, which may be NaN, are not compared."""
+        """Whether the other is a repeated request. The figures of training, which may be NaN, are not compared."""
         names = ("run_id", "round_id", "transfer", "total_bytes", "num_samples", "memory")
         return self.key == other.key and all(getattr(self.request, n) == getattr(other.request, n) for n in names)
 
 
 class UpdateRefusal(NamedTuple):
-    """Why an update does not count. ``is_strike``: no honest client sends such an update."""
+    """The reason why an update does not count. ``is_strike``: no honest client sends such an update."""
 
     reason: str
     text: str
@@ -80,24 +78,20 @@ class UpdateRefusal(NamedTuple):
 class Settling(Enum):
     """Whether the updates of a first round can be weighed."""
 
-    WAIT = "for more offers"
+    WAIT = "for more requests"
     ALONE = "there will be no second one in this attempt"
     SETTLED = "the cap on samples is known"
 
 
 class UpdateAdmission:
-    """Which offers are let in. Pure decisions: no bus, no clock, no tensors."""
+    """Decides which uploads are admitted. Pure: no bus, no clock, no tensors."""
 
     def __init__(
         self, quarantine: Quarantine, cap: SampleCap, *, run_id: int, max_bytes: int, budget_bytes: int,
         max_samples: int,
     ) -> None:  # fmt: skip
-        """Args:
-        quarantine: clients that are kept out. cap: how much an update may weigh by its samples.
-        run_id: of the open run. max_bytes: the longest an encoded update can be.
-        budget_bytes: bytes on their way in at one time; one update is always let in.
-        max_samples: the most samples that a client may announce.
-        """
+        """``max_bytes``, ``max_samples``: of an honest update. ``budget_bytes``: of granted updates, one of which is
+        always admitted."""
         self.quarantine = quarantine
         self.cap = cap
         self.run_id = run_id
@@ -106,7 +100,7 @@ class UpdateAdmission:
         self._max_samples = max_samples
 
     def refusal(self, update: UpdateFromClient, round_: Round | None) -> UpdateRefusal | None:
-        """Why this request is refused while this round is open; None: its update may come."""
+        """The reason to refuse this update while this round is open; None: it is admitted."""
         client_id, request = update.client_id, update.request
         if round_ is None or request.run_id != self.run_id or request.round_id != round_.round_id:
             return UpdateRefusal("stale", f"round {request.round_id} is not open")
@@ -122,20 +116,16 @@ class UpdateAdmission:
         return None
 
     def has_room(self, request: UploadRequest, granted: Iterable[UploadRequest]) -> bool:
-        """Whether an update may be granted beside those that are on their way."""
+        """Whether an update may be granted beside the granted ones."""
         in_flight = sum(other.total_bytes for other in granted)
         return not in_flight or in_flight + request.total_bytes <= self.budget_bytes
 
     def settle(self, round_: Round, announced: Mapping[int, int], now_s: float) -> Settling:
-        """Weigh the updates of a first round, once enough of them are offered.
-
-        Args:
-            announced: samples of each client that has offered an update.
-        """
+        """Fix the cap on samples in a first round, once enough clients have ``announced`` theirs."""
         if not round_.has_enough_requests(announced.keys(), now_s):
             return Settling.WAIT
         if self.cap.clients(announced) < min(ENOUGH, round_.minimum):
-            # The round needs a second update anyhow. Weighed by itself alone, this one would decide that round.
+            # The round needs a second update anyhow. By itself, this one would set its own cap.
             return Settling.ALONE if round_.open <= announced.keys() else Settling.WAIT
         self.cap.settle(announced)
         return Settling.SETTLED
@@ -143,7 +133,7 @@ class UpdateAdmission:
 
 @dataclass(slots=True, eq=False)
 class _IncomingUpdate:
-    """An update that was granted, or that is to be read where its client has it."""
+    """An update that was granted, or that is to be read in its client's memory."""
 
     update: UpdateFromClient
     progress_s: float
@@ -159,28 +149,23 @@ class _IncomingUpdate:
 
     @property
     def is_complete(self) -> bool:
-        """All of it is here, and will count or be refused in a moment."""
+        """Whether all of it is here, and will count or be refused in a moment."""
         return self.adding or self.payload is not None
 
 
 class UpdateReceiver:
-    """The way in for the updates of one round at a time. All methods are called on the loop.
+    """Receives the updates of one round at a time. All methods are called on the loop.
 
     Attributes:
         totals: sums over the updates that count. timing: moments of the round. dropped: what did not count, by reason.
-        capped: samples that were announced by those clients that weigh less in this round.
+        capped: samples announced by the clients that weigh less in this round.
     """
 
     def __init__(
         self, context: RunContext, strategy: Strategy, admission: UpdateAdmission, *, dim: int,
         on_strike: Callable[[Strike], Awaitable[None]], on_change: Callable[[], None],
     ) -> None:  # fmt: skip
-        """No round is open.
-
-        Args:
-            dim: D, size of the model. on_strike: called when a bad update has come.
-            on_change: called when an update was counted or refused.
-        """
+        """``on_strike`` is called with each strike, ``on_change`` when an update was counted or refused."""
         self._context = context
         self._strategy = strategy
         self._admission = admission
@@ -194,7 +179,7 @@ class UpdateReceiver:
         self._transfers: dict[FrameKey, _IncomingUpdate] = {}
         self._complete: deque[_IncomingUpdate] = deque()
         self._counted: dict[int, FrameKey] = {}  # client -> its last update that counted
-        self._unreadable: dict[int, int] = {}  # client -> which start of it has memory that cannot be read from here
+        self._unreadable: dict[int, int] = {}  # client -> incarnation whose memory cannot be read from here
         self._folding = asyncio.Lock()
         self._work = asyncio.Event()
         self._repaired_s = 0.0
@@ -205,7 +190,7 @@ class UpdateReceiver:
         self._rejected_before: Counter[str] = Counter()
 
     def open(self, round_: Round, base: Tensor) -> None:
-        """Take updates for this round. Another attempt at it goes on with what has counted in those before.
+        """Take updates for this round. Another attempt at it goes on with the updates that count.
 
         Args:
             base: float32, shape (D,): the model that the clients hold.
@@ -220,7 +205,7 @@ class UpdateReceiver:
         self._requests.clear()
 
     def take_dropped(self) -> dict[str, int]:
-        """What was not counted since the last call, by reason: updates, their frames, and invalid samples."""
+        """Updates, frames and invalid samples that did not count since the last call, by reason."""
         rejected = self._context.bus.rejected
         dropped = self.dropped + (rejected - self._rejected_before)
         self._rejected_before = rejected
@@ -228,7 +213,7 @@ class UpdateReceiver:
         return dict(dropped)
 
     async def close(self) -> None:
-        """Take nothing more for the open round. Returns when no update is being added any more."""
+        """Take no more updates. Returns when none is being added any more."""
         self._round = None
         self._requests.clear()
         for key in list(self._transfers):
@@ -237,9 +222,9 @@ class UpdateReceiver:
             pass
 
     async def on_request(self, client_id: int, incarnation: int, request: UploadRequest) -> None:
-        """A client has an update."""
+        """A client requests an upload."""
         update = UpdateFromClient(client_id, incarnation, request)
-        if self._counted.get(client_id) == update.key:  # it has not got the receipt
+        if self._counted.get(client_id) == update.key:  # the receipt was lost
             await self._send_receipt(update, accepted=True)
             return
         if (refusal := self._admission.refusal(update, self._round)) is not None:
@@ -250,7 +235,7 @@ class UpdateReceiver:
             return  # only then another one may come
         self.timing.offered(client_id, incarnation, request)
         if granted is not None and not granted.update.repeats(update):
-            self._drop(granted.key)  # it started again, or trained again: only its newest update counts
+            self._drop(granted.key)  # its client trained again: only the newest update counts
             granted = None
         if granted is None and not self._admission.cap.is_settled:
             self._requests[client_id] = update
@@ -259,11 +244,11 @@ class UpdateReceiver:
         if granted is None:
             self._take_in(update)
         elif granted.frames == 0 and not granted.in_memory:
-            await self._send_grant(granted)  # it may not have got it
+            await self._send_grant(granted)  # it may be lost
         await self._grant_more()
 
     async def _settle(self) -> None:
-        """Weigh the updates of a first round, once enough of them are offered, and take them in."""
+        """Take in the updates of a first round, once their weights can be fixed."""
         round_ = self._round
         if self._admission.cap.is_settled or round_ is None or not self._requests:
             return
@@ -279,7 +264,7 @@ class UpdateReceiver:
                 await self._grant_more()
 
     def _take_in(self, update: UpdateFromClient) -> None:
-        """Read the update where it lies, or let its request wait for a grant."""
+        """Read the update in its client's memory, or let its request wait for a grant."""
         unreadable = self._unreadable.get(update.client_id) == update.incarnation
         if self._context.bus.memory.here and is_here(update.request.memory) and not unreadable:
             self._requests.pop(update.client_id, None)
@@ -319,7 +304,7 @@ class UpdateReceiver:
             self._work.set()
 
     def forget(self, client_id: int, incarnation: int) -> None:
-        """The client is gone: drop what it had not finished sending."""
+        """Drop the incomplete update of a client that is gone."""
         offered = self._requests.get(client_id)
         if offered is not None and offered.incarnation == incarnation:
             del self._requests[client_id]
@@ -329,14 +314,14 @@ class UpdateReceiver:
                 self.dropped["cut short"] += 1
 
     async def run(self) -> None:
-        """Add complete updates, one after the other; ask for what is missing. Runs until cancelled."""
+        """Add complete updates, one after the other; request missing frames. Runs until cancelled."""
         async with asyncio.TaskGroup() as receipts:
             while True:
                 try:
                     async with asyncio.timeout(REPAIR_AFTER_S / 2):
                         await self._work.wait()
                 except TimeoutError:
-                    await self._settle()  # an expected client may be lost, or the time be over
+                    await self._settle()  # a client may be lost, or the time be over
                     await self._repair()
                     continue
                 self._work.clear()
@@ -348,7 +333,7 @@ class UpdateReceiver:
                         await self._fold(self._complete.popleft(), receipts)
                     await self._grant_more()
                     if self._complete and time.monotonic() - self._repaired_s > REPAIR_AFTER_S:
-                        await self._repair()  # what lies in memory may keep this busy for as long as it likes
+                        await self._repair()  # updates in memory may keep this busy for long
 
     def _unreadable_from_here(self, transfer: _IncomingUpdate, error: SharedMemoryFault) -> None:
         """The update is not in its client's memory: have it sent."""
@@ -364,7 +349,7 @@ class UpdateReceiver:
         if round_ is None or self._transfers.get(transfer.key) is not transfer:
             return  # the round ended meanwhile
         if update.client_id in round_.accepted:
-            self._drop(transfer.key)  # whatever led here: no client counts twice
+            self._drop(transfer.key)  # no client counts twice
             return
         started_s = time.perf_counter()
         weight = self._admission.cap.weight(update.request.num_samples)
@@ -420,8 +405,8 @@ class UpdateReceiver:
         )  # fmt: skip
 
     async def _grant_more(self) -> None:
-        """Grant offers in order of arrival while the budget lasts."""
-        # Looked at anew after each grant: while it is sent, offers come, go and are granted.
+        """Grant requests in order of arrival while the budget lasts."""
+        # Evaluated anew after each grant: while it is sent, requests come and go.
         while self._requests and self._admission.cap.is_settled:
             client_id, update = next(iter(self._requests.items()))
             on_their_way = (other.update.request for other in self._transfers.values() if not other.in_memory)
@@ -465,7 +450,7 @@ class UpdateReceiver:
         self._assembler.forget(key)
 
     async def _reject(self, update: UpdateFromClient, refusal: UpdateRefusal) -> None:
-        """The update does not count, and its client need not be waited for in this round."""
+        """Refuse an update whose client is not waited for in this round any more."""
         client_id, round_id = update.client_id, update.request.round_id
         log.warning("update dropped", client=client_id, round=round_id, reason=refusal.reason, detail=refusal.text)
         if self._round is not None:
@@ -479,7 +464,7 @@ class UpdateReceiver:
 
     async def _refuse(self, update: UpdateFromClient, refusal: UpdateRefusal) -> None:
         self.dropped[refusal.reason] += 1
-        if self.dropped[refusal.reason] <= _NOTED:  # endless offers fill no disk; the count is noted with the round
+        if self.dropped[refusal.reason] <= _NOTED:  # endless requests fill no disk; the count is noted with the round
             facts = {"client": update.client_id, "incarnation": update.incarnation, "reason": refusal.reason}
             self._context.history.note("refused", round=update.request.round_id, **facts)
         await self._send_receipt(update, accepted=False, reason=refusal.text)
@@ -493,5 +478,5 @@ class UpdateReceiver:
     async def _send(self, body: Body) -> None:
         try:
             await self._context.publish(body)
-        except WriteTimeout as error:  # it will be sent again when it is asked for again
+        except WriteTimeout as error:  # the client repeats its request
             log.warning("message not sent", message=type(body).__name__, reason=str(error))

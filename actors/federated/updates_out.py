@@ -1,7 +1,5 @@
-"""A client's update on its way to the controller: offered, sent when granted, repaired, until there is a receipt.
-
-A controller of this machine may read it where it lies, without a word; then there is nothing to be granted.
-"""
+"""Sending an update: request, frames on a grant, repairs, until there is a receipt. A controller of this machine may
+read it in this process's memory instead."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ log = get_logger("client")
 
 
 class UpdateSender:
-    """One update at a time.
+    """Sends one update at a time.
 
     Attributes:
         phase: offering or uploading while there is an update, else idle.
-        bytes_up: bytes of updates sent so far, repairs included, or read by the controller from this process's memory.
+        bytes_up: bytes of updates sent so far, repairs included, or read by the controller in memory.
     """
 
     def __init__(self, bus: Bus, identity: Identity, probe: Probe | None = None) -> None:
@@ -46,13 +44,11 @@ class UpdateSender:
     async def deliver(self, update: EncodedUpdate, *, check: Callable[[], bool]) -> Receipt | None:
         """Request the upload until there is a receipt.
 
-        Args:
-            update: what to deliver.
-            check: asked now and then: whether the controller is still the one that it was trained for. May raise. A
-                newer command is no reason to stop: only who knows whether this update counted knows what is still owed.
+        ``check`` returns whether the controller is still the one that the update is for, and may raise. A newer command
+        is no reason to stop: the residual depends on whether this update counts.
 
         Returns:
-            The receipt, or None if there will be none.
+            The receipt; None: there will be none.
         """
         self._begin(update)
         try:
@@ -81,7 +77,7 @@ class UpdateSender:
         self._update, self._receipt, self._has_sent, self.phase = update, None, False, "offering"
 
     def on_answer(self, body: Grant | RetransmitRequest | Receipt, group: asyncio.TaskGroup) -> None:
-        """The controller has answered this client; tasks that send belong to ``group``."""
+        """The controller has answered; tasks that send belong to ``group``."""
         update = self._update
         if update is None or body.transfer != update.key.transfer or body.round_id != update.key.round_id:
             return
@@ -95,11 +91,11 @@ class UpdateSender:
                 self._start(update, body.seqs, group)
 
     def interrupt(self) -> None:
-        """Look again whether the update is still wanted."""
+        """Check at once whether the update is still wanted."""
         self._heard.set()
 
     def _start(self, update: EncodedUpdate, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
-        """Send, unless the last answer is still being obeyed: what is missing then will be asked for again."""
+        """Send, unless frames are being sent: those that are missing then will be requested again."""
         if self._sending is None or self._sending.done():
             self._has_sent = True
             self._probe.reached("after_grant_before_upload", update.key.round_id)
