@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import gradbus
+from gradbus.experiments.bench.bare_dds import DdsEcho
 from gradbus.experiments.bench.processes import LEASE_S, Processes
 from gradbus.experiments.bench.results import Measurement, measurement
 from gradbus.experiments.bench.tcp import Echo
@@ -34,7 +35,7 @@ _ANSWER_S = 20.0
 _MEET_S = 120.0  # eight processes start, and the machine may be busy
 _LIFETIME_S = 300.0  # of a reader, whatever becomes of the writer
 _PING_BYTES, _LARGE_BYTES = 64, 64 * KIB
-_TCP_TRIPS = 20
+_BARE_TRIPS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,17 +219,19 @@ async def _pair_figures(writer: _Writer, plan: BusPlan) -> list[Measurement]:
             taken.append(time.perf_counter() - began_s)
         return 1e6 * statistics.median(taken)
 
-    with Echo() as echo:
+    with Echo() as echo, DdsEcho() as dds_echo:
 
-        async def bare(size: int) -> float:
-            return 1e6 * statistics.median(echo.round_trip_s(size) for _ in range(_TCP_TRIPS))
+        async def bare(one: Echo | DdsEcho, size: int) -> float:
+            return 1e6 * statistics.median(one.round_trip_s(size) for _ in range(_BARE_TRIPS))
 
         async def bare_stream(size: int, count: int) -> float:
             return 1e3 * echo.stream_s(size, count) / count
 
         for name, trip, size in (("64 B", small, _PING_BYTES), ("64 KiB", large, _LARGE_BYTES)):
-            taken = await _by_turns(plan.blocks, bus=partial(trips, trip), tcp=partial(bare, size))
-            figures.append(measurement(f"round trip, {name}", "us", taken["bus"], against=("TCP", taken["tcp"])))
+            alone = {"tcp": partial(bare, echo, size), "dds": partial(bare, dds_echo, size)}
+            taken = await _by_turns(plan.blocks, bus=partial(trips, trip), **alone)
+            note, against = f"Cyclone DDS alone: {statistics.median(taken['dds']):.0f} us", ("TCP", taken["tcp"])
+            figures.append(measurement(f"round trip, {name}", "us", taken["bus"], against=against, note=note))
         for size in plan.streams:
             count = plan.stream_bytes // size
             stream = partial(writer.send_ms, "unicast", size, count)
