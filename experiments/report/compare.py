@@ -7,9 +7,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.amounts import DASH, duration, number, percent, size
-from gradbus.experiments.report import federated, parallel, style
 from gradbus.experiments.report import figures as draw
+from gradbus.experiments.report import parallel, style
 from gradbus.experiments.report.page import Page, PageFigure, PageTable, Section, text_of
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.directory import totals
@@ -17,7 +18,7 @@ from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.errors import ConfigError
 
 IGNORED = {"run_dir", "federated.checkpoint.dir", "parallel.checkpoint.dir", "bus.job", "bus.domain", "rank"}
-"""Settings that say where a run was done, not how."""
+"""Settings of the place of a run."""
 
 MAX_LABEL = 24  # letters
 
@@ -64,7 +65,8 @@ def page_of(runs: Sequence[RunFiles]) -> Page:
                 "Above: accuracy on the test set. Below: mean training loss.",
             )]),
             Section(title="Time", figures=[PageFigure(
-                "parts", partial(draw.draw_parts, bars, labels), f"Where the time of {part} goes", of_parts
+                "parts", partial(draw.draw_parts, dict(zip(map(style.plain, labels), bars, strict=True))),
+                f"Where the time of {part} goes", of_parts
             )]),
             Section(
                 title="Settings, versions and machines that differ", text="" if differing.rows else "None.",
@@ -84,7 +86,12 @@ def labels_of(runs: Sequence[RunFiles]) -> list[str]:
 def looks_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Look]:
     """The look of its codec or exchange for each run, where these differ; else one look after the other."""
     known = [
-        federated.codec_look(run, "codec") if run.kind == "federated" else parallel.exchange_look(run) for run in runs
+        style.look_of(
+            str(run.setting("federated", "codec.name", "fp32"))
+            if run.kind == "federated"
+            else parallel.exchange_of(run) or "dense"
+        )
+        for run in runs
     ]
     if len({look.color for look in known}) == len(known):
         return [look._replace(label=style.plain(label)) for look, label in zip(known, labels, strict=True)]
@@ -94,12 +101,12 @@ def looks_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Look]:
 # -- in numbers --------------------------------------------------------------------------------------------------------
 
 
-def _over_rounds(of: Callable[[Sequence[Any]], float | None]) -> Callable[[RunFiles], float | None]:
-    return lambda run: of(run.rounds) if run.rounds else None
-
-
 def _total(key: str) -> Callable[[RunFiles], float | None]:
-    return _over_rounds(lambda rounds: totals(rounds)[key])
+    return lambda run: totals(run.rounds)[key] if run.rounds else None
+
+
+def _median(of: Callable[[RoundReport], float]) -> Callable[[RunFiles], float | None]:
+    return lambda run: median(map(of, run.rounds)) if run.rounds else None
 
 
 def _last(key: str) -> Callable[[RunFiles], float | None]:
@@ -111,10 +118,11 @@ def _wall_s(run: RunFiles) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
+def _not_counted(run: RunFiles) -> float | None:
+    return sum(sum(report.dropped.values()) for report in run.rounds) if run.rounds else None
 
 
+_count = "{:,.0f}".format
 _loss = partial(number, digits=4)
 
 FEDERATED: Sequence[Measure] = (
@@ -124,19 +132,11 @@ FEDERATED: Sequence[Measure] = (
     ("training loss", _total("loss"), _loss),
     ("up", _total("bytes_up"), size),
     ("down", _total("bytes_down"), size),
-    ("round, median", _over_rounds(lambda rounds: median(r.seconds for r in rounds)), duration),
-    (
-        "round without the slowest training, median",
-        _over_rounds(lambda rounds: median(r.seconds - r.train_s for r in rounds)),
-        duration,
-    ),
+    ("round, median", _median(lambda report: report.seconds), duration),
+    ("round without the slowest training, median", _median(lambda report: report.seconds - report.train_s), duration),
     ("training of the slowest clients, in all", _total("train_s"), duration),
     ("the whole run", _wall_s, duration),
-    (
-        "updates and frames not counted",
-        _over_rounds(lambda rounds: sum(sum(r.dropped.values()) for r in rounds)),
-        _count,
-    ),
+    ("updates and frames not counted", _not_counted, _count),
 )
 PARALLEL: Sequence[Measure] = (
     ("epochs", lambda run: len(run.epochs) or None, _count),

@@ -23,12 +23,10 @@ from gradbus.experiments.report.page import (
     byte_column,
     column,
     column_table,
-    facts_section,
     row_table,
-    settings_section,
+    run_page,
     time_column,
 )
-from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
 
@@ -38,16 +36,12 @@ MAX_FAULTS = 60  # rows of a table of faults
 def page_of(run: RunFiles) -> Page:
     """The page on one run."""
     reports = run.rounds
-    up, down = codec_look(run, "codec"), codec_look(run, "downlink_codec")
+    names = [str(run.setting("federated", key, "fp32")) for key in ("codec.name", "downlink_codec.name")]
+    up, down = map(style.look_of, names)
     curve = draw.curve_of_rounds(reports, up)
-    outcome = str(run.summary.get("outcome") or "not finished")
-    codecs = (run.setting("federated", key, "?") for key in ("codec.name", "downlink_codec.name"))
-    what = "Federated run" + (", codec {} up and {} down".format(*codecs) if run.config else "")
-    return Page(
-        title=run.job,
-        lead=f"{what}; {run.task}." if run.task else f"{what}.",
-        state=outcome,
-        good=outcome == "done",
+    what = "Federated run" + (", codec {} up and {} down".format(*names) if run.config else "")
+    return run_page(
+        run, what, ControllerFile(),
         tiles=_tiles(run) if reports else [],
         notes=[*run.missing, *(_notes(run) if reports else [])],
         sections=[
@@ -73,16 +67,8 @@ def page_of(run: RunFiles) -> Page:
             )]),
             faults(reports),
             Section(title="Rounds", tables=[rounds_table(reports)] if reports else []),
-            settings_section(run.config, ControllerFile().model_dump(mode="json")),
-            facts_section(run.summary),
         ],
     )  # fmt: skip
-
-
-def codec_look(run: RunFiles, key: str) -> Look:
-    """The look of the codec that ``federated.codec`` or ``federated.downlink_codec`` names."""
-    name = str(run.setting("federated", f"{key}.name", "fp32"))
-    return style.look_of(name) if name in style.CODECS else style.nth_look(0, name)
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
@@ -103,12 +89,12 @@ def _tiles(run: RunFiles) -> list[Tile]:
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """What does not fit together in the files of a run that has done a round."""
+    """Contradictions between the files of a run that has done a round."""
     notes, last, wanted = [], run.rounds[-1].round_id, run.setting("federated", "rounds")
     if gaps := sorted(set(range(1, last + 1)) - {report.round_id for report in run.rounds}):
         notes.append(f"Of round {listed(gaps)} there is no report.")
     if run.summary.get("outcome") == "done" and wanted and last < wanted:
-        notes.append(f"The summary says that the run is done, but its last report is of round {last} of {wanted}.")
+        notes.append(f"By its summary the run is done, but its last report is of round {last} of {wanted}.")
     never = run.summary.get("never_counted")
     named = [one for one in never if isinstance(one, dict)] if isinstance(never, list) else []
     notes += [f"Of client {one.get('client')} no update has ever counted: {one.get('reason')}." for one in named]

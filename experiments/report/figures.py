@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradbus.actors.data_parallel.report import EpochReport
 from gradbus.actors.federated.report import ClientTimeline, Piece, RoundReport
@@ -197,28 +197,24 @@ def draw_timeline(report: RoundReport) -> Figure:
     """
     shown = sorted(sorted(report.timeline, key=lambda c: c.counted_s)[-MAX_CLIENTS:], key=lambda c: c.client_id)
     own = list(_controller_pieces(report))
-    rows = [*(client.pieces() for client in shown), own]
-    after = [*(list(_after_training(client.pieces())) for client in shown), list(_since(own, own[0].start_s))]
-    options = {"sharey": True, "gridspec_kw": {"width_ratios": [3, 2]}}
-    figure, panels = _new(1, 2, height_in=1.45 + 0.3 * len(rows), **options)
-    for axes, title, pieces in zip(
-        panels, ("from the command", "from the end of training"), (rows, after), strict=True
-    ):
-        unit = style.time_unit(max((piece.end_s for row in pieces for piece in row), default=0.0))
-        for index, row in enumerate(pieces):
-            spans = [(piece.start_s / unit.factor, (piece.end_s - piece.start_s) / unit.factor) for piece in row]
-            axes.broken_barh(spans, (index - 0.36, 0.72), facecolors=[style.PHASES[piece.phase] for piece in row])
-        axes.set_title(title)
-        axes.set_xlim(left=0.0)
-        _across(axes, f"time / {unit.name}")
-    _name_rows(panels[0], [*(f"client {client.client_id}" for client in shown), "controller"])
-    used = {piece.phase for row in rows for piece in row}
-    style.legend_of_colors(figure, {phase: color for phase, color in style.PHASES.items() if phase in used})
-    return figure
+    panels = {
+        "from the command": [*(client.pieces() for client in shown), own],
+        "from the end of training": [
+            *(list(_after_training(client.pieces())) for client in shown), list(_since(own, own[0].start_s))
+        ],
+    }  # fmt: skip
+    spans = {
+        title: [
+            [Span(piece.phase, style.PHASES[piece.phase], piece.start_s, piece.end_s) for piece in row] for row in rows
+        ]
+        for title, rows in panels.items()
+    }
+    names = [*(f"client {client.client_id}" for client in shown), "controller"]
+    return _draw_spans(spans, names, style.PHASES, row_in=0.3, widths=[3, 2])
 
 
 def _controller_pieces(report: RoundReport) -> Iterator[Piece]:
-    """What the controller does once the updates are in: the model, the checkpoint, the message."""
+    """The work of the controller once the updates are in: the model, the checkpoint, the message."""
     end_s = report.seconds - report.command_s
     published_s, saved_s = end_s - report.publish_s, end_s - report.publish_s - report.checkpoint_s
     yield Piece("aggregate", saved_s - report.step_s, saved_s)
@@ -287,18 +283,7 @@ def draw_step_parts(profiles: Sequence[ProfileSummary]) -> Figure | None:
     """The mean step of each rank, part by part. Of very many ranks, those that wait least."""
     shown = sorted(profiles, key=lambda profile: profile.mean.get("wait_s", 0.0))[:MAX_RANKS]
     shown = sorted((profile for profile in shown if profile.steps), key=lambda profile: profile.rank)
-    if not shown:
-        return None
-    figure, (axes,) = _new(height_in=1.4 + 0.36 * len(shown))
-    used = {key for key in STEP_PARTS if any(_finite(profile.mean.get(key, 0.0)) for profile in shown)}
-    parts = {key: STEP_PARTS[key] for key in STEP_PARTS if key in used}
-    bars = [[(*look, _finite(p.mean.get(key, 0.0))) for key, look in parts.items()] for p in shown]
-    unit = style.time_unit(max(profile.mean.get("step_s", 0.0) for profile in shown))
-    _bars(axes, bars, unit)
-    _name_rows(axes, [f"rank {profile.rank}" for profile in shown])
-    _across(axes, f"mean step / {unit.name}")
-    style.legend_of_colors(figure, dict(parts.values()))
-    return figure
+    return draw_parts({f"rank {profile.rank}": step_bar([profile]) for profile in shown}, across="mean step", panels=1)
 
 
 def draw_windows(windows: Mapping[int, Sequence[WindowStats]]) -> Figure | None:
@@ -325,23 +310,22 @@ def draw_step(spans: Mapping[int, Sequence[StepSpan]]) -> Figure | None:
     """One step of each rank: what it computed, and below what was on its way meanwhile."""
     if not spans:
         return None
-    unit = style.time_unit(max(span.end_s for found in spans.values() for span in found))
-    used = set()
-    figure, (axes,) = _new(height_in=1.3 + 0.62 * len(spans))
-    for row, found in enumerate(spans.values()):
-        for span in found:
-            if span.row == "step":
-                continue
-            look = COLLECTIVE if span.row == "collectives" else STEP_PARTS.get(f"{span.name}_s", COLLECTIVE)
-            low, height = {"compute": (-0.42, 0.4), "collectives": (0.0, 0.18)}.get(span.row, (0.2, 0.18))
-            width = (span.end_s - span.start_s) / unit.factor
-            axes.broken_barh([(span.start_s / unit.factor, width)], (row + low, height), facecolors=look[1])
-            used.add(look)
-    _name_rows(axes, [f"rank {rank}" for rank in spans])
-    axes.set_xlim(left=0.0)
-    _across(axes, f"time / {unit.name}")
-    style.legend_of_colors(figure, dict(look for look in (*STEP_PARTS.values(), COLLECTIVE) if look in used))
-    return figure
+    looks = {**STEP_PARTS, "exchange_s": COLLECTIVE}
+    rows = [
+        [
+            Span(
+                *(COLLECTIVE if span.row == "collectives" else looks.get(f"{span.name}_s", COLLECTIVE)),
+                span.start_s, span.end_s, *_STEP_ROWS.get(span.row, (0.2, 0.18)),
+            )
+            for span in found if span.row != "step"
+        ]
+        for found in spans.values()
+    ]  # fmt: skip
+    return _draw_spans({"": rows}, [f"rank {rank}" for rank in spans], dict(looks.values()), row_in=0.62)
+
+
+_STEP_ROWS = {"compute": (-0.42, 0.4), "collectives": (0.0, 0.18)}
+"""Where the spans of a row of the trace are drawn: lower edge and height, in rows."""
 
 
 def draw_step_bytes(reports: Sequence[EpochReport], look: Look) -> Figure | None:
@@ -384,17 +368,21 @@ def step_bar(profiles: Sequence[ProfileSummary]) -> Bar:
     ]
 
 
-def draw_parts(bars: Sequence[Bar], labels: Sequence[str]) -> Figure | None:
-    """A bar for each run; on the right without the first part, which hides the rest."""
-    if not any(bars):
+def draw_parts(bars: Mapping[str, Bar], *, across: str = "time", panels: int = 2) -> Figure | None:
+    """A bar for each name; in a second panel without the first part, which hides the rest."""
+    if not any(bars.values()):
         return None
-    figure, panels = _new(1, 2, height_in=1.5 + 0.4 * len(labels), sharey=True)
-    for axes, first in zip(panels, (0, 1), strict=True):
-        unit = style.time_unit(max(sum(value for _, _, value in bar[first:]) for bar in bars))
-        _bars(axes, [bar[first:] for bar in bars], unit)
-        _across(axes, f"time / {unit.name}")
-    _name_rows(panels[0], [style.plain(label) for label in labels])
-    style.legend_of_colors(figure, {label: color for bar in bars for label, color, _ in bar})
+    figure, all_axes = _new(1, panels, height_in=1.45 + 0.38 * len(bars), sharey=True)
+    for first, axes in enumerate(all_axes):
+        unit = style.time_unit(max(sum(value for _, _, value in bar[first:]) for bar in bars.values()))
+        for row, bar in enumerate(bars.values()):
+            left = 0.0
+            for _, color, value in bar[first:]:
+                axes.barh(row, value / unit.factor, left=left, color=color, height=0.7)
+                left += value / unit.factor
+        _across(axes, f"{across} / {unit.name}")
+    _name_rows(all_axes[0], list(bars))
+    style.legend_of_colors(figure, {label: color for bar in bars.values() for label, color, value in bar if value})
     return figure
 
 
@@ -405,13 +393,37 @@ def _plot(axes: Axes, points: Sequence[tuple[float, float]], **line: object) -> 
     axes.plot([x for x, _ in points], [y for _, y in points], **line)  # type: ignore[arg-type]
 
 
-def _bars(axes: Axes, bars: Sequence[Bar], unit: style.Unit) -> None:
-    """Horizontal stacked bars, one a row."""
-    for row, bar in enumerate(bars):
-        left = 0.0
-        for _, color, value in bar:
-            axes.barh(row, value / unit.factor, left=left, color=color, height=0.7)
-            left += value / unit.factor
+class Span(NamedTuple):
+    """A piece of a row of a timeline; ``low`` and ``height``: its lower edge and height, in rows."""
+
+    label: str
+    color: str
+    start_s: float
+    end_s: float
+    low: float = -0.36
+    height: float = 0.72
+
+
+def _draw_spans(
+    panels: Mapping[str, Sequence[Sequence[Span]]], names: Sequence[str], colors: Mapping[str, str], *, row_in: float,
+    widths: Sequence[int] = (1,),
+) -> Figure:  # fmt: skip
+    """Rows of spans, in panels by their title. ``colors``: of the legend, which has those that the first panel uses."""
+    height_in = 1.4 + row_in * len(names)
+    figure, all_axes = _new(1, len(panels), height_in=height_in, sharey=True, gridspec_kw={"width_ratios": widths})
+    for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
+        unit = style.time_unit(max((span.end_s for row in rows for span in row), default=0.0))
+        for index, row in enumerate(rows):
+            for span in row:
+                across = (span.start_s / unit.factor, (span.end_s - span.start_s) / unit.factor)
+                axes.broken_barh([across], (index + span.low, span.height), facecolors=span.color)
+        axes.set_title(title)
+        axes.set_xlim(left=0.0)
+        _across(axes, f"time / {unit.name}")
+    _name_rows(all_axes[0], names)
+    used = {span.label for row in next(iter(panels.values())) for span in row}
+    style.legend_of_colors(figure, {label: color for label, color in colors.items() if label in used})
+    return figure
 
 
 def _lines(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]], all_of_them: str) -> None:

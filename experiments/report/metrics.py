@@ -10,9 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gradbus.actors import Progress, RoundReport
-
-PHASES = ("train", "encode", "wire", "aggregate", "checkpoint", "publish", "eval")
-"""Phases of a round; each has its seconds in a report."""
+from gradbus.experiments.report.scalars import PHASES
 
 _SUMMED = (
     "bytes_up", "bytes_down", "bytes_up_shared", "bytes_down_shared", "seconds", *(f"{phase}_s" for phase in PHASES)

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradbus.experiments.amounts import DASH
 from gradbus.experiments.report import style
 from gradbus.experiments.rundir.directory import replaced
+from gradbus.experiments.rundir.reading import RunFiles
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
+    from pydantic import BaseModel
 
 MAX_SVG_BYTES = 150_000  # of one figure in one theme; a larger one becomes a PNG
 MAX_ROWS = 400  # of one table
@@ -128,11 +130,11 @@ def render(page: Page) -> str:
         finalize=lambda value: plain_text(value) if type(value) is str else value,  # safe text is of another type
     )  # fmt: skip
     template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
-    sections = []
-    for section in page.sections:
-        drawn = [(figure, images) for figure in section.figures if (images := images_of(figure)) is not None]
-        if drawn or section.tables or section.text:
-            sections.append((section, drawn))
+    drawn = [
+        (section, [(figure, images) for figure in section.figures if (images := images_of(figure)) is not None])
+        for section in page.sections
+    ]
+    sections = [(section, figures) for section, figures in drawn if figures or section.tables or section.text]
     css = (folder / "report.css").read_text(encoding="utf-8")
     return template.render(page=page, sections=sections, css=css)
 
@@ -186,21 +188,19 @@ def column(
     ])  # fmt: skip
 
 
-def byte_column(name: str, values: Sequence[float]) -> Column:
+def byte_column(
+    name: str, values: Sequence[float | None], unit_for: Callable[[float], style.Unit] = style.byte_unit
+) -> Column:
     """Bytes, in the unit that fits the largest."""
-    return _in_unit(name, values, style.byte_unit)
-
-
-def time_column(name: str, values: Sequence[float | None]) -> Column:
-    """Times in seconds, shown in seconds or less where none is as long as that."""
-    return _in_unit(name, values, style.time_unit)
-
-
-def _in_unit(name: str, values: Sequence[float | None], unit_for: Callable[[float], style.Unit]) -> Column:
     largest = max((value for value in values if value is not None and math.isfinite(value)), default=0.0)
     unit = unit_for(largest)
     digits = 2 if largest / unit.factor < 10 else 1 if largest / unit.factor < 1000 else 0  # three that count
     return column(name, values, unit=unit.name, factor=unit.factor, digits=digits)
+
+
+def time_column(name: str, values: Sequence[float | None]) -> Column:
+    """Times in seconds, in the unit that fits the longest."""
+    return byte_column(name, values, style.time_unit)
 
 
 def column_table(
@@ -261,22 +261,33 @@ def settings_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
 
 def facts_section(summary: Mapping[str, Any]) -> Section:
     """Versions, machine and data of the run."""
-    facts: dict[str, Any] = {**_mapping(summary, "versions")}
-    for key, value in _mapping(summary, "machine").items():
-        if key == "memory_bytes" and isinstance(value, int):
-            value = f"{value / 2**30:.1f} GiB"
-        facts[{"cpu": "processor", "memory_bytes": "memory"}.get(key, key)] = value
-    for key, name in {"platform": "system", "data": "data", "finished": "written"}.items():
-        if summary.get(key) is not None:
-            facts[name] = summary[key]
-    rows = [[str(name), text_of(value)] for name, value in facts.items()]
+    versions, machine = (
+        found if isinstance(found := summary.get(key), Mapping) else {} for key in ("versions", "machine")
+    )
+    facts = {
+        **versions,
+        **machine,
+        **{key: summary[key] for key in ("platform", "data", "finished") if summary.get(key)},
+    }
+    if isinstance(memory := facts.get("memory_bytes"), int):
+        facts["memory_bytes"] = f"{memory / 2**30:.1f} GiB"
+    titles = {"cpu": "processor", "memory_bytes": "memory", "platform": "system", "finished": "written"}
+    rows = [[str(titles.get(key, key)), text_of(value)] for key, value in facts.items()]
     tables = [PageTable(name="versions", head=("what", "value"), rows=rows)] if summary else []
     return Section(title="Versions and machine", tables=tables)
 
 
-def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key)
-    return found if isinstance(found, Mapping) else {}
+def run_page(
+    run: RunFiles, what: str, defaults: BaseModel, *, tiles: Sequence[Tile], notes: Sequence[str],
+    sections: Sequence[Section],
+) -> Page:  # fmt: skip
+    """The page on one run: its sections, then its settings, versions and machine. ``what``: it, in a few words."""
+    outcome = str(run.summary.get("outcome") or "not finished")
+    settings = settings_section(run.config, defaults.model_dump(mode="json"))
+    return Page(
+        title=run.job, lead=f"{what}; {run.task}." if run.task else f"{what}.", state=outcome, good=outcome == "done",
+        tiles=tiles, notes=notes, sections=[*sections, settings, facts_section(run.summary)],
+    )  # fmt: skip
 
 
 def write(page: Page, out: Path) -> int:

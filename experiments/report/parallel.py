@@ -19,27 +19,22 @@ from gradbus.experiments.report.page import (
     byte_column,
     column,
     column_table,
-    facts_section,
-    settings_section,
+    run_page,
     time_column,
 )
-from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.reading import MAX_TRACES, RunFiles
 from gradbus.runtime.profiling.summary import ProfileSummary
 
 
 def page_of(run: RunFiles) -> Page:
     """The page on one run."""
-    outcome = str(run.summary.get("outcome") or "not finished")
-    look, exchange = exchange_look(run), _exchange(run)
+    exchange = exchange_of(run)
+    look = style.look_of(exchange or "dense")
     curve = draw.curve_of_epochs(run.epochs, look)
     world = run.summary.get("world") or run.config.get("world") or len(run.profiles) or None
     what = "Data-parallel run" + (f", {world} ranks" if world else "") + (f", exchange {exchange}" if exchange else "")
-    return Page(
-        title=run.job,
-        lead=f"{what}; {run.task}." if run.task else f"{what}.",
-        state=outcome,
-        good=outcome == "done",
+    return run_page(
+        run, what, WorkerFile(),
         tiles=_tiles(run) if run.epochs else [],
         notes=run.missing,
         sections=[
@@ -55,19 +50,11 @@ def page_of(run: RunFiles) -> Page:
                 "Payload that the rank that reports handed to the bus, mean of the epoch.",
             )]),
             Section(title="Epochs", tables=[epochs_table(run.epochs)] if run.epochs else []),
-            settings_section(run.config, WorkerFile().model_dump(mode="json")),
-            facts_section(run.summary),
         ],
     )  # fmt: skip
 
 
-def exchange_look(run: RunFiles) -> Look:
-    """The look of the run's exchange."""
-    name = _exchange(run) or "dense"
-    return style.look_of(name) if name == "dense" or name in style.CODECS else style.nth_look(0, name)
-
-
-def _exchange(run: RunFiles) -> str:
+def exchange_of(run: RunFiles) -> str:
     """The name of the exchange that was used, as the summary has it, else of the one that was asked for."""
     return str(run.summary.get("exchange") or run.setting("parallel", "exchange.name") or "")
 

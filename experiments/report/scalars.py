@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,15 +34,17 @@ _FLUSH_S = 5  # TensorBoard sees what is at most so old
 
 Values = dict[str, float | None]
 
+PHASES = ("train", "encode", "wire", "aggregate", "checkpoint", "publish", "eval")
+"""Phases of a round; each has its seconds in a report."""
+
 log = get_logger("scalars")
 
 
 class Scalars:
     """Event files in one folder. A context manager: leaving it writes what is left, for at most 5 s.
 
-    TensorBoard puts together what has the same word before the ``/`` of its name. The horizontal axis is the round, or
-    for workers the number of steps done. A run that goes on in the same folder replaces what was written from there on.
-    NaN and infinity are left out.
+    The horizontal axis is the round, or for workers the number of steps done. A run that goes on in the same folder
+    replaces what was written from there on. NaN and infinity are left out.
 
     Attributes:
         folder: where they are. dropped: reports that the thread could not take in time.
@@ -87,8 +90,7 @@ class Scalars:
             log.warning("scalars not complete", folder=str(self.folder), dropped=self.dropped)
 
     def rounds(self, reports: Sequence[RoundReport]) -> None:
-        """What is new in the history of a federated run. The first call writes all of it: after a resume the
-        controller's history is the truth."""
+        """Take the new rounds of a federated run. The first call takes all of its history, also after a resume."""
         new = reports[self._rounds or 0 :]
         if new:
             first = new[0].round_id if self._rounds is None else None
@@ -96,15 +98,15 @@ class Scalars:
         self._rounds = len(reports)
 
     def begin(self, step: int) -> None:
-        """A data-parallel run goes on from this step: what an earlier start did after it did not happen."""
+        """A data-parallel run goes on from this step: scalars of an earlier start after it are removed."""
         self._put(_Job(step + 1, []))
 
     def epoch(self, report: EpochReport) -> None:
-        """All ranks have gone through an epoch."""
+        """Take the report of an epoch."""
         self._put(_Job(None, [(report.step, epoch_values(report))]))
 
     def window(self, window: WindowStats) -> None:
-        """So many steps have been measured. Any thread may say so."""
+        """Take the means of a window of steps; from any thread."""
         self._put(_Job(None, [(window.last_step + 1, window_values(window))]))
 
     def _put(self, job: _Job) -> None:
@@ -142,15 +144,13 @@ def open_scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     return contextlib.nullcontext() if folder is None else Scalars(folder)
 
 
+@dataclass(frozen=True, slots=True)
 class _Job:
-    """What the thread gets: numbers, and the first step of the run if it begins with them."""
+    """Numbers for the thread, and the first step of the run if it begins with them."""
 
-    __slots__ = ("first", "points", "unix_s")
-
-    def __init__(self, first: int | None, points: list[tuple[int, Values]]) -> None:
-        self.first = first
-        self.points = points
-        self.unix_s = time.time()
+    first: int | None
+    points: list[tuple[int, Values]]
+    unix_s: float = field(default_factory=time.time)
 
 
 def round_values(report: RoundReport) -> Values:
@@ -164,13 +164,7 @@ def round_values(report: RoundReport) -> Values:
         "bytes/up": report.bytes_up,
         "bytes/down": report.bytes_down,
         "seconds/round": report.seconds,
-        "seconds/train": report.train_s,
-        "seconds/encode": report.encode_s,
-        "seconds/wire": report.wire_s,
-        "seconds/aggregate": report.aggregate_s,
-        "seconds/checkpoint": report.checkpoint_s,
-        "seconds/publish": report.publish_s,
-        "seconds/eval": report.eval_s,
+        **{f"seconds/{phase}": getattr(report, f"{phase}_s") for phase in PHASES},
         **{f"dropped/{reason}": count for reason, count in report.dropped.items()},
     }
 
@@ -189,14 +183,13 @@ def epoch_values(report: EpochReport) -> Values:
 
 def window_values(window: WindowStats) -> Values:
     """The scalars of a window of steps: mean seconds and bytes of one step on this rank, and the longest of each."""
-    seconds = _seconds(window.mean)
     return {
-        **{f"seconds/{name}": value for name, value in seconds.items()},
-        **{f"seconds_max/{name}": value for name, value in _seconds(window.max).items()},
+        **_seconds("seconds", window.mean),
+        **_seconds("seconds_max", window.max),
         "bytes/out": window.mean.get("bytes_out"),
         "bytes/in": window.mean.get("bytes_in"),
     }
 
 
-def _seconds(amounts: Mapping[str, float]) -> dict[str, float]:
-    return {name.removesuffix("_s"): amount for name, amount in amounts.items() if name.endswith("_s")}
+def _seconds(group: str, amounts: Mapping[str, float]) -> Values:
+    return {f"{group}/{name.removesuffix('_s')}": amount for name, amount in amounts.items() if name.endswith("_s")}

@@ -88,8 +88,10 @@ def plain(text: str) -> str:
 
 
 def look_of(codec: str) -> Look:
-    """The look of a codec or an exchange. Raises KeyError: it has none."""
-    return CODECS["fp32"]._replace(label="dense fp32") if codec == "dense" else CODECS[codec]
+    """The look of a codec or an exchange; the first of :func:`nth_look` where it has none of its own."""
+    if codec == "dense":
+        return CODECS["fp32"]._replace(label="dense fp32")
+    return CODECS.get(codec) or nth_look(0, codec)
 
 
 def nth_look(index: int, label: str) -> Look:

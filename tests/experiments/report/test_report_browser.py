@@ -79,6 +79,13 @@ def test_a_report_shows_its_figures_and_tables_without_an_error(
     assert page.locator(f"#{table} tbody tr").count() == rows
     assert page.evaluate("document.documentElement.scrollWidth") == 1100
     assert (sum(picture.getpixel((2, 2))) < 200) == (scheme == "dark")
+    page.set_viewport_size({"width": 390, "height": 844})  # a phone
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    lines = "all => all.map(one => [one.textContent, document.createRange(), one]).map(([text, range, one]) => " \
+        "{ range.selectNodeContents(one); return [text, range.getClientRects().length] })"  # fmt: skip
+    names = page.locator(".settings td:first-child").evaluate_all(lines)
+    assert [name for name, count in names if count > 1] == [], "names that are broken"
+    page.set_viewport_size({"width": 1100, "height": 900})
     page.emulate_media(media="print")
     paper = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     assert paper.getpixel((2, 2)) == (255, 255, 255)
