@@ -6,8 +6,8 @@ import ctypes
 import itertools
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 _CLONE_NEWNET = 0x4000_0000
@@ -28,60 +28,44 @@ class Host:
 
 
 class NoNamespaces(RuntimeError):
-    """This machine does not let us make any; the text says why."""
+    """None can be made on this machine, for the reason in the text."""
+
+
+def _veth(first: Host, second: Host) -> None:
+    _ip(
+        *("link", "add", first.interface, "netns", first.name, "mtu", "1500", "type", "veth"),
+        *("peer", "name", second.interface, "netns", second.name, "mtu", "1500"),
+    )
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make two namespaces with a link between them, and remove them at the end. Raises NoNamespaces."""
-    with unlinked_hosts() as hosts:
+def two_hosts(link: Callable[[Host, Host], None] = _veth) -> Iterator[tuple[Host, Host]]:
+    """Make two namespaces with a link between them, and remove them at the end.
+
+    ``link`` makes the interface of each host; by default they are the ends of a veth pair. Raises NoNamespaces.
+    """
+    number = next(_numbers)
+    tag = f"{os.getpid() % 100_000}x{number}"
+    hosts = (Host(f"gb{tag}a", f"v{tag}a", "10.231.77.1"), Host(f"gb{tag}b", f"v{tag}b", "10.231.77.2"))
+    with ExitStack() as removed:
         try:
-            first, second = hosts
-            _ip(
-                *("link", "add", first.interface, "netns", first.name, "mtu", "1500", "type", "veth"),
-                *("peer", "name", second.interface, "netns", second.name, "mtu", "1500"),
-            )
-            bring_up(hosts)
+            for host in hosts:
+                _ip("netns", "add", host.name)
+                removed.callback(_remove, host)
+            link(*hosts)
+            for host in hosts:
+                _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
+                _ip("-n", host.name, "link", "set", host.interface, "up")
+                _ip("-n", host.name, "link", "set", "lo", "up")
         except (OSError, subprocess.CalledProcessError) as error:
-            raise no_namespaces(error) from None
+            detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+            raise NoNamespaces(f"no network namespaces here: {detail}") from None
         yield hosts
 
 
-@contextmanager
-def unlinked_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make two namespaces with no link between them, and remove them at the end. Raises NoNamespaces."""
-    number = next(_numbers)
-    tag = f"{os.getpid() % 100_000}x{number}"
-    first, second = (
-        Host(f"gb{tag}{side}", f"v{tag}{side}", f"10.231.77.{index}") for index, side in ((1, "a"), (2, "b"))
-    )
-    made: list[Host] = []
-    try:
-        try:
-            for host in (first, second):
-                _ip("netns", "add", host.name)
-                made.append(host)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise no_namespaces(error) from None
-        yield first, second
-    finally:
-        for host in made:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", host.name)
-
-
-def bring_up(hosts: Iterable[Host]) -> None:
-    """Give each host its address, and enable its interfaces. Raises subprocess.CalledProcessError."""
-    for host in hosts:
-        _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
-        _ip("-n", host.name, "link", "set", host.interface, "up")
-        _ip("-n", host.name, "link", "set", "lo", "up")
-
-
-def no_namespaces(error: OSError | subprocess.CalledProcessError) -> NoNamespaces:
-    """The error that says why none can be made."""
-    detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-    return NoNamespaces(f"no network namespaces here: {detail}")
+def _remove(host: Host) -> None:
+    with suppress(subprocess.CalledProcessError):
+        _ip("netns", "del", host.name)
 
 
 def set_link(host: Host, up: bool) -> None:

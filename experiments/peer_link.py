@@ -1,4 +1,4 @@
-"""Two processes or more that measure the bus between them: what they say to each other, and what arrives."""
+"""Two processes or more that measure the bus between them: their short texts to each other, and transfers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _AGAIN_S = 0.05
 
 
 class Link:
-    """One end: says words to all other ends, and hears theirs. The words travel as the reason of a ``Leave``, the only
-    control message that is free text."""
+    """One end: sends short texts to all other ends, and receives theirs. They travel as the reason of a ``Leave``, the
+    only control message that is free text."""
 
     def __init__(self, bus: Bus, me: int, inbox: Subscription) -> None:
         self._bus = bus
@@ -30,7 +30,7 @@ class Link:
         await self._bus.publish(self.identity, Leave(word))
 
     async def hear(self, other: Callable[[Message], None] = lambda message: None) -> tuple[int, str]:
-        """Who says the next word of another end, and the word; whatever else comes goes to ``other``."""
+        """Sender and text of the next one of another end; all other messages go to ``other``."""
         while True:
             match await self._inbox.get():
                 case Control(sender=sender, body=Leave(reason=word)) if sender != self.identity.sender:
@@ -40,7 +40,7 @@ class Link:
 
     @asynccontextmanager
     async def saying(self, word: str) -> AsyncIterator[None]:
-        """Say the word again and again while the block runs: those that it is for may not be there yet."""
+        """Repeat the text while the block runs: its receivers may not be there yet."""
 
         async def repeat() -> None:
             while True:
@@ -55,7 +55,7 @@ class Link:
             await asyncio.wait([repeating])
 
     async def meet(self, word: str) -> str:
-        """Say the word until another end is heard. Returns what it said."""
+        """Repeat the text until another end has sent one, and return that."""
         async with self.saying(word):
             return (await self.hear())[1]
 

@@ -1,25 +1,4 @@
-"""The exit codes of every command.
-
-| code | meaning | what to do |
-|---|---|---|
-| 0 | all went well | |
-| 1 | something unexpected; its traceback is on stderr | report it |
-| 2 | a setting, an option or a configuration file is wrong | correct what the line names |
-| 3 | the data set is not there and cannot be fetched | name its folder with ``--data-root`` or ``GRADBUS_DATA`` |
-| 4 | clients, ranks, or the controller, did not come or went away | start them; ``gradbus doctor`` |
-| 5 | a round had too few updates, too often | start more clients and continue the run |
-| 6 | a checkpoint or the state directory cannot be used | as the line says |
-| 7 | the controller refused this client, or the job has one already | as the line says: another id, model or job |
-| 8 | the data bus cannot be used | ``gradbus doctor`` |
-| 9 | a rank of a data-parallel run was lost, or fell silent | see its own log; start all ranks again to continue |
-| 10 | the replicas of a data-parallel run are not equal any more | as the line says |
-| 11 | the ranks do not ask for the same, so they cannot work together | give all the same program and settings |
-| 12 | the history of a run breaks an invariant (``gradbus check``) | report it, with the run directory |
-| 13 | the model, the data or the training code that was configured raised an error | mend it where the line says |
-| 14 | a package that gradbus needs is missing or cannot be loaded | install it, as the line says |
-| 15 | training came to NaN or infinity | as the line says: a smaller learning rate, clipping, other data |
-| 130, 143 | stopped by Ctrl-C (or the terminal's end: 129), by SIGTERM | |
-"""
+"""The exit codes of every command; docs/operations.md has a table of their meaning, and of what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +24,7 @@ from gradbus.runtime.errors import (
 
 @unique
 class ExitCode(IntEnum):
-    """See the table above."""
+    """The exit code of a command, unless a signal has stopped it: then 128 + its number."""
 
     OK = 0
     UNEXPECTED = 1
@@ -66,7 +45,7 @@ class ExitCode(IntEnum):
 
 
 class NoData(GradbusError):
-    """A data set is neither on disk nor to be fetched from the network."""
+    """A data set is neither on disk nor available in the network."""
 
 
 class NoJob(GradbusError):

@@ -6,7 +6,7 @@ None of them takes part in a job. What they need beyond typer is imported when t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,10 +24,6 @@ from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.fast_paths import LOOPBACK
 from gradbus.runtime.plain_text import plain_line
 
-if TYPE_CHECKING:
-    from gradbus.experiments.history.invariants import InvariantResult
-
-_MAX_SHOWN = 5  # violations of one invariant
 _RUN_DIR_HELP = "What a run has left: runs/JOB-TIME."
 
 
@@ -85,11 +81,12 @@ def check(
     Prints what was compared, and ends with exit code 12 where something does not hold. See docs/reliability.md.
     """
     from gradbus.experiments.history.invariants import check as check_all
+    from gradbus.experiments.history.invariants import table_of
     from gradbus.experiments.history.reader import read_history
 
     run = read_history(run_dir)
     results = check_all(run)
-    lines = invariant_table(results)
+    lines = table_of(results)
     if run.cut_short:
         lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
     if run.without_start:
@@ -97,21 +94,6 @@ def check(
     for line in lines:
         print(plain_line(line))
     return ExitCode.HISTORY if any(result.violations for result in results) else ExitCode.OK
-
-
-def invariant_table(results: list[InvariantResult]) -> list[str]:
-    """For people: a line for each invariant, and the first of its violations."""
-    from gradbus.experiments.history.invariants import TITLES
-
-    lines = []
-    for result in results:
-        bad = len(result.violations)
-        verdict = f"{bad} VIOLATED" if bad else "holds" if result.checked else "nothing to check"
-        lines.append(f"{result.name}  {TITLES[result.name]:<40} {verdict:<18} {result.checked:>8} compared")
-        lines += [f"    {violation}" for violation in result.violations[:_MAX_SHOWN]]
-        if bad > _MAX_SHOWN:
-            lines.append(f"    and {bad - _MAX_SHOWN} more")
-    return lines
 
 
 def status(

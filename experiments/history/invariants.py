@@ -14,7 +14,7 @@ This runs after the run, and uses no code that it checks, except for I3 with a s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -23,8 +23,9 @@ from gradbus.experiments.history.reader import Event, RunHistory, Start
 
 WARM_UP = 0.3  # share of a process's samples that do not count: pools fill, caches grow
 WARM_UP_S = 20.0  # and so long at least
-MIN_SAMPLES = 12  # fewer say nothing of growth
+MIN_SAMPLES = 12  # fewer show no growth
 MAX_GROWTH = 0.05
+_MAX_SHOWN = 5  # violations of one invariant
 
 TITLES = {
     "I1": "an update counts at most once",
@@ -76,9 +77,22 @@ def check(run: RunHistory) -> list[InvariantResult]:
     return results
 
 
+def table_of(results: Iterable[InvariantResult]) -> list[str]:
+    """A line for each invariant, and the first of its violations."""
+    lines = []
+    for result in results:
+        bad = len(result.violations)
+        verdict = f"{bad} VIOLATED" if bad else "holds" if result.checked else "nothing to check"
+        lines.append(f"{result.name}  {TITLES[result.name]:<40} {verdict:<18} {result.checked:>8} compared")
+        lines += [f"    {violation}" for violation in result.violations[:_MAX_SHOWN]]
+        if bad > _MAX_SHOWN:
+            lines.append(f"    and {bad - _MAX_SHOWN} more")
+    return lines
+
+
 def _counts_once(run: RunHistory, result: InvariantResult) -> None:
     counted: set[tuple[str, int, int, int, int]] = set()
-    round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever it says of its round
+    round_of: dict[tuple[str, int, int, int], int] = {}  # an update keeps its number, whatever round is in it
     for start in run.controller:
         in_round: dict[int, list[Event]] = defaultdict(list)
         for event in start.events:
@@ -102,7 +116,7 @@ def _counts_once(run: RunHistory, result: InvariantResult) -> None:
                 samples = sum(update["num_samples"] for update in updates)
                 result.expect(
                     samples == event["num_samples"],
-                    f"round {event['round']} says {event['num_samples']} samples, counted were {samples}",
+                    f"round {event['round']} was committed with {event['num_samples']} samples, counted were {samples}",
                 )
         for round_id, updates in in_round.items():
             for client, times in Counter(update["client"] for update in updates).items():

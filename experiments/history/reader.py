@@ -80,7 +80,7 @@ def read_history(path: Path) -> RunHistory:
     if not any(_NAME.fullmatch(file.name) for file in files):
         raise ConfigError(
             f"{path} holds no history. Runs of `gradbus controller`, `worker` and `demo` keep one in RUN_DIR/history; "
-            f"clients where client.history.dir says"
+            f"clients in client.history.dir"
         )
     return run
 
@@ -106,6 +106,6 @@ def _starts(run: RunHistory, events: Iterator[Event]) -> list[Start]:
             starts.append(newest[process])
         elif process in newest:
             newest[process].events.append(event)
-        elif event["event"] != "ended":  # that is all that a controller says which finds its job taken
+        elif event["event"] != "ended":  # the only event of a controller whose job is in use
             run.without_start += 1
     return starts

@@ -32,7 +32,7 @@ def replay(run: RunHistory, expect: Expect) -> None:
         openings.setdefault(name, start.opening)
         rounds, last = runs.setdefault(name, []), start.opening["round"]
         if last == (rounds[-1][0] if rounds else openings[name])["round"] + 1:
-            # The start before has committed it, and died before it could say so: this one has its outcome.
+            # The start before has committed it, and died before it could note it: this one has its outcome.
             rounds.append((start.opening, before[name].get(last, [])))
         counted: dict[int, list[Event]] = {}
         before[name] = counted

@@ -1,8 +1,8 @@
 """``gradbus status``: what a job is doing, from what its members send to each other.
 
 Controllers, clients and ranks send all others their status once or twice a second. The observer is a participant that
-only reads: it listens for two seconds and puts together what it receives, and nobody waits for it. In an encrypted job
-it joins as a member.
+only reads: it listens for two seconds and puts together what it receives, and no process waits for it. In an encrypted
+job it joins as a member.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradbus.runtime.wire.control import GroupHello, GroupLeave, Hello, Leave, R
 from gradbus.runtime.wire.frames import CONTROLLER
 from gradbus.runtime.wire.messages import Control, Message, PeerGone
 
-SILENT_S = 1.6  # clients say something twice a second, ranks once, those of large groups less often
+SILENT_S = 1.6  # clients send twice a second, ranks once, those of large groups less often
 
 DOING = {
     "preparing": "loads its data",
@@ -58,8 +58,8 @@ class BusFile(Settings):
 
 
 def settings_of(config: Path | None, options: Mapping[str, Any]) -> BusSettings:
-    """From, weak to strong, a configuration file, the environment, and options of the command. A key without a word of
-    the level is that of the job.
+    """From, weak to strong, a configuration file, the environment, and options of the command. A key without a
+    level is that of the job.
 
     Raises:
         ConfigError: something is wrong with them, or no job is named.
@@ -85,7 +85,7 @@ class _Received:
 
 @dataclass(slots=True)
 class Observer:
-    """Puts together what was overheard.
+    """Puts together the received messages.
 
     Attributes:
         controllers: by incarnation. clients: by id. ranks: by group and rank. forming: those whose group forms.
@@ -200,7 +200,7 @@ def _client(
 
 def _rank(rank: int, received: _Received | None, now_s: float) -> dict[str, Any]:
     if received is None:
-        return {"rank": rank, "state": "not heard"}
+        return {"rank": rank, "state": "no status received"}
     silent_s, body = _silent(received, now_s), received.body
     if isinstance(body, GroupHello):
         return {"rank": rank, "state": "waits for the group to form", "host": body.host, "silent_s": silent_s}
@@ -227,7 +227,7 @@ async def observe(settings: BusSettings, *, timeout_s: float, listen_s: float) -
 
     Args:
         timeout_s: give up when nothing of it has been received for so long.
-        listen_s: how long to listen from the first word on; longer for large groups, whose ranks speak less often.
+        listen_s: how long to listen from the first status on; longer for large groups, whose ranks send less often.
 
     Raises:
         NoJob: nothing was received.
@@ -287,10 +287,12 @@ def lines_of(picture: Mapping[str, Any]) -> list[str]:
 def _federated_lines(found: Mapping[str, Any]) -> list[str]:
     controller, clients = found["controller"], found["clients"]
     lines = (
-        ["no controller was heard: its clients wait for it"] if controller is None else _controller_lines(controller)
+        ["no status of a controller was received: its clients wait for it"]
+        if controller is None
+        else _controller_lines(controller)
     )
     if found["controllers"] > 1:
-        lines.append(f"{found['controllers']} controllers were heard: one of them has just been replaced")
+        lines.append(f"{found['controllers']} controllers have sent their status: one of them has just been replaced")
     waited_for = [client for client in clients if client["waited_for"]]
     others = [client for client in clients if not client["waited_for"]]
     for client in waited_for[:MAX_LINES]:
@@ -299,7 +301,7 @@ def _federated_lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"  and for {len(waited_for) - MAX_LINES} more")
     out = [client["client"] for client in others if "why" in client]
     if others:
-        lines.append(f"  clients that nobody waits for: {ranges(client['client'] for client in others)}")
+        lines.append(f"  clients that are not waited for: {ranges(client['client'] for client in others)}")
     if out or (controller and controller["kept_out"]):
         lines.append(f"  kept out for bad updates: {ranges(controller['kept_out'] if controller else out)}")
     return lines
@@ -327,7 +329,7 @@ def _controller_lines(found: Mapping[str, Any]) -> list[str]:
 def _group_lines(found: Mapping[str, Any]) -> list[str]:
     ranks: Sequence[Mapping[str, Any]] = found["ranks"]
     here = sum("host" in rank for rank in ranks)
-    lines = [f"group {found['group']}: {here} of {found['world']} ranks were heard"]
+    lines = [f"group {found['group']}: {here} of {found['world']} ranks have sent their status"]
     for rank in ranks[:MAX_LINES]:
         parts = [rank["state"]]
         if "waits_for" in rank:

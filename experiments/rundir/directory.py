@@ -1,17 +1,4 @@
-"""The directory of a run: what was asked and what came of it, in files that other programs can read.
-
-========================  ==============  ===============================================================
-``config.json``           all             the settings in force; the run can be started again from it
-``rounds.jsonl``          controller      a report a line, written as they come
-``epochs.jsonl``          rank 0          the same
-``summary.json``          all             how the run ended, and sums over it
-``accuracy.png``          all             accuracy over rounds or epochs
-``controller.log``        controller      the log while a table is on the screen; ``rank-0.log`` of a rank
-``trace.json``            rank 0          the traces of all ranks that share the directory, as one
-``profile-rank-R.jsonl``  every rank      its windows of the profile; ``trace-rank-R.json``: its trace
-``state/``                all             checkpoints
-``history/``              all             the events that ``gradbus check`` looks at
-========================  ==============  ===============================================================
+"""The directory of a run: its settings and results, in files that other programs can read; docs/report.md lists them.
 
 Ranks that see the directory of rank 0 share it. The directory is its owner's alone, and each file is replaced as a
 whole: a reader finds, also after a crash, the old file or the new one.
@@ -49,20 +36,12 @@ _MAX_MARK_BYTES = 64
 
 
 class RunDirectory:
-    """What the directories of all runs have in common.
-
-    Attributes:
-        path: the directory. summary: as it was written, once it was.
-    """
+    """What the directories of all runs have in common. ``summary``: as it was written, once it was."""
 
     reports_file: str  # a report a line
 
     def __init__(self, path: Path, *, tell: bool = True) -> None:
-        """Make the directory if need be. ``tell``: log a line if others can read it.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Make the directory if need be. ``tell``: log a line if others can read it. Raises ConfigError."""
         self.path = path
         self.summary: dict[str, Any] = {}
         with _writing(path):
@@ -98,11 +77,7 @@ class RunDirectory:
 
 
 class ControllerDirectory(RunDirectory):
-    """The directory of a federated run. A context manager, for its log file.
-
-    Attributes:
-        log: controller.log, open for appending.
-    """
+    """The directory of a federated run. A context manager, for ``log``: controller.log, open for appending."""
 
     reports_file = "rounds.jsonl"
 
@@ -124,11 +99,10 @@ class ControllerDirectory(RunDirectory):
     def add(self, reports: Sequence[RoundReport]) -> None:
         """Append what is new in the history of the run.
 
-        The first call writes the file anew: the controller's history is the truth after a resume, also for a round that
-        was committed just before the process died. But a checkpoint is written in the midst of a round: it lacks what
-        came after it (bytes and seconds of sending, accuracy), timelines, who took part in rounds of some time ago, and
-        rounds of long ago. So a row of a round with the same model stays as it was, and what only the history knows is
-        added.
+        The first call writes the file anew: after a resume the controller's history counts, also for a round that was
+        committed just before the process died. But a checkpoint lacks what came after it in its round (bytes and
+        seconds of sending, accuracy), timelines, and rounds of long ago: so a row of a round with the same model stays
+        as it was, and what only the history has is added.
         """
         if self._written and self._written <= len(reports):
             self._write_reports(map(_line, reports[self._written :]), anew=False)
@@ -139,13 +113,7 @@ class ControllerDirectory(RunDirectory):
         self._written = len(reports)
 
     def finish(self, reports: Sequence[RoundReport], *, outcome: str, seconds: float, **more: Any) -> dict[str, Any]:
-        """Write the summary, and return it.
-
-        Args:
-            outcome: done, stopped or failed.
-            seconds: of this start of the controller, from start to end.
-            more: further entries.
-        """
+        """Write the summary, and return it. ``outcome``: done, stopped or failed; ``seconds``: of this start."""
         sums = totals(self._rows() or reports)
         return self._write_summary(outcome=outcome, **sums, wall_s=round(seconds, 3), **more)
 
@@ -179,22 +147,14 @@ class WorkerDirectory(RunDirectory):
 
     @classmethod
     def meet(cls, invitation: Mapping[str, str], own: Path | None, rank: int) -> WorkerDirectory:
-        """For a rank other than 0: that of rank 0 if it can be seen here, else its own, else one of the same name.
-
-        Args:
-            invitation: of rank 0, from :meth:`invitation`.
-        """
+        """The directory of another rank: that of rank 0 if it is visible here, else its own, else one of that name."""
         seen = Path(invitation["path"])
         if (mark := _mark_in(seen)) and mark == invitation["mark"]:
             return cls(seen, rank)
         return cls(own or Path("runs", seen.name), rank)
 
     def invitation(self) -> dict[str, str]:
-        """What the other ranks need to find this directory.
-
-        The mark in it is random, and new with every start of rank 0: a rank that reads the same at this path sees the
-        same directory.
-        """
+        """The path for the other ranks, and a random mark in it, new with every start: ranks that read it share it."""
         return {"path": str(self.path.absolute()), "mark": _mark_in(self.path)}
 
     def write_config(self, file: WorkerFile) -> None:
@@ -204,8 +164,7 @@ class WorkerDirectory(RunDirectory):
         write_json(self.path / "config.json", values)
 
     def add(self, report: EpochReport) -> None:
-        """Append the report of an epoch. What an earlier start has done after the checkpoint it was resumed from is
-        taken out: it did not happen."""
+        """Append the report of an epoch. Epochs of an earlier start behind its checkpoint are removed."""
         before = [] if self._written else [entry for entry in self._entries() if entry["epoch"] < report.epoch]
         lines = [json_text(entry) + "\n" for entry in before]
         self._write_reports([*lines, _line(report)], anew=not self._written)
@@ -352,7 +311,7 @@ def _merged(old: BinaryIO, reports: Sequence[RoundReport]) -> Iterator[str]:
 
 
 def _is_like(old: Any, new: Any) -> bool:
-    """Whether a value of a file, which anybody may have edited, is of the kind that belongs there."""
+    """Whether a value of a file, which may have been edited, is of the kind that belongs there."""
     if new is None or isinstance(new, int | float):
         return isinstance(old, int | float) and not isinstance(old, bool)
     return isinstance(old, type(new))

@@ -183,7 +183,7 @@ def test_log_lines_that_the_page_names_are_written_somewhere(page: str, root: Pa
 
 
 def test_the_exit_codes_are_those_of_the_program(page: str) -> None:
-    told = [[cell.replace("``", "`") for cell in row] for row in rows(section(page, "Exit codes"), "code")]
-    assert told == [[cell.replace("``", "`") for cell in row] for row in rows(exit_codes.__doc__ or "", "code")]
+    told = [row[0] for row in rows(section(page, "Exit codes"), "code")]
+    assert told == [*(str(code.value) for code in exit_codes.ExitCode), "130, 143"]
     (never,) = re.findall(r"RestartPreventExitStatus=([\d ]+)", page)
     assert never == f"{exit_codes.ExitCode.CONFIG:d} {exit_codes.ExitCode.REFUSED:d}"

@@ -12,7 +12,6 @@ import os
 import random
 import select
 import struct
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from gradbus.experiments.namespaces import Host, bring_up, enter_namespace, no_namespaces, unlinked_hosts
+from gradbus.experiments.namespaces import Host, enter_namespace, two_hosts
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _PACKET_BYTES = 1 << 16
@@ -143,17 +142,20 @@ def open_tap(name: str, enter: Callable[[], None]) -> int:
 @contextmanager
 def two_far_hosts(faults: LinkFaults) -> Iterator[tuple[Host, Host, BadLink]]:
     """Make two namespaces joined by a link with these faults, and remove them at the end. Raises NoNamespaces."""
-    with unlinked_hosts() as hosts:
-        taps: list[int] = []
-        try:
-            taps.extend(open_tap(host.interface, partial(enter_namespace, host.name)) for host in hosts)
-            bring_up(hosts)
-        except (OSError, subprocess.CalledProcessError) as error:
-            for tap in taps:
-                os.close(tap)
-            raise no_namespaces(error) from None
-        link = BadLink(taps[0], taps[1], faults)
-        try:
-            yield (*hosts, link)
-        finally:
-            link.close()
+    taps: list[int] = []
+
+    def link(first: Host, second: Host) -> None:
+        taps.append(open_tap(first.interface, partial(enter_namespace, first.name)))
+        taps.append(open_tap(second.interface, partial(enter_namespace, second.name)))
+
+    try:
+        with two_hosts(link) as hosts:
+            carrier = BadLink(taps[0], taps[1], faults)
+            taps.clear()  # they are closed with it
+            try:
+                yield (*hosts, carrier)
+            finally:
+                carrier.close()
+    finally:
+        for tap in taps:
+            os.close(tap)

@@ -73,12 +73,12 @@ def test_each_client_that_is_waited_for_has_a_reason() -> None:
         "  waiting for client 2: sends its update since 0.5 s [host-a:77]",
         "  waiting for client 3: silent since 2.2 s [host-a:77]",
         "  waiting for client 9: silent since 0.3 s",
-        "  clients that nobody waits for: 0, 7",
+        "  clients that are not waited for: 0, 7",
         "  kept out for bad updates: 7",
     ]
 
 
-def test_ranks_say_which_collective_waits_and_who_was_not_heard() -> None:
+def test_ranks_say_which_collective_waits_and_which_rank_has_sent_no_status() -> None:
     pulse = RankStatus(
         "world", 4, "host-a (process 7)", 30.0, 120, 1, 8.5, 10_000_000, 9_000_000, 2, "grad/0", 7.25, [2]
     )
@@ -88,12 +88,12 @@ def test_ranks_say_which_collective_waits_and_who_was_not_heard() -> None:
     )  # fmt: skip
     assert lines_of(picture) == [
         "job cells",
-        "group world: 3 of 4 ranks were heard",
+        "group world: 3 of 4 ranks have sent their status",
         "  rank 0: waits in 'grad/0' since 7.2 s for ranks [2], epoch 2, step 120, 8.5 steps/s, sent 10.00 MB "
         "[host-a (process 7)]",
         "  rank 1: works, epoch 2, step 120, 0.0 steps/s, sent 0 B, has lost ranks [3], not used: early 2 [host-b]",
         "  rank 2: silent since 5.0 s, sent 0 B [host-c]",
-        "  rank 3: not heard",
+        "  rank 3: no status received",
     ]
 
 
@@ -118,9 +118,9 @@ def test_who_leaves_or_dies_is_no_longer_shown_and_a_group_may_be_forming() -> N
     picture = observer.picture("cells", 2.0)
     assert lines_of(picture) == [
         "job cells",
-        "group late: 1 of 2 ranks were heard",
+        "group late: 1 of 2 ranks have sent their status",
         "  rank 0: waits for the group to form [h]",
-        "  rank 1: not heard",
+        "  rank 1: no status received",
     ]
 
 
@@ -291,7 +291,7 @@ def test_a_federated_job_and_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> No
                 group.create_task(client(client_id))
             await begun.wait()
             try:
-                # Who has stood still was not heard.
+                # Who has stood still has sent no status.
                 found = await observe_until(tells_of_training, BusSettings(job=job, domain=domain), listen_s=0.6)
             finally:
                 go_on.set()
@@ -339,7 +339,7 @@ def test_a_group_of_ranks_and_the_collective_that_it_waits_in(monkeypatch: pytes
             await called.wait()
             await asyncio.sleep(1.7)  # so long that it is worth a word
             try:
-                # A rank that has stood still is silent, or was not heard.
+                # A rank that has stood still is silent, or has sent no status.
                 return await observe_until(tells_of_both, BusSettings(job=job, domain=domain), listen_s=0.3)
             finally:
                 done.set()

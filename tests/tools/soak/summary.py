@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradbus.experiments.history.invariants import InvariantResult, check
+from gradbus.experiments.history.invariants import InvariantResult, check, table_of
 from gradbus.experiments.history.reader import Event, RunHistory, Start, read_history
 from soak.nemesis import PARTITIONS
 
@@ -137,12 +137,10 @@ def _count(findings: list[InvariantResult], name: str) -> int:
 
 def page(summary: dict[str, Any]) -> str:
     """One page for people."""
-    from gradbus.experiments.history.invariants import TITLES
-
     verdict = "all well" if summary["ok"] else "NOT WELL"
     waited_s = summary["longest_wait_for_a_round_s"] or 0.0
     lines = [
-        f"soak of {summary['minutes']:g} minutes, seed {summary['seed']}: {verdict}",
+        f"soak for {summary['minutes']:g} min, seed {summary['seed']}: {verdict}",
         "",
         "faults      " + ", ".join(f"{count} x {kind}" for kind, count in sorted(summary["faults"].items())),
         f"rounds      {summary['rounds']} committed, {summary['rounds_lost']} lost, "
@@ -152,11 +150,8 @@ def page(summary: dict[str, Any]) -> str:
         f"starts      {summary['starts']}",
         "",
     ]  # fmt: skip
-    for name, found in summary["invariants"].items():
-        bad = len(found["violations"])
-        holds = f"{bad} VIOLATED" if bad else "holds" if found["compared"] else "nothing to check"
-        lines.append(f"{name}  {TITLES[name]:<40} {holds:<16} {found['compared']:>8} compared")
-        lines += [f"      {text}" for text in found["violations"][:5]]
+    found = summary["invariants"].items()
+    lines += table_of(InvariantResult(name, result["compared"], result["violations"]) for name, result in found)
     lines.append("")
     for name, worst in summary["recoveries"].items():
         late = "" if worst["p99_s"] <= summary["limits"][name] else "  TOO SLOW"
