@@ -205,7 +205,8 @@ def draw_timeline(report: RoundReport) -> Figure:
     }  # fmt: skip
     spans = {
         title: [
-            [Span(piece.phase, style.PHASES[piece.phase], piece.start_s, piece.end_s) for piece in row] for row in rows
+            [TimelineSpan(piece.phase, style.PHASES[piece.phase], piece.start_s, piece.end_s) for piece in row]
+            for row in rows
         ]
         for title, rows in panels.items()
     }
@@ -313,7 +314,7 @@ def draw_step(spans: Mapping[int, Sequence[StepSpan]]) -> Figure | None:
     looks = {**STEP_PARTS, "exchange_s": COLLECTIVE}
     rows = [
         [
-            Span(
+            TimelineSpan(
                 *(COLLECTIVE if span.row == "collectives" else looks.get(f"{span.name}_s", COLLECTIVE)),
                 span.start_s, span.end_s, *_STEP_ROWS.get(span.row, (0.2, 0.18)),
             )
@@ -393,7 +394,7 @@ def _plot(axes: Axes, points: Sequence[tuple[float, float]], **line: object) -> 
     axes.plot([x for x, _ in points], [y for _, y in points], **line)  # type: ignore[arg-type]
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """A piece of a row of a timeline; ``low`` and ``height``: its lower edge and height, in rows."""
 
     label: str
@@ -405,7 +406,7 @@ class Span(NamedTuple):
 
 
 def _draw_spans(
-    panels: Mapping[str, Sequence[Sequence[Span]]], names: Sequence[str], colors: Mapping[str, str], *, row_in: float,
+    panels: Mapping[str, Sequence[Sequence[TimelineSpan]]], names: Sequence[str], colors: Mapping[str, str], *, row_in: float,
     widths: Sequence[int] = (1,),
 ) -> Figure:  # fmt: skip
     """Rows of spans, in panels by their title. ``colors``: of the legend, which has those that the first panel uses."""
