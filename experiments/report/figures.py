@@ -406,8 +406,8 @@ class TimelineSpan(NamedTuple):
 
 
 def _draw_spans(
-    panels: Mapping[str, Sequence[Sequence[TimelineSpan]]], names: Sequence[str], colors: Mapping[str, str], *, row_in: float,
-    widths: Sequence[int] = (1,),
+    panels: Mapping[str, Sequence[Sequence[TimelineSpan]]], names: Sequence[str], colors: Mapping[str, str], *,
+    row_in: float, widths: Sequence[int] = (1,),
 ) -> Figure:  # fmt: skip
     """Rows of spans, in panels by their title. ``colors``: of the legend, which has those that the first panel uses."""
     height_in = 1.4 + row_in * len(names)
