@@ -298,23 +298,8 @@ def _measure_checked(chosen: argparse.Namespace) -> list[Measurement]:
     )
 
 
-def _measure_busy(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    sizes = chosen.sizes or (4 * KIB, 64 * KIB, MIB)
-    return measure_beside_others(chosen.transport or "one-host", sizes, chosen.repeats or REPEATS)
-
-
-def _measure_multicast(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    worlds, sizes = [chosen.world] if chosen.world else (3, 4, 8), chosen.sizes or (64 * KIB, MIB, 16 * MIB)
-    return measure_multicast(worlds, sizes, chosen.repeats or FEW_REPEATS)
-
-
 def _transports(chosen: argparse.Namespace) -> Sequence[Transport]:
     return (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
-
-
-def _measure_steps(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    # The two differ by a hundredth, and repeats scatter by two of them: so there are many.
-    return measure_steps(_transports(chosen), 6 * (chosen.repeats or FEW_REPEATS) + 1)
 
 
 def _profile(chosen: argparse.Namespace) -> Iterator[Measurement]:
@@ -323,12 +308,25 @@ def _profile(chosen: argparse.Namespace) -> Iterator[Measurement]:
         yield from profile(Watched(chosen.collective, size, chosen.seconds), chosen.world or 2, transport, chosen.ranks)
 
 
+_SMALL, _LARGE = (4 * KIB, 64 * KIB, MIB), (64 * KIB, MIB, 16 * MIB)
 _PARTS = {
     "collectives": Part(_measure_checked, "all_reduce and all_gather, worlds 2 and 4", 180),
-    "busy": Part(_measure_busy, "all_reduce while two other programs use the cores", 60),
-    "multicast": Part(_measure_multicast, "what goes to all ranks, with multicast and without", 120),
-    "ddp": Part(_measure_steps, "a step of DistributedDataParallel", 210),
-    "big": Part(lambda chosen: measure_memory(_transports(chosen)), "memory for a tensor of 1 GB", 30),
+    "busy": Part(
+        lambda it: measure_beside_others(it.transport or "one-host", it.sizes or _SMALL, it.repeats or REPEATS),
+        "all_reduce while two other programs use the cores", 60,
+    ),
+    "multicast": Part(
+        lambda it: measure_multicast(
+            [it.world] if it.world else (3, 4, 8), it.sizes or _LARGE, it.repeats or FEW_REPEATS
+        ),
+        "what goes to all ranks, with multicast and without", 120,
+    ),
+    # The two differ by a hundredth, and repeats scatter by two of them: so there are many.
+    "ddp": Part(
+        lambda it: measure_steps(_transports(it), 6 * (it.repeats or FEW_REPEATS) + 1),
+        "a step of DistributedDataParallel", 210,
+    ),
+    "big": Part(lambda it: measure_memory(_transports(it)), "memory for a tensor of 1 GB", 30),
     "profile": Part(_profile, "where the time of a call goes, for each of --sizes, thread by thread", 10),
-}
+}  # fmt: skip
 BENCHMARK = Benchmark(__doc__ or "", _PARTS, _options, [name for name in _PARTS if name != "profile"])

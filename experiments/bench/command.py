@@ -122,6 +122,7 @@ def run(benchmark: Benchmark, chosen: argparse.Namespace, words: Sequence[str]) 
     for it in now.runs:
         _show(it, benchmark.parts[it.part].about if it.part in benchmark.parts else it.part)
     faults = [f"{it.part} failed: {it.fault}" for it in now.runs if it.fault]
+    faults += [f"{it.part} failed at {it.commit}: {it.fault}" for it in before.runs if it.fault and by_turns]
     short = [f"falls short: {one.name}: asked {one.asked}" for it in now.runs for one in it.figures if one.falls_short]
     for line in (*faults, *short):
         print(line, file=sys.stderr)

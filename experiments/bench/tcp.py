@@ -78,4 +78,3 @@ def _serve(port: int) -> None:
             if not _receive(connection, view[:size]):
                 return
             connection.sendall(view[:answer])
-            view.release()

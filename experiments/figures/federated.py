@@ -7,18 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from gradbus.experiments.figures.canvas import (
-    bar_with_dots,
-    by_seed,
-    finish,
-    mean_with_range,
-    name_bars,
-    number_above,
-    pick,
-    seeds_note,
-    star,
-    stars,
-)
+from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import CODECS, Scale
 from gradbus.experiments.figures.tables import BadData, RoundRow, UpdateRow
 from gradbus.experiments.report import style
@@ -39,7 +28,7 @@ def draw_bytes(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     """Bytes of a client in a round, both ways, in both versions of the bytes."""
     from matplotlib.patches import Patch
 
-    old, new = pick(rounds, group="old_bytes"), pick(rounds, group="codecs")
+    old, new = canvas.pick(rounds, group="old_bytes"), canvas.pick(rounds, group="codecs")
     figure, panels = style.new_figure(1, 2, height_in=4.0, sharey=True)
     ways: tuple[tuple[str, Callable[[RoundRow], float]], ...] = (
         ("up: updates", lambda row: row.bytes_up / row.clients),
@@ -49,12 +38,12 @@ def draw_bytes(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
         unit = style.byte_unit(max(map(count, [*old, *new])))
         for index, codec in enumerate(CODECS):
             for rows, offset, look in ((old, -0.2, _OLD), (new, 0.2, {})):
-                height = statistics.mean(map(count, pick(rows, codec=codec))) / unit.factor
+                height = statistics.mean(map(count, canvas.pick(rows, codec=codec))) / unit.factor
                 axes.bar([index + offset], [height], 0.38, color=style.look_of(codec).color, **look)
                 text = f"{height:.1f}" if height >= 1 else f"{height:.2f}"
-                number_above(axes, index + offset, height, text, points=2)
+                canvas.number_above(axes, index + offset, height, text, points=2)
         axes.set_title(title)
-        name_bars(axes, CODECS)
+        canvas.name_bars(axes, CODECS)
         axes.margins(y=0.1)
         style.label(axes, x="codec", y="bytes per client and round", y_unit=unit.name)
     panels[1].set_ylabel("")
@@ -63,7 +52,7 @@ def draw_bytes(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
         Patch(facecolor=style.GREY, label="version 2, the codec both ways"),
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=2)
-    return finish(
+    return canvas.finish(
         figure, scale,
         f"CNN of 1.2 million parameters; version 2: mean of {scale.rounds} rounds. The first model, which goes out in "
         "full before round 1, is not counted.",
@@ -72,20 +61,20 @@ def draw_bytes(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
 
 def draw_dds(updates: Sequence[UpdateRow], scale: Scale) -> Figure:
     """The time of an update on the bus, client by client."""
-    rows = pick(updates, group="timing")
+    rows = canvas.pick(updates, group="timing")
     unit = style.time_unit(statistics.mean(row.dds_s for row in rows))
     figure, (axes,) = style.new_figure(height_in=4.0)
     clients = sorted({row.client_id for row in rows})
     width = 0.8 / len(clients)
     for index, codec in enumerate(CODECS):
         for number, client in enumerate(clients):
-            values = [row.dds_s / unit.factor for row in pick(rows, codec=codec, client_id=client)]
+            values = [row.dds_s / unit.factor for row in canvas.pick(rows, codec=codec, client_id=client)]
             at, color = index + (number - (len(clients) - 1) / 2) * width, style.look_of(codec).color
-            bar_with_dots(axes, at, values, width=0.92 * width, color=color, alpha=1 - 0.35 * number)
+            canvas.bar_with_dots(axes, at, values, width=0.92 * width, color=color, alpha=1 - 0.35 * number)
     axes.margins(y=0.1)
-    name_bars(axes, CODECS)
+    canvas.name_bars(axes, CODECS)
     style.label(axes, x="codec; left bar client 0, right bar client 1", y="DDS time of an update", y_unit=unit.name)
-    return finish(
+    return canvas.finish(
         figure, scale,
         "From the client's offer until the controller has all of the update. Bars and numbers: median of "
         f"{len({row.round_id for row in rows})} rounds, dots: each of them. All processes on one machine.",
@@ -95,12 +84,15 @@ def draw_dds(updates: Sequence[UpdateRow], scale: Scale) -> Figure:
 
 def draw_time(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     """From the command to the published model, in parts."""
-    rows = pick(rounds, group="timing")
+    rows = canvas.pick(rounds, group="timing")
     if any(row.decode_s is None for row in rows):
         raise BadData("the timed runs did not record decoding: they were made by an older version. Run them again")
     # The median of each part: a round in which the machine was busy with other things says nothing.
     seconds = {
-        codec: {name: statistics.median(_part_s(row, name) for row in pick(rows, codec=codec)) for name, _, _ in _PARTS}
+        codec: {
+            name: statistics.median(_part_s(row, name) for row in canvas.pick(rows, codec=codec))
+            for name, _, _ in _PARTS
+        }
         for codec in CODECS
     }
     figure, panels = style.new_figure(1, 2, height_in=4.4)
@@ -112,14 +104,14 @@ def draw_time(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
             axes.bar(range(len(CODECS)), heights, 0.7, bottom=tops, color=style.PHASES[phase], label=label)
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
         for index, top in enumerate(tops):
-            number_above(axes, index, top, f"{top:.3g}", points=2)
+            canvas.number_above(axes, index, top, f"{top:.3g}", points=2)
         axes.set_title(title)
-        name_bars(axes, CODECS)
+        canvas.name_bars(axes, CODECS)
         axes.margins(y=0.08)
         style.label(axes, x="codec, in both directions", y="time of a round", y_unit=unit.name)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=6, columnspacing=0.9, fontsize=10)
-    return finish(
+    return canvas.finish(
         figure, scale,
         f"From the command to the published model; each part: median of {len({row.round_id for row in rows})} rounds "
         f"with 2 clients and {scale.samples:,} samples each. Training and encoding: the slower client's.",
@@ -135,33 +127,33 @@ def _part_s(row: RoundRow, name: str) -> float:
 
 def draw_accuracy(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     """Accuracy over rounds, and at the end."""
-    rows = [row for row in pick(rounds, group="codecs") if row.accuracy is not None]
+    rows = [row for row in canvas.pick(rounds, group="codecs") if row.accuracy is not None]
     figure, (over_rounds, ends) = style.new_figure(1, 2, height_in=4.2, width_ratios=(3, 2))
-    marks = stars("federated_accuracy", fits=scale.rounds == 10)
+    marks = canvas.stars("federated_accuracy", fits=scale.rounds == 10)
     for index, codec in enumerate(CODECS):
         look = style.look_of(codec)
         curves = [
             [(float(row.round_id), 100 * (row.accuracy or 0.0)) for row in of_seed]
-            for of_seed in by_seed(pick(rows, codec=codec))
+            for of_seed in canvas.by_seed(canvas.pick(rows, codec=codec))
         ]
-        mean_with_range(over_rounds, curves, look)
+        canvas.mean_with_range(over_rounds, curves, look)
         last = [curve[-1][1] for curve in curves]
         ends.plot([index, index], [min(last), max(last)], color="black", linewidth=1)
         ends.scatter([index] * len(last), last, s=14, color="black", zorder=3)
         ends.plot([index], [statistics.mean(last)], look.marker, color=look.color, markersize=11, zorder=2)
         if codec in marks:
-            star(ends, index + 0.3, marks[codec], size=9)
+            canvas.star(ends, index + 0.3, marks[codec], size=9)
     style.whole_numbers(over_rounds.xaxis)
     style.legend_above(over_rounds)
     style.label(over_rounds, x="round", y="test accuracy", y_unit="%")
-    name_bars(ends, CODECS)
+    canvas.name_bars(ends, CODECS)
     ends.margins(x=0.12, y=0.15)
     ends.set_title(f"after {scale.rounds} rounds")
     style.label(ends, x="codec", y="test accuracy", y_unit="%")
-    return finish(
+    return canvas.finish(
         figure, scale,
         f"MNIST, CNN, 2 clients with equal shares, {scale.samples:,} samples each per round; the codec in both "
-        f"directions, with error feedback; {seeds_note(rows, 'codec')}.",
+        f"directions, with error feedback; {canvas.seeds_note(rows, 'codec')}.",
         compared="federated_accuracy" if marks else "",
     )  # fmt: skip
 
@@ -174,17 +166,17 @@ def draw_tradeoff(rounds: Sequence[RoundRow], scale: Scale) -> Figure:
     figure, panels = style.new_figure(1, 2, height_in=4.4, sharey=True, sharex=True)
     notes = []
     for axes, (group, title) in zip(panels, _PANELS, strict=True):
-        of_group = pick(rounds, group=group)
-        notes.append(f"{title[0].upper()}{title[1:]}: {seeds_note(of_group, 'codec')}")
+        of_group = canvas.pick(rounds, group=group)
+        notes.append(f"{title[0].upper()}{title[1:]}: {canvas.seeds_note(of_group, 'codec')}")
         for codec in CODECS:
-            curves = [list(_over_bytes(of_seed)) for of_seed in by_seed(pick(of_group, codec=codec))]
-            mean_with_range(axes, curves, style.look_of(codec))
+            curves = [list(_over_bytes(of_seed)) for of_seed in canvas.by_seed(canvas.pick(of_group, codec=codec))]
+            canvas.mean_with_range(axes, curves, style.look_of(codec))
         axes.set_xscale("log")
         axes.set_title(title)
         style.label(axes, x="sent, up and down", x_unit="MB", y="test accuracy", y_unit="%")
     panels[1].set_ylabel("")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(CODECS))
-    return finish(
+    return canvas.finish(
         figure, scale,
         f"MNIST, CNN, 2 clients, {scale.rounds} rounds of {scale.samples:,} samples per client; the codec in both "
         f"directions. {'. '.join(notes)}.",

@@ -6,18 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gradbus.experiments.figures.canvas import (
-    bar_with_dots,
-    by_seed,
-    finish,
-    mean_with_range,
-    name_bars,
-    number_above,
-    pick,
-    seeds_note,
-    star,
-    stars,
-)
+from gradbus.experiments.figures import canvas
 from gradbus.experiments.figures.plan import EXCHANGES, Scale
 from gradbus.experiments.figures.tables import EpochRow, RankRow
 from gradbus.experiments.report import style
@@ -32,24 +21,24 @@ _MIB = 1 << 20
 
 def draw_bytes(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     """Payload that a rank sends in a step, once the density has come to its end."""
-    rows = pick(epochs, "epochs", overlap=False)
+    rows = canvas.pick(epochs, "epochs", overlap=False)
     last = max(row.epoch for row in rows)
     figure, (axes,) = style.new_figure(height_in=4.4)
-    marks = stars("parallel_bytes")
+    marks = canvas.stars("parallel_bytes")
     for index, exchange in enumerate(EXCHANGES):
-        value = statistics.mean(row.bytes_per_step for row in pick(rows, exchange=exchange, epoch=last))
+        value = statistics.mean(row.bytes_per_step for row in canvas.pick(rows, exchange=exchange, epoch=last))
         unit = style.byte_unit(value)
         axes.bar([index], [value], 0.6, color=style.look_of(exchange).color)
-        number_above(axes, index, value, f"{value / unit.factor:.3g} {unit.name}", points=2)
+        canvas.number_above(axes, index, value, f"{value / unit.factor:.3g} {unit.name}", points=2)
         if exchange in marks:
-            star(axes, index + 0.38, marks[exchange] * _MIB, size=11)
+            canvas.star(axes, index + 0.38, marks[exchange] * _MIB, size=11)
     axes.set_yscale("log")
     axes.set_ylim(1e3, 1e7)
-    name_bars(axes, [_NAMES[name] for name in EXCHANGES])
+    canvas.name_bars(axes, [_NAMES[name] for name in EXCHANGES])
     style.label(axes, x="exchange of gradients", y="sent per step and rank", y_unit="B")
-    dgc = pick(rows, exchange="dgc")
+    dgc = canvas.pick(rows, exchange="dgc")
     unit = style.byte_unit(mean := sum(r.bytes_per_step * r.steps for r in dgc) / sum(r.steps for r in dgc))
-    return finish(
+    return canvas.finish(
         figure, scale,
         f"{_SETTING}: payload in the last of {last} epochs. Over all epochs, those of the warm-up included, DGC sends "
         f"{mean / unit.factor:.3g} {unit.name} per step.",
@@ -60,25 +49,25 @@ def draw_bytes(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
 def draw_accuracy(epochs: Sequence[EpochRow], scale: Scale) -> Figure:
     """Accuracy over epochs."""
     # All ranks hold the same model, and report the same accuracy.
-    rows = [row for row in pick(epochs, "epochs", overlap=False, rank=0) if row.accuracy is not None]
+    rows = [row for row in canvas.pick(epochs, "epochs", overlap=False, rank=0) if row.accuracy is not None]
     figure, (axes,) = style.new_figure(height_in=4.4)
-    marks = stars("parallel_accuracy", fits=scale.epochs == 10)
+    marks = canvas.stars("parallel_accuracy", fits=scale.epochs == 10)
     last = max(row.epoch for row in rows)
     for index, exchange in enumerate(EXCHANGES):
         look = style.look_of(exchange)._replace(label=_NAMES[exchange].replace("\n", " "))
         curves = [
             [(float(row.epoch), 100 * (row.accuracy or 0.0)) for row in of_seed]
-            for of_seed in by_seed(pick(rows, exchange=exchange))
+            for of_seed in canvas.by_seed(canvas.pick(rows, exchange=exchange))
         ]
-        mean_with_range(axes, curves, look)
+        canvas.mean_with_range(axes, curves, look)
         if exchange in marks:
             at = last + 0.25 * index
-            star(axes, at, marks[exchange], size=13, color=look.color, markeredgecolor=style.BLACK)
+            canvas.star(axes, at, marks[exchange], size=13, color=look.color, markeredgecolor=style.BLACK)
     style.whole_numbers(axes.xaxis)
     style.label(axes, x="epoch", y="test accuracy", y_unit="%")
     style.legend_above(axes)
-    return finish(
-        figure, scale, f"{_SETTING}; learning rate 0.05, momentum 0.9; {seeds_note(rows, 'exchange')}.",
+    return canvas.finish(
+        figure, scale, f"{_SETTING}; learning rate 0.05, momentum 0.9; {canvas.seeds_note(rows, 'exchange')}.",
         compared="parallel_accuracy" if marks else "",
     )  # fmt: skip
 
@@ -92,17 +81,17 @@ def draw_wait(ranks: Sequence[RankRow], scale: Scale) -> Figure:
         ("mean", "wait_s_mean", statistics.mean), ("maximum", "wait_s_max", max),
     )  # fmt: skip
     for axes, (title, column, of_ranks) in zip(panels, of_run, strict=True):
-        unit = style.time_unit(max(float(getattr(row, column)) for row in pick(ranks, "ranks")))
+        unit = style.time_unit(max(float(getattr(row, column)) for row in canvas.pick(ranks, "ranks")))
         for index, (exchange, overlap) in enumerate(kinds):
-            runs = by_seed(pick(ranks, exchange=exchange, overlap=overlap))
+            runs = canvas.by_seed(canvas.pick(ranks, exchange=exchange, overlap=overlap))
             values = [of_ranks([float(getattr(row, column)) / unit.factor for row in rows]) for rows in runs]
             look = {"color": style.look_of(exchange).color, "alpha": 0.55 if overlap else 1.0}
-            bar_with_dots(axes, index, values, width=0.65, **look)
+            canvas.bar_with_dots(axes, index, values, width=0.65, **look)
         axes.set_title(title)
-        name_bars(axes, ["dense,\noverlap", "dense", "int8\n(original)", "DGC\n0.1 %"], fontsize=9.5)
+        canvas.name_bars(axes, ["dense,\noverlap", "dense", "int8\n(original)", "DGC\n0.1 %"], fontsize=9.5)
         axes.margins(y=0.12)
         style.label(axes, x="exchange of gradients", y="communication time per step", y_unit=unit.name)
-    return finish(
+    return canvas.finish(
         figure, scale,
         f"{_SETTING}, over DDS on one machine: from the end of a rank's own work to the end of the step's last "
         "exchange, all steps. Bars: median of the runs, dots: each run. With overlap, the default, a part is hidden "

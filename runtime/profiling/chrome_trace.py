@@ -61,25 +61,21 @@ def chrome_trace(rank: int, events: Iterable[Event], clock: Clock, *, dropped_ev
     """
     spans = sorted((_in_ns(event) for event in events), key=lambda span: (span.start_ns, -span.end_ns))
     origin_ns = spans[0].start_ns if spans else clock.perf_ns
-    lanes: dict[Row, _Lanes] = {row: _Lanes(nested=row != "collectives") for row in ROWS}
+    lanes: dict[Row, list[list[int]]] = {row: [[]] for row in ROWS}
     body: list[dict[str, Any]] = []
     for span in spans:
-        lane = lanes[span.row].place(span)
-        at = {"pid": rank, "tid": _tid(span.row, lane), "ts": (span.start_ns - origin_ns) / 1000}
-        args = _json_safe(span.args or {})
-        body.append(
-            {"ph": "X", "name": span.name, "cat": span.row, **at, "dur": (span.end_ns - span.start_ns) / 1000}
-            | ({"args": args} if args else {})
-        )
-        if span.row == "step":
-            body += [
-                {"ph": "C", "name": f"{name.replace('_', ' ')} per step", "cat": "counter", **at}
-                | {"args": {name: args[name]}}
-                for name in _COUNTERS
-                if isinstance(args.get(name), int | float)
-            ]
+        tid = _tid(span.row, _place(span, lanes[span.row], nested=span.row != "collectives"))
+        at = {"pid": rank, "tid": tid, "ts": (span.start_ns - origin_ns) / 1000}
+        args = {str(name): value if _is_plain(value) else str(value) for name, value in (span.args or {}).items()}
+        shown = {"args": args} if args else {}
+        duration = {"dur": (span.end_ns - span.start_ns) / 1000}
+        body.append({"ph": "X", "name": span.name, "cat": span.row, **at, **duration, **shown})
+        for name in _COUNTERS if span.row == "step" else ():
+            if isinstance(args.get(name), int | float):
+                title = f"{name.replace('_', ' ')} per step"
+                body.append({"ph": "C", "name": title, "cat": "counter", **at, "args": {name: args[name]}})
     return {
-        "traceEvents": _names(rank, {row: len(lanes[row].ends) for row in ROWS}) + body,
+        "traceEvents": _names(rank, {row: len(lanes[row]) for row in ROWS}) + body,
         "displayTimeUnit": "ms",
         "otherData": {
             "origin_unix_ns": clock.unix_ns + origin_ns - clock.perf_ns,
@@ -147,26 +143,20 @@ def _in_ns(event: Event) -> _Span:
     return _Span(row, name, round(start_s * 1e9), round(max(start_s, end_s) * 1e9), args)
 
 
-class _Lanes:
-    """Puts spans that come in the order of their starts on as few lanes as it takes.
+def _place(span: _Span, lanes: list[list[int]], *, nested: bool) -> int:
+    """Put a span on the first lane that has room for it. Spans come in the order of their starts.
 
-    Attributes:
-        ends: per lane, the ends of its open spans, outermost first.
+    Args:
+        lanes: the ends of the open spans of each, outermost first.
     """
-
-    def __init__(self, *, nested: bool) -> None:
-        self.ends: list[list[int]] = [[]]
-        self._nested = nested
-
-    def place(self, span: _Span) -> int:
-        for number, ends in enumerate(self.ends):
-            while ends and ends[-1] <= span.start_ns:
-                ends.pop()
-            if not ends or (self._nested and span.end_ns <= ends[-1]):
-                ends.append(span.end_ns)
-                return number
-        self.ends.append([span.end_ns])
-        return len(self.ends) - 1
+    for number, ends in enumerate(lanes):
+        while ends and ends[-1] <= span.start_ns:
+            ends.pop()
+        if not ends or (nested and span.end_ns <= ends[-1]):
+            ends.append(span.end_ns)
+            return number
+    lanes.append([span.end_ns])
+    return len(lanes) - 1
 
 
 def _tid(row: Row, lane: int) -> int:
@@ -175,18 +165,14 @@ def _tid(row: Row, lane: int) -> int:
 
 
 def _names(rank: int, lanes: Mapping[Row, int]) -> list[dict[str, Any]]:
-    def named(kind: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    def named(kind: str, tid: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": rank, "tid": tid, "ts": 0, "args": args}
 
-    found = [
-        named("process_name", 0, {"name": f"rank {rank}"}),
-        named("process_sort_index", 0, {"sort_index": rank}),
-    ]
+    found = [named("process_name", 0, name=f"rank {rank}"), named("process_sort_index", 0, sort_index=rank)]
     for order, row in enumerate(ROWS):
         for lane in range(lanes[row]):
-            tid = _tid(row, lane)
-            found.append(named("thread_name", tid, {"name": row if not lane else f"{row} {lane + 1}"}))
-            found.append(named("thread_sort_index", tid, {"sort_index": 1000 * order + lane}))
+            found.append(named("thread_name", _tid(row, lane), name=f"{row} {lane + 1}" if lane else row))
+            found.append(named("thread_sort_index", _tid(row, lane), sort_index=1000 * order + lane))
     return found
 
 
@@ -198,10 +184,6 @@ def _origin(trace: Mapping[str, Any]) -> int:
         raise ValueError(
             "not a trace of gradbus: it has no otherData.origin_unix_ns, so it fits no time line"
         ) from None
-
-
-def _json_safe(args: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name): value if _is_plain(value) else str(value) for name, value in args.items()}
 
 
 def _is_plain(value: object) -> bool:

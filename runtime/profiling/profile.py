@@ -228,7 +228,7 @@ class Profile:
                 self._lines.append({"kind": "step", "rank": self.rank, "step": number, **plain(amounts), **marked})
                 if len(self._lines) >= _MAX_LINES:
                     self._write()
-            if error is not None:  # a wait for somebody who never comes would say nothing about the network
+            if error is not None:  # a wait for a peer that never comes tells nothing about the network
                 self._failed_steps += 1
                 return
             self._window.add(Tally(1, number, number, amounts, amounts))

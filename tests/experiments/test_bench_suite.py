@@ -133,6 +133,16 @@ def test_a_ratio_that_is_no_longer_measured_is_worse_unless_its_part_was_not_ask
     assert [change.worse for change in compare(before, unpaired)] == [True, False]
 
 
+def test_by_turns_the_samples_are_compared_as_well_and_a_figure_of_one_side_is_not_judged() -> None:
+    before = results_of(ratio(1.0, 2.0), ratio(1.0, name="gone"), ratio(1.0, name="round"))
+    now = results_of(ratio(2.0, 3.0), ratio(1.0, name="new"), ratio(1.0, name="round, one host"))
+    changes = {change.name: change for change in compare(before, now, by_turns=True)}
+    assert changes.keys() == {"round trip", "gone", "new", "round, one host"}
+    assert changes["round trip"].pace == summary([2.0, 1.5])
+    assert not any(changes[name].worse for name in ("gone", "new", "round, one host"))
+    assert changes["round, one host"].before is not None
+
+
 def test_noise_around_the_same_ratio_seldom_counts() -> None:
     numbers, false_alarms = random.Random(0), 0
     for _ in range(300):
