@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.profiling.chrome_trace import (
@@ -114,20 +114,16 @@ class Profile:
         """Add to a counter of the open step, or, if none is, of what happens outside of steps."""
         self._report((self._step is not None, name, float(amount), None))
 
-    def add_span(
-        self, name: str, start_s: float, end_s: float, *, category: Literal["phase", "collective"] | None = None,
-        **args: Any,
-    ) -> None:  # fmt: skip
-        """A span that was measured elsewhere.
+    def add_span(self, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """A span that was measured elsewhere, by ``time.perf_counter``, in seconds.
+
+        Names in ``PHASES`` count like :meth:`span`. All others are collectives, which are in the trace and count
+        nowhere: the exchanges of a step overlap, with each other and with computing.
 
         Args:
-            start_s, end_s: ``time.perf_counter``, seconds.
-            category: ``phase`` counts like :meth:`span`; ``collective`` is shown in the trace and counts nowhere: the
-                exchanges of a step overlap, with each other and with computing. None: a phase for the names in
-                ``PHASES``, else a collective.
             args: shown with it in the trace.
         """
-        if category == "phase" or (category is None and name in PHASES):
+        if name in PHASES:
             self._report_phase(self._step is not None, name, start_s, end_s, max(0.0, end_s - start_s), args)
         else:
             self._report((False, None, 0.0, ("collectives", name, start_s, end_s, args or None)))
@@ -181,7 +177,7 @@ class Profile:
 
     def _report(self, report: Report) -> None:
         self._inbox.append(report)
-        if len(self._inbox) > _MAX_INBOX and self._lock.acquire(blocking=False):  # else: somebody is at it already
+        if len(self._inbox) > _MAX_INBOX and self._lock.acquire(blocking=False):  # else: another thread is at it
             try:
                 self._take()
             finally:

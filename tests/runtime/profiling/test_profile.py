@@ -202,9 +202,9 @@ def test_within_a_step_the_profile_reports_to_that_step() -> None:
 
 def test_a_collective_is_in_the_trace_alone() -> None:
     profile = Profile(0)
-    with profile.step(1):
+    with profile.step(1) as step:
         profile.add_span("bucket", 10.0, 13.0, bytes=7)
-        profile.add_span("hook", 10.0, 11.0, category="phase")
+        step.add_span("hook", 10.0, 11.0)
     assert profile.summary().total.keys() == {"hook_s", "step_s", "other_s"}
     (shown,) = (event for event in profile.chrome_trace()["traceEvents"] if event.get("cat") == "collectives")
     assert (shown["name"], shown["dur"], shown["args"]) == ("bucket", 3e6, {"bytes": 7})
