@@ -1,4 +1,4 @@
-"""What a worker tells: a report for each epoch, and a summary at the end."""
+"""The reports of a worker: one for each epoch, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradbus.runtime.profiling.profile import ProfileSummary
 class EpochReport:
     """One epoch, or the part of it that ``max_steps`` allowed.
 
-    What is said of quality is of all ranks together and equal on all of them; times and bytes are this rank's.
+    Loss, accuracy and hash are of all ranks together and equal on all of them; times and bytes are this rank's.
 
     Attributes:
         epoch: from 0. step: steps done in all. finished: whether the epoch was gone through to its end.

@@ -1,4 +1,4 @@
-"""What a data-parallel run is between two steps, on disk: each rank saves what is its own, rank 0 the model as well.
+"""The state of a data-parallel run between two steps, on disk: each rank saves its own part, rank 0 the model as well.
 
 Each rank has a folder of its own below the state directory, which may be on a disk of its own, too. A step counts only
 if all ranks have it: :func:`newest_common` finds the newest such one.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Self
 
 import torch
@@ -63,13 +63,18 @@ class Position:
         return Position(step=self.step, epoch=self.epoch + 1, skipped_in_row=self.skipped_in_row)
 
 
+def _without_step(position: Position) -> dict[str, Any]:
+    """The fields of a position but for the step, which a checkpoint has by itself."""
+    return {name: value for name, value in asdict(position).items() if name != "step"}
+
+
 class SavedRank(Meta):
-    """What the checkpoint of a rank says beside its tensors.
+    """The contents of a rank's checkpoint beside its tensors.
 
     Attributes:
-        run_id: of the run. rank, world: whose it is. layout: of the model, see ``describe_layout``.
-        settings: that a resume must have, too. num_batches: of this rank in the epoch. own: what the exchange remembers
-            for itself and is no tensor. report: the newest one.
+        run_id: of the run. rank, world: of the rank that saved it. layout: of the model, see ``describe_layout``.
+        settings: that a resume must have, too. num_batches: of this rank in the epoch. own: state of the exchange that
+            is no tensor. report: the newest one.
         And as in :class:`Position`.
     """
 
@@ -90,7 +95,7 @@ class SavedRank(Meta):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """As :meth:`Meta.of`; and the place within the run is one that there can be."""
+        """As :meth:`Meta.of`, and check that the position is possible."""
         saved, step = super().of(checkpoint), checkpoint.round_id
         for name, most in (
             ("epoch", step), ("epoch_step", step), ("skipped", saved.epoch_step), ("skipped_in_row", step),
@@ -150,10 +155,8 @@ class WorkerState:
             tensors |= {f"shared/{name}": tensor for name, tensor in exchange.shared_state().items()}
         meta = {
             "run_id": f"{run_id:016x}", "rank": self._rank, "world": self._world, "layout": describe_layout(model),
-            "settings": self._settings(), "epoch": position.epoch, "epoch_step": position.epoch_step,
-            "loss_sum": position.loss_sum, "batches": position.batches, "skipped": position.skipped,
-            "skipped_in_row": position.skipped_in_row, "num_batches": num_batches, "own": dict(own.meta),
-            "report": None if report is None else report.to_json(),
+            "settings": self._settings(), "num_batches": num_batches, "own": dict(own.meta),
+            "report": None if report is None else report.to_json(), **_without_step(position),
         }  # fmt: skip
         return self._store.save(Checkpoint(position.step, _apart(tensors), meta))
 
@@ -219,10 +222,7 @@ def newest_common(steps: Sequence[Sequence[int]]) -> list[int]:
 def position_of(checkpoint: Checkpoint) -> Position:
     """Where the run stood."""
     saved = SavedRank.of(checkpoint)
-    return Position(
-        checkpoint.round_id, saved.epoch, saved.epoch_step, saved.loss_sum, saved.batches, saved.skipped,
-        saved.skipped_in_row,
-    )  # fmt: skip
+    return Position(checkpoint.round_id, **{name: getattr(saved, name) for name in _without_step(Position())})
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -243,8 +243,8 @@ def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def restore_run(model: nn.Module, exchange: Exchange, checkpoint: Checkpoint) -> None:
-    """All that this rank has saved: rank 0 the model and what is equal on all ranks, every rank what it remembered, and
-    the state of torch's random numbers.
+    """Restore all that this rank has saved: rank 0 the model and the state that is equal on all ranks, every rank its
+    own state and that of torch's random numbers.
 
     Raises:
         CheckpointError: something does not fit.

@@ -37,7 +37,7 @@ class EpochPlan:
 
     @classmethod
     def of(cls, batches: Sequence[int], accumulation_steps: int) -> EpochPlan:
-        """Raises ValueError: nobody has data, or a number of batches is negative."""
+        """Raises ValueError: no rank has data, or a number of batches is negative."""
         if any(count < 0 for count in batches) or not any(batches):
             raise ValueError(f"an epoch needs at least one batch on some rank, got {list(batches)} on ranks 0..")
         return cls(tuple(batches), accumulation_steps)
@@ -105,7 +105,7 @@ _NO_MORE: Any = object()  # batches() ended; None may be a batch
 
 
 class StepCancelled(Exception):
-    """The worker was cancelled, and the step gave up. Nobody but the one who cancelled it is left to hear."""
+    """The worker was cancelled, so the step gives up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,8 @@ STARVED = 10  # times as long where slots come back, but only others get them
 ANNOUNCED_AT_ONCE = 3  # chunks in slots, in one frame over DDS: it costs more than to wait for the next chunk
 LOOK_S = 50e-6  # when it looks first whether there is one
 LONG_LOOK_S = 10 * LOOK_S  # how often it looks then: it takes a core from those who are to give slots back
-# How often it looks whether somebody else gets on, who tells when he leaves. With 0.5 ms a call takes a tenth longer.
+# How often it looks whether a thread that polls still sends; that wakes it when it stops. With 0.5 ms a call takes a
+# tenth longer.
 POLLED_S = 2e-3
 _SHARED = int(frames.Flags.SHARED)
 
@@ -104,7 +105,7 @@ class ChunkSender:
         """What is left, for the writer thread, which asks for a frame when it has written the one before.
 
         Args:
-            wait: whether somebody else is at it just now.
+            wait: whether a thread that polls sends the chunks just now.
             put_in_mailbox: send a frame past DDS. False: that is not possible.
         """
         backoff, look_s = None if self._slots is None else _Backoff(self._slots), LOOK_S
@@ -131,7 +132,7 @@ class ChunkSender:
             self._note_written(numbers)
 
     def outcome(self, outcome: int | Exception) -> None:
-        """The writer thread has done what it could; or somebody else could not go on."""
+        """The writer thread has ended its job, or another thread has failed."""
         if isinstance(outcome, Exception):
             finished = self._cancel()
             if finished is not None:

@@ -24,7 +24,7 @@ from gradbus.runtime.wire.control import GroupHello
 
 REPEAT_S = 0.1  # how often at least to repeat what is not new, in a group that is not large
 # In a large one every rank receives world^2 hellos each time, which takes some 70 us each: so that many that
-# wait for few leave the processors to those few, who are still to start.
+# wait for few leave the processors to those few, which are still to start.
 REPEAT_PAIR_S = 0.4e-3
 MAX_REPEAT_S = 1.0
 # How long to wait for more news, times the world: about what a hello costs all others together. Where there is more

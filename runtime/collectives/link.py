@@ -210,7 +210,7 @@ class GroupLink(ProgressEngine):
         return not self._pushing
 
     def push(self) -> bool:
-        """By who waits for something: send what is to go through shared memory, as far as slots are free.
+        """On a thread that waits: send what goes through shared memory, as far as slots are free.
 
         Payloads take turns, chunk by chunk: each has readers that wait for it.
         """
@@ -236,7 +236,7 @@ class GroupLink(ProgressEngine):
         with contextlib.suppress(IndexError):
             while self._pushing[0][0].done:
                 first = self._pushing.popleft()
-                if not first[0].done:  # somebody else has taken the one that was
+                if not first[0].done:  # another thread has taken the one that was
                     self._pushing.append(first)
 
     def _is_polled(self) -> bool:

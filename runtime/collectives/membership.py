@@ -1,4 +1,4 @@
-"""One rank's place in a group: forms it with the others, notices who dies or leaves, and leaves in order."""
+"""The membership of one rank in a group: forms it with the others, notices ranks that die or leave, and leaves."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from gradbus.runtime.wire.control import MAX_SEQS, GroupHello, GroupLeave
 from gradbus.runtime.wire.frames import CHUNK_BYTES, MAX_DESCRIPTORS, VERSION, Frame
 from gradbus.runtime.wire.messages import Control, Identity, Message, PeerGone, new_incarnation
 
-_MISFIT_HELLOS = 3  # DDS may match one way before the other
-REPLY_S = 0.05  # how often at most to those that have not formed it yet
-DONE = "done"  # the reason of a rank that leaves because all is done
+_CONFLICT_HELLOS = 3  # DDS may match one way before the other
+REPLY_S = 0.05  # how often at most to ranks that have not formed the group yet
+DONE = "done"  # the reason of a rank that leaves without an error
 MAX_PROBES = 4096  # that wait for the loop; a group of the largest size sends half as many
 DRAIN_S = 2.0  # how long others get to take over what was sent, when this rank leaves
 
@@ -83,9 +83,9 @@ class Membership:
             self._is_formed = False
             self._left: set[int] = set()
             self._replied_s = 0.0
-            self._has_complained = False
+            self._has_warned = False
             self._probes: deque[tuple[int, int, int]] = deque()  # rank, topic, digest
-            self._probes_told = False
+            self._probes_posted = False
             self.reporter = StatusReporter(bus, self.identity, self.engine, me.host, stall_warning_s=stall_warning_s)
             self._reporting: asyncio.Task[None] | None = None
             self._no_more_refused = bus.access_policy.when_refused(self._on_refused)
@@ -100,7 +100,7 @@ class Membership:
         try:
             return SharedMemoryTransport(rank, world)
         except SharedMemoryFault as error:
-            self._not_shared(str(error))
+            self._warn_not_shared(str(error))
             return None
 
     def _unshare(self) -> None:
@@ -109,7 +109,7 @@ class Membership:
         self.engine.resolve_shared = no_shared_memory
         self._shared = None
 
-    def _not_shared(self, reason: str) -> None:
+    def _warn_not_shared(self, reason: str) -> None:
         log.warning("no shared memory", group=self.formation.group, reason=reason, effect="all data goes over DDS")
 
     def _attach(self, rank: int, place: str) -> None:
@@ -119,14 +119,14 @@ class Membership:
         try:
             self._shared.attach(rank, place)
         except SharedMemoryFault as error:
-            if not self._has_complained:
-                self._not_shared(f"of rank {rank}: {error}")
-            self._has_complained = True
+            if not self._has_warned:
+                self._warn_not_shared(f"of rank {rank}: {error}")
+            self._has_warned = True
             return
         self.formation.attached.add(rank)
 
     def calls_may_block(self) -> None:
-        """Collectives are called on threads without an event loop: so send more of it there, and wake no other one."""
+        """Send more on the thread of the call, and wake no other one: it has no event loop."""
         self._link.inline_bytes = self._link.inline_shared_bytes = 8 << 20
 
     async def form(self, timeout_s: float) -> None:
@@ -160,7 +160,7 @@ class Membership:
             self._check()
             raise self._timed_out(timeout_s) from None
         except ConfigError:
-            for _ in range(_MISFIT_HELLOS):  # who does not fit here shall hear of this rank as well, and say the same
+            for _ in range(_CONFLICT_HELLOS):  # so that a rank with other settings finds the same conflict
                 await self._send_hello()
                 await asyncio.sleep(REPEAT_S)
             raise
@@ -175,7 +175,7 @@ class Membership:
         self._reporting = asyncio.create_task(self.reporter.run(), name=name)
 
     async def _send_due(self) -> float:
-        """Say and send what is due. Returns the seconds until more may be."""
+        """Send the hello and the probes that are due. Returns the seconds until more may be."""
         formation, scheduler = self.formation, self._scheduler
         digest = formation.digest
         if digest and digest != self.engine.group_id:
@@ -185,14 +185,14 @@ class Membership:
         hello = formation.hello_now()
         if scheduler.is_due(hello, now_s):
             await self._bus.publish(self.identity, hello)
-        owed = formation.awaiting_probes
-        if owed and self._link.matched:
-            ranks, to_all = scheduler.probes(digest, owed, all_know=formation.all_know, now_s=now_s)
+        awaiting = formation.awaiting_probes
+        if awaiting and self._link.matched:
+            ranks, to_all = scheduler.probes(digest, awaiting, all_know=formation.all_know, now_s=now_s)
             self._link.probe(ranks, to_all=to_all)
         return scheduler.wait_s(hello, time.monotonic())
 
     async def _watch_matches(self, timeout_s: float) -> None:
-        """Whom DDS has matched just now has not heard what was said before, and may be able to take probes."""
+        """Repeat hello and probes for ranks that DDS has matched just now: they have not received the earlier ones."""
         with contextlib.suppress(GradbusError):  # form() meets the same error, and raises it
             while True:
                 before = self._matched
@@ -221,28 +221,28 @@ class Membership:
         )  # fmt: skip
 
     def _missing_and_reason(self) -> tuple[list[int], str]:
-        """Ranks that this rank waits for, and what is known of why."""
+        """Ranks that this rank waits for, and the reason as far as it is known."""
         missing, unlinked = self.formation.missing, self.formation.unlinked
         reason = self._bus.access_policy.absence
         if not missing and unlinked:
-            not_linked = f"ranks {list(unlinked)} were heard, but data does not get through both ways"
+            not_linked = f"ranks {list(unlinked)} have announced themselves, but data does not get through both ways"
             reason = f"{not_linked}; {reason}" if reason else not_linked
         return list(missing or unlinked), reason
 
-    # What comes in
+    # Incoming messages
 
     def _note_probe(self, frame: Frame) -> None:
         """On the receive thread, or on one that waits: keep an empty frame for the loop, within a bound. Probes are
         repeated, and any process can send them."""
         if len(self._probes) < MAX_PROBES:
             self._probes.append((frame.key.sender, frame.key.part, frame.key.job))
-        if not self._probes_told:
-            self._probes_told = True
+        if not self._probes_posted:
+            self._probes_posted = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_probes)
 
     def _on_probes(self) -> None:
-        self._probes_told = False  # first: what comes from now on is told of again
+        self._probes_posted = False  # first: probes that come from now on need another call
         news = False
         for _ in range(len(self._probes)):
             news |= self.formation.probe(*self._probes.popleft())
@@ -250,14 +250,14 @@ class Membership:
             self._note_change()
 
     def _note_change(self) -> None:
-        """Once the group has formed, nothing undoes that: who leaves now has been a member."""
+        """Once the group has formed, nothing undoes that: a rank that leaves then has been a member."""
         self._is_formed = self._is_formed or self.formation.formed
         self._changed.set()
 
     async def _watch(self) -> None:
         try:
             while True:
-                await self._hear(await self._inbox.get())
+                await self._receive(await self._inbox.get())
         except BusError as error:
             self._end(error)
         except Exception as error:
@@ -265,19 +265,19 @@ class Membership:
             with contextlib.suppress(Exception):  # the log may be what fails: its stream is the host's
                 log.exception("group failed", group=self.formation.group)
         finally:
-            self._inbox.close()  # what nobody reads fills up, and then the whole bus hears nothing any more
+            self._inbox.close()  # an inbox that is not read fills up, and then the whole bus receives nothing any more
 
     def _end(self, error: Exception) -> None:
         self._fault = error
         self._changed.set()
         self.engine.close(error)
 
-    async def _hear(self, message: Message) -> None:
+    async def _receive(self, message: Message) -> None:
         match message:
-            case Control(sender=rank, incarnation=incarnation, body=GroupLeave() as said):
-                self._on_leave(rank, incarnation, said)
-            case Control(sender=rank, incarnation=incarnation, body=GroupHello() as said):
-                await self._on_hello(rank, incarnation, said)
+            case Control(sender=rank, incarnation=incarnation, body=GroupLeave() as leave):
+                self._on_leave(rank, incarnation, leave)
+            case Control(sender=rank, incarnation=incarnation, body=GroupHello() as hello):
+                await self._on_hello(rank, incarnation, hello)
             case PeerGone(sender=rank, incarnation=incarnation, why=why):
                 self._on_gone(rank, incarnation, why)
 
@@ -298,23 +298,23 @@ class Membership:
             with contextlib.suppress(Exception):  # as above
                 log.warning("rank lost", group=self.formation.group, rank=rank, host=member.host, why=why or "gone")
 
-    def _on_leave(self, rank: int, incarnation: int, said: GroupLeave) -> None:
-        if said.group != self.formation.group or self._member(rank, incarnation) is None:
+    def _on_leave(self, rank: int, incarnation: int, leave: GroupLeave) -> None:
+        if leave.group != self.formation.group or self._member(rank, incarnation) is None:
             return
-        if not self._is_formed and not (said.ok and said.members == self.formation.digest):
+        if not self._is_formed and not (leave.ok and leave.members == self.formation.digest):
             self.formation.gone(rank, incarnation)
             return
-        if not self._is_formed:  # it has been a member and is through already: it would say that all is linked
+        if not self._is_formed:  # it was a member and has ended already: so it was linked to all
             self.formation.confirm_linked(rank)
             self._note_change()
         self._left.add(rank)
 
         def end() -> None:
-            for lost in said.lost:  # before: it is what the others want to know
+            for lost in leave.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
                     self._lose(lost, f"gone, as rank {rank} says")
-            how = f"left: {DONE}" if said.ok and said.reason == DONE else said.reason
-            (self.engine.leave if said.ok else self._lose)(rank, how)
+            how = f"left: {DONE}" if leave.ok and leave.reason == DONE else leave.reason
+            (self.engine.leave if leave.ok else self._lose)(rank, how)
 
         self._after_frames(end)  # it was sent after all frames of that rank: what is missing then stays missing
 
@@ -340,21 +340,22 @@ class Membership:
     def _member(self, rank: int, incarnation: int) -> Member | None:
         return next((m for m in self.formation.members if (m.rank, m.incarnation) == (rank, incarnation)), None)
 
-    async def _on_hello(self, rank: int, incarnation: int, said: GroupHello) -> None:
+    async def _on_hello(self, rank: int, incarnation: int, hello: GroupHello) -> None:
         if self._is_formed:
-            # One that has not formed the group yet needs to hear this rank again; so does one that comes too late.
-            if said.group == self.formation.group and not said.formed and time.monotonic() > self._replied_s + REPLY_S:
+            # A rank that has not formed the group yet needs this rank's hello again; so does one that comes too late.
+            is_forming = hello.group == self.formation.group and not hello.formed
+            if is_forming and time.monotonic() > self._replied_s + REPLY_S:
                 self._replied_s = time.monotonic()
-                with contextlib.suppress(WriteTimeout):  # it is a courtesy: who does not take it, asks again
+                with contextlib.suppress(WriteTimeout):  # a rank that does not take it asks again
                     await self._send_hello()
             return
         try:
             was_known = self.formation.knows(rank, incarnation)
-            if self.formation.hello(rank, incarnation, said):
+            if self.formation.hello(rank, incarnation, hello):
                 self._scheduler.met |= not was_known
-                self._attach(rank, said.memory)
+                self._attach(rank, hello.memory)
                 self._note_change()
-            elif not said.linked and self._scheduler.probe_again(rank, time.monotonic()):
+            elif not hello.linked and self._scheduler.probe_again(rank, time.monotonic()):
                 self._changed.set()
         except ConfigError as error:
             self._end(error)
@@ -363,13 +364,13 @@ class Membership:
 
     async def _send_leave(self, ok: bool, reason: str) -> None:
         lost = sorted(self.engine.dead)[:MAX_SEQS]
-        text = reason.encode("utf-8", "replace").decode()[:1000]  # an exception may tell of a file name that is no text
+        text = reason.encode("utf-8", "replace").decode()[:1000]  # it may have a file name that is no text
         leave = GroupLeave(self.formation.group, self.engine.group_id, ok, text, lost)
         await self._bus.publish(self.identity, leave)
 
     async def close(self, *, ok: bool, reason: str) -> None:
-        """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them. In a child
-        by fork nothing is left: the rank is its parent's."""
+        """Leave the group. Takes a bounded time, and longest when others do not take what was sent to them. A child by
+        fork does not leave: the rank is its parent's."""
         if self._made_in != forks.generation:
             return
         self._no_more_refused()
@@ -394,7 +395,7 @@ class Membership:
                 await self._disband()
 
     async def _disband(self) -> None:
-        """Take all that the rank has away, also when whoever waits for that is cancelled."""
+        """Release everything that the rank has, also when the task that waits for it is cancelled."""
         self._bus.release(self.formation.group)
         self._watcher.cancel()
         self._inbox.close()

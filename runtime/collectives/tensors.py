@@ -52,7 +52,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def empty_like_described(text: str, max_bytes: int) -> Tensor:
-    """A new tensor as :func:`describe` said, contents undefined.
+    """A new tensor of the dtype and shape in a text of :func:`describe`, contents undefined.
 
     Raises:
         CollectiveError: not a description, or a tensor of more than ``max_bytes``.

@@ -1,4 +1,4 @@
-"""Sleeping until a word in shared memory changes, and waking who sleeps: Linux's futex, called without the GIL."""
+"""Sleeping until a word in shared memory changes, and waking sleepers: Linux's futex, called without the GIL."""
 
 from __future__ import annotations
 

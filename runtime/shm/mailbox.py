@@ -6,15 +6,15 @@ message is a frame as it would go over DDS.
 
 Two kinds of threads read the messages of a rank. A thread that waits for a collective polls
 (:meth:`Mailbox.poll_until`): it looks into the rings again and again for a short time, then it sleeps until a sender
-wakes it. When nobody polls, the thread of the mailbox (:class:`MailboxThread`) sleeps in the same way. For some
+wakes it. When no thread polls, the thread of the mailbox (:class:`MailboxThread`) sleeps in the same way. For some
 milliseconds after a poll it leaves the messages to the next poll, which usually comes soon: to wake a thread takes
 longer than a small collective.
 
-The attention word of a rank says whether its sender has to wake somebody:
+The attention word of a rank says whether a sender has to wake a thread:
 
 | attention | meaning |
 |---|---|
-| CLOSED | nobody reads messages: frames go over DDS |
+| CLOSED | no thread reads messages: frames go over DDS |
 | LOOKING | a thread looks, or will in some milliseconds |
 | ASLEEP | a thread sleeps: wake it |
 
@@ -138,9 +138,7 @@ class Mailbox:
         self._threads: dict[str, int] = {}
         self._look_again = False
         self._afterwards: deque[Callable[[], None]] = deque()
-        self._attending = (
-            threading.RLock()
-        )  # guards who changes the attention word. Signal handlers may wake the poller
+        self._attending = threading.RLock()  # guards changes of the attention word. Signal handlers may wake the poller
         self._made_in = forks.generation  # in a child by fork these messages are its parent's: they are left alone
         self._pushes = False
         self._thread: MailboxThread | None = None
@@ -180,7 +178,7 @@ class Mailbox:
     # Out
 
     def put(self, readers: Sequence[int], parts: Sequence[bytes | memoryview]) -> bool:
-        """Write a frame for some ranks. False: one of them takes none, or has no room; nobody has got it."""
+        """Write a frame for some ranks. False: one of them takes none, or has no room; no rank has got it."""
         size = sum(len(part) for part in parts)
         if size > MAX_MESSAGE_BYTES or self._made_in != forks.generation:
             return False
@@ -406,7 +404,7 @@ class Mailbox:
             thread.go_on_duty()
 
     def begin_duty(self, sleeper: _Sleeper) -> bool:
-        """On the thread: announce that it sleeps next. False: there is a poller, who changes the word."""
+        """On the thread: announce that it sleeps next. False: there is a poller, which changes the word."""
         with self._attending:
             if self.is_polled:
                 return False
@@ -452,7 +450,7 @@ class _Sleeper:
                 self._words.expect(number, peer.tails[self._rank])
 
     def sleep(self, timeout_s: float) -> None:
-        """Sleep unless more has been written since, or somebody has changed the attention word."""
+        """Sleep unless more has been written since, or the attention word has changed."""
         if self._words is not None:
             self._words.wait(timeout_s)
             return
@@ -481,7 +479,7 @@ class MailboxThread(threading.Thread):
         self._wanted.set()
 
     def go_on_duty(self) -> None:
-        """Go on duty as soon as nobody polls, unless it is."""
+        """Go on duty as soon as no thread polls, unless it is."""
         if not self.on_duty or self._polls != self._mailbox.polls:
             self._wanted.set()
 
@@ -502,7 +500,7 @@ class MailboxThread(threading.Thread):
         self._poll()
 
     def _park(self) -> None:
-        """Wait until the polls are over, or somebody wants this thread. In the midst of calls that wait for what they
+        """Wait until the polls are over, or this thread is wanted. In the midst of calls that wait for what they
         start, the next poller comes soon."""
         mailbox, parked_s = self._mailbox, PARKED_S
         while not self._stop_flag and (mailbox.is_polled or self._polls != mailbox.polls):

@@ -76,7 +76,7 @@ def _library() -> tuple[Any, Any]:
 
 
 def map_file(file: int, size: int, *, writable: bool, private: bool = False) -> Bytes:
-    """All of an open file, for as long as somebody holds the array or a view.
+    """All of an open file, for as long as the array or a view of it exists.
 
     Args:
         private: what is written stays in this process: its pages are copied then.
@@ -124,7 +124,7 @@ class Segment:
         self.place = place_of(self._file, token)
 
     def hide(self) -> None:
-        """Nobody else can attach any more; who has, keeps it."""
+        """No other process can attach any more; one that has, keeps it."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -138,7 +138,7 @@ FREE_FROM = 4096
 
 def _seal_for_others(file: int) -> None:
     """Whoever maps it may rely on its size: reading past the end of a file that was cut short ends the process. And
-    nobody can write who has not mapped it for that already, where the kernel can see to it (Linux from 5.1 on): a
+    no process can write that has not mapped it for that already, where the kernel can see to it (Linux from 5.1 on): a
     process of the same user could otherwise open it through ``/proc`` for writing. Raises OSError."""
     size_stays = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
@@ -171,7 +171,7 @@ def is_here(place: str) -> bool:
 
 
 def attach(place: str, size: int) -> Bytes:
-    """Map another process's segment for reading. It stays mapped for as long as somebody holds the array or a view.
+    """Map another process's segment for reading. It stays mapped for as long as the array or a view of it exists.
 
     Args:
         place: :attr:`Segment.place`, as the other process says. Nothing of it is trusted: what is found there must be
@@ -206,7 +206,7 @@ def opened(place: str, size: int, *, seals: int) -> Iterator[tuple[int, bytes]]:
     if host != machine():
         raise SharedMemoryFault("it is on another machine, or in another container")
     path = f"/proc/{process}/fd/{number}"
-    unlike = f"file {number} of process {process} is not what it is said to be"
+    unlike = f"file {number} of process {process} is not the segment that was announced"
     try:
         # First: to open a pipe or a device might do something to it, and to look at a file may take for ever where its
         # file system does not answer. Its name is the kernel's own.

@@ -1,8 +1,8 @@
 """Payloads that processes of one machine hand to each other in memory: written once, and sealed against any change.
 
-The bytes of an update or a model lie in a memfd (see :mod:`.segment`) that the kernel lets nobody write to any
+The bytes of an update or a model lie in a memfd (see :mod:`.segment`) that the kernel lets no process write to any
 more, its owner included. So they need no copy and no checksum: what a reader has checked is what it uses, and a payload
-that can be opened is all there, for it was sealed before anybody was told of it. Over DDS goes only where it lies.
+that can be opened is all there, for it was sealed before it was announced. Over DDS goes only where it lies.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Sealed:
         self.place = place_of(self._file, token)
 
     def hide(self) -> None:
-        """Nobody can find it any more; who has read it, and who holds :attr:`payload`, keeps it."""
+        """No process can find it any more; those that have read it, and holders of :attr:`payload`, keep it."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -78,14 +78,14 @@ class Sealed:
 
 
 def read(place: str, size: int) -> memoryview:
-    """The payload of another process of this machine, where it lies. It stays for as long as somebody holds a view.
+    """The payload of another process of this machine, where it lies. It stays for as long as a view of it exists.
 
     Whoever writes to the view gets pages of its own: what others see does not change, and nothing of theirs ever
     changes this.
 
     Args:
         place: :attr:`Sealed.place`, as the other process says. Nothing of it is trusted: what is found there must be a
-            memfd that nobody can write to or resize, of just this size, in memory as a whole, with the token in it.
+            memfd that no process can write to or resize, of just this size, in memory as a whole, with the token in it.
         size: of the payload, bytes. It is for the caller to say first that so much is welcome.
 
     Raises:

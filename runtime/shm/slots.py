@@ -3,8 +3,8 @@
 Each rank has a segment of its own, which it alone writes: a number of slots for what it sends, and a table in which it
 notes what it has consumed of the others' slots. A sender fills a slot, with a new generation number, and sends the
 number of the slot and the generation; each reader, when it has let go of the data, writes the generation into its own
-table. When all readers of a slot have, it is free again. Nobody waits for anybody under a lock, and nobody can write
-into memory of others. What a dead reader has not given back stays in use: it may only seem dead, and still look.
+table. When all readers of a slot have, it is free again. No process waits for another one under a lock, and none can
+write into memory of others. What a dead reader has not given back stays in use: it may only seem dead, and still read.
 
 On order: what is written before a DDS call (system calls on both sides) or a message of the mailbox is seen after it. A
 reader's note is written after its last look at the data, with a fence in between; the sender that has read the note

@@ -20,7 +20,7 @@ MAX_OPTIONS_CHARS = 10_000  # ranks send them to each other when they meet
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnState:
-    """What a rank remembers for itself, and nobody else does: ``tensors`` by name, and what is plain data."""
+    """State of one rank that the others do not have: ``tensors`` by name, and plain data."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)

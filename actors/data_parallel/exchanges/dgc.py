@@ -133,7 +133,7 @@ class DgcExchange:
 
     @property
     def own_is_finite(self) -> bool:
-        """Messages say it, so nobody asks."""
+        """Always true: the messages name the ranks that are not finite, so it is not asked for."""
         return True
 
     def decode(self, results: Sequence[list[bytes]]) -> tuple[int, ...] | None:

@@ -108,7 +108,7 @@ def test_a_group_that_fails_over_a_message_says_so_and_leaves_no_inbox_that_nobo
         raise RuntimeError("a mistake")
 
     async def main() -> None:
-        monkeypatch.setattr(Membership, "_hear", fail)
+        monkeypatch.setattr(Membership, "_receive", fail)
         if not can_log:
             monkeypatch.setattr(membership, "log", FullDisk())
         async with (

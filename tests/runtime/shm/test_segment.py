@@ -194,7 +194,7 @@ def test_another_process_file_or_token_is_refused(part: int, value: str) -> None
 @pytest.mark.parametrize("size", [SIZE // 2, SIZE - 1, 2 * SIZE])
 def test_another_size_than_expected_is_refused(size: int) -> None:
     segment = Segment(SIZE)
-    with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+    with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
         attach(segment.place, size)
 
 
@@ -206,7 +206,7 @@ def test_what_could_be_cut_short_is_refused() -> None:
         os.ftruncate(file, SIZE)
         with mmap.mmap(file, SIZE) as other:
             other[:24] = segment.memory[:24].tobytes()
-        with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+        with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
             attach(changed(segment.place, 2, str(file)), SIZE)
     finally:
         os.close(file)
@@ -228,7 +228,7 @@ def test_files_pipes_and_devices_are_not_even_opened(tmp_path: Path, monkeypatch
         ends = os.pipe()
         try:
             for number in (file.fileno(), device.fileno(), *ends):
-                with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+                with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
                     attach(changed(segment.place, 2, str(number)), SIZE)
         finally:
             os.close(ends[0])

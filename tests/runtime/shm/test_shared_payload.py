@@ -141,13 +141,13 @@ def test_the_forged_one_is_read_where_nothing_is_wrong_with_it(forged: Any) -> N
 
 @pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE, SEALS])
 def test_what_could_still_change_is_refused(forged: Any, missing: int) -> None:
-    with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+    with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
         read(forged(whole(), SEALS & ~missing), SIZE)
 
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, 1 << 60])
 def test_another_size_than_was_said_is_refused(forged: Any, size: int) -> None:
-    with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+    with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
         read(forged(whole()), size)
 
 
@@ -182,7 +182,7 @@ def test_another_token_or_kind_is_refused(forged: Any, head: bytes) -> None:
 
 def test_the_memory_of_a_group_is_no_payload() -> None:
     segment = Segment(FREE_FROM + SIZE)
-    with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+    with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
         read(segment.place, SIZE)
 
 
@@ -194,7 +194,7 @@ def test_memory_of_other_programs_and_files_are_not_even_looked_at(
     (tmp_path / "file").write_bytes(whole())
     with (tmp_path / "file").open("rb") as file:
         for place in (forged(whole(), name="other"), f"{machine()} {os.getpid()} {file.fileno()} {'74' * 16}"):
-            with pytest.raises(SharedMemoryFault, match="not what it is said to be"):
+            with pytest.raises(SharedMemoryFault, match="not the segment that was announced"):
                 read(place, SIZE)
 
 
