@@ -123,7 +123,7 @@ class StreamDecryptor:
         if peer is None and not self._keys.accepts_new_session(key):
             raise FrameError("old", "a process shows up with a key of an epoch that is over")
         if peer is not None and peer.is_old(self._topic, header):
-            raise FrameError("old", f"an envelope on {self._topic} is from before its sender had heard of this process")
+            raise FrameError("old", f"an envelope on {self._topic} is older than what its sender knows of this process")
         known = None if peer is None else peer.streams.get((self._topic, key.key_id))
         stream = known or InboundStream(key, header.session, self._topic, self._context)
         plain = stream.open(header, view, in_place=in_place)

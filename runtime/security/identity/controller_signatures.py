@@ -94,7 +94,7 @@ def _model_text(
 
 
 def sign_model(job: str, signer: NodeKey, session: bytes, epoch: int, key: FrameKey, flags: int, payload: Any) -> str:
-    """The name of the model's frames: epoch, SHA-256 of the payload and signature, in hexadecimal digits."""
+    """Return the name of the model's frames: epoch, SHA-256 of the payload and signature, in hexadecimal digits."""
     view = memoryview(payload).cast("B")
     digest = hashlib.sha256(view).digest()
     signature = signer.sign(_model_text(job, session, epoch, key, flags, len(view), digest))
@@ -104,9 +104,9 @@ def sign_model(job: str, signer: NodeKey, session: bytes, epoch: int, key: Frame
 def check_model(
     job: str, public: bytes, session: bytes, newest_epoch: int, key: FrameKey, flags: int, total_bytes: int
 ) -> None:
-    """Raise FrameError: ``signature``: the controller with this key has not published such a model in this start.
+    """Raise FrameError ``signature`` unless the controller with this key has published such a model in this start.
 
-    That a payload is the one that is meant, :func:`check_payload` says.
+    :func:`check_payload` checks the payload.
     """
     match = _NAME.fullmatch(key.name)
     where = f"the model of round {key.round_id}"
@@ -114,15 +114,15 @@ def check_model(
         raise FrameError("signature", f"{where} carries no signature of the controller")
     epoch = int(match[1], 16)
     if epoch > newest_epoch:
-        raise FrameError("signature", f"{where} says epoch {epoch}, the newest one is {newest_epoch}")
+        raise FrameError("signature", f"{where} is of epoch {epoch}, the newest one is {newest_epoch}")
     text = _model_text(job, session, epoch, key, flags, total_bytes, bytes.fromhex(match[2]))
     if not verified(public, bytes.fromhex(match[3]), text):
         raise FrameError("signature", f"{where} is not what the controller has signed")
 
 
 def check_payload(key: FrameKey, payload: Any) -> None:
-    """Raise FrameError: ``signature``: it is not the payload that the name of its frames, which
-    :func:`check_model` has found well, speaks of. Takes its time with a large one."""
+    """Raise FrameError ``signature`` unless the payload is that of the name of its frames, which :func:`check_model`
+    has checked. Hashes the whole payload."""
     match = _NAME.fullmatch(key.name)
     digest = hashlib.sha256(memoryview(payload).cast("B")).digest()
     if match is None or not hmac.compare_digest(digest, bytes.fromhex(match[2])):

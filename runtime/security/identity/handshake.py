@@ -35,7 +35,7 @@ from gradbus.runtime.security.identity.key import NodeKey, verified
 from gradbus.runtime.security.job_key import derive
 
 NONCE_BYTES = 32
-_WORDS: dict[type[Message], bytes] = {
+_KINDS: dict[type[Message], bytes] = {
     Beacon: b"beacon", JoinHello: b"hello", JoinWelcome: b"welcome", JoinConfirm: b"confirm", JoinRefusal: b"refusal"
 }  # fmt: skip
 
@@ -63,41 +63,38 @@ class Secrets(NamedTuple):
         return hmac.digest(self.confirm, self.transcript, "sha256")
 
 
-def _text(job: str, kind: type[Message], said: bytes) -> bytes:
+def _text(job: str, kind: type[Message], body: bytes) -> bytes:
     """Return the signed text: protocol, kind of message, job, and the message or transcript."""
-    return b"gradbus/1 join " + _WORDS[kind] + b"\0" + envelope.associated(job, "") + said
+    return b"gradbus/1 join " + _KINDS[kind] + b"\0" + envelope.associated(job, "") + body
 
 
-def signed(job: str, key: NodeKey, message: Message, said: bytes | None = None) -> bytes:
-    """Return a message with its signature, which covers ``said`` if given, else the message."""
+def signed(job: str, key: NodeKey, message: Message, text: bytes | None = None) -> bytes:
+    """Return a message with its signature, which covers ``text`` if given, else the message."""
     packed = pack(message)
-    return packed + key.sign(_text(job, type(message), packed if said is None else said))
+    return packed + key.sign(_text(job, type(message), packed if text is None else text))
 
 
-def check(job: str, one: SignedMessage, public: bytes, said: bytes | None = None) -> None:
+def check(job: str, one: SignedMessage, public: bytes, text: bytes | None = None) -> None:
     """Raise FrameError ``signature`` unless the message was signed with this key for this job."""
-    if not verified(public, one.signature, _text(job, type(one.message), one.said if said is None else said)):
-        kind = _WORDS[type(one.message)].decode()
+    if not verified(public, one.signature, _text(job, type(one.message), one.body if text is None else text)):
+        kind = _KINDS[type(one.message)].decode()
         raise FrameError("signature", f"a {kind} was changed, or not signed with the key that its sender must have")
 
 
-def _secrets(shared: bytes, transcript: bytes) -> Secrets:
-    def key(what: bytes) -> bytes:
-        return derive(shared, transcript, b"gradbus/1 join key " + what)
-
-    return Secrets(key(b"up"), key(b"down"), key(b"confirm"), transcript)
+def _transcript(hello: SignedMessage, welcome_body: bytes) -> bytes:
+    size = len(hello.whole).to_bytes(4, "little")
+    return hashlib.sha256(b"gradbus/1 join\0" + size + hello.whole + welcome_body).digest()
 
 
-def _exchange(private: X25519PrivateKey, public: bytes) -> bytes:
+def _secrets(private: X25519PrivateKey, public: bytes, transcript: bytes) -> Secrets:
     try:
-        return private.exchange(X25519PublicKey.from_public_bytes(public))
+        shared = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:  # a point of small order: the result would be known to everybody
         raise FrameError("join", "an ephemeral key that gives no secret") from None
-
-
-def _transcript(hello: SignedMessage, welcome_said: bytes) -> bytes:
-    whole = hello.whole
-    return hashlib.sha256(b"gradbus/1 join\0" + len(whole).to_bytes(4, "little") + whole + welcome_said).digest()
+    up, down, confirm = (
+        derive(shared, transcript, b"gradbus/1 join key " + what) for what in (b"up", b"down", b"confirm")
+    )
+    return Secrets(up, down, confirm, transcript)
 
 
 def answer(
@@ -108,13 +105,13 @@ def answer(
     Raises:
         FrameError: ``join``: the ephemeral key is invalid.
     """
-    said = hello.message
-    assert isinstance(said, JoinHello)
+    asked = hello.message
+    assert isinstance(asked, JoinHello)
     private = X25519PrivateKey.generate()
-    shared = _exchange(private, said.ephemeral)
-    welcome = JoinWelcome(said.session, session, start, epoch, nonce, private.public_key().public_bytes_raw())
+    welcome = JoinWelcome(asked.session, session, start, epoch, nonce, private.public_key().public_bytes_raw())
     transcript = _transcript(hello, pack(welcome))
-    return signed(job, key, welcome, transcript), _secrets(shared, transcript)
+    secrets = _secrets(private, asked.ephemeral, transcript)
+    return signed(job, key, welcome, transcript), secrets
 
 
 def accept(
@@ -128,13 +125,13 @@ def accept(
     Raises:
         FrameError: ``signature``: it is not from the controller whose key is pinned, or answers another Hello.
     """
-    asked, said = hello.message, welcome.message
+    asked, answered = hello.message, welcome.message
     assert isinstance(asked, JoinHello)
-    assert isinstance(said, JoinWelcome)
-    transcript = _transcript(hello, welcome.said)
+    assert isinstance(answered, JoinWelcome)
+    transcript = _transcript(hello, welcome.body)
     check(job, welcome, asked.pinned, transcript)
-    secrets = _secrets(_exchange(private, said.ephemeral), transcript)
-    confirm = JoinConfirm(said.session, asked.session, secrets.tag)
+    secrets = _secrets(private, answered.ephemeral, transcript)
+    confirm = JoinConfirm(answered.session, asked.session, secrets.tag)
     return signed(job, key, confirm, transcript + welcome.signature + secrets.tag), secrets
 
 
@@ -142,15 +139,15 @@ def check_confirm(
     job: str, confirm: SignedMessage, hello: SignedMessage, secrets: Secrets, welcome_signature: bytes
 ) -> None:
     """Raise FrameError ``signature`` unless the Confirm is from the node of this Hello, and answers this Welcome."""
-    said, asked = confirm.message, hello.message
-    assert isinstance(said, JoinConfirm)
+    answered, asked = confirm.message, hello.message
+    assert isinstance(answered, JoinConfirm)
     assert isinstance(asked, JoinHello)
-    if not hmac.compare_digest(said.tag, secrets.tag):
+    if not hmac.compare_digest(answered.tag, secrets.tag):
         raise FrameError("signature", f"a confirm of {asked.name} that was made without the keys of this exchange")
     check(job, confirm, asked.public, secrets.transcript + welcome_signature + secrets.tag)
 
 
-_MOST_KEYS = 8192  # that are remembered, of 32 bytes; an allow list has up to 4096 nodes
+_MOST_KEYS = 8192  # cached secrets of 32 bytes; an allow list has up to 4096 nodes
 
 
 class Stamps:

@@ -113,19 +113,19 @@ class SignedMessage(NamedTuple):
     """A received message with its signature.
 
     Attributes:
-        said: the message bytes, which the signature covers together with more.
+        body: the message bytes, which the signature covers together with more.
         stamp: cheap authenticator of the sender, see :class:`.handshake.Stamps`; empty in kinds that have none.
     """
 
     message: Message
-    said: bytes
+    body: bytes
     signature: bytes
     stamp: bytes = b""
 
     @property
     def whole(self) -> bytes:
         """All bytes except the stamp."""
-        return self.said + self.signature
+        return self.body + self.signature
 
 
 def pack(message: Message) -> bytes:
@@ -157,7 +157,7 @@ def parse(data: memoryview) -> SignedMessage:
     end = _HEAD.size + layout.size + text_bytes
     signed = end + SIGNATURE_BYTES
     if text_bytes > _TEXTS.get(kind, 0) or len(data) != signed + (STAMP_BYTES if kind in _STAMPED else 0):
-        raise FrameError("join", f"{kind.name} of {len(data)} bytes says that {text_bytes} of them are text")
+        raise FrameError("join", f"{kind.name} of {len(data)} bytes, of which {text_bytes} are to be text")
     fields = layout.unpack_from(data, _HEAD.size)
     if kind in _TEXTS:
         text = bytes(data[end - text_bytes : end])

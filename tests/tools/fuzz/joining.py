@@ -40,7 +40,7 @@ def _read_joining(data: bytes) -> None:
         with contextlib.suppress(FrameError):
             signed = join_messages.parse(memoryview(head + data))
             must(signed.whole + signed.stamp == head + data, "a message is not what its bytes were")
-            must(join_messages.pack(signed.message) == signed.said, "a message comes back as another one")
+            must(join_messages.pack(signed.message) == signed.body, "a message comes back as another one")
         for receive in (controller.receive, client.receive, lambda data, now_s: client.receive_beacon(data, 1, now_s)):
             try:
                 must(not receive(memoryview(head + data), 1.0), "a forgery got an answer")

@@ -194,7 +194,7 @@ def test_any_bytes_are_a_message_or_a_frame_error(data: bytes, headed: bool) -> 
         assert reason in {"short", "not sealed", "version", "join"}
     else:
         assert signed.whole + signed.stamp == data
-        assert pack(signed.message) == signed.said
+        assert pack(signed.message) == signed.body
 
 
 def test_two_nodes_share_a_secret_that_nobody_else_has_and_no_job_has_that_of_another() -> None:
