@@ -70,7 +70,7 @@ def parse(view: memoryview) -> EnvelopeHeader:
         raise FrameError("short", f"envelope of {len(view)} bytes, at least {OVERHEAD_BYTES}")
     magic, version, level, reserved, epoch, size, counter, session, key_id, moment = _HEAD.unpack_from(view)
     if magic != MAGIC:
-        raise FrameError("not sealed", "a process of this job sends without sealing: set bus.security alike for all")
+        raise FrameError("not sealed", "a process of this job sends without encryption: set bus.security alike for all")
     if version != VERSION or level not in _LEVELS or reserved:
         raise FrameError("version", f"envelope of version {version}, level {level}; this program knows {VERSION}")
     if size > MAX_PLAIN_BYTES or len(view) != size + OVERHEAD_BYTES or not counter:

@@ -224,7 +224,7 @@ def parse(data: Any) -> Frame:  # noqa: C901 - one check after the other, in the
         if magic == SEALED_MAGIC:
             raise FrameError(
                 "sealed",
-                "a process of this job seals what it sends, and this one does not: set bus.security alike for all",
+                "a process of this job encrypts what it sends, and this one does not: set bus.security alike for all",
             )
         raise FrameError("magic", f"frame starts with {magic.hex()}, expected {MAGIC.hex()}")
     if version != VERSION:

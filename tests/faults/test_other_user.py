@@ -86,7 +86,9 @@ def test_he_takes_no_rank_of_a_store_and_runs_no_code_by_objects_of_torch(
                 ranks.nodes[0].wait_for("failed")
                 assert bomb.exists()
                 return
-            for he, why in zip(his, ("has another job key", "seals what it sends, and this one does not"), strict=True):
+            for he, why in zip(
+                his, ("has another job key", "encrypts what it sends, and this one does not"), strict=True
+            ):
                 assert why in he.wait_for("refused")["text"]
             gate.touch()
             assert ranks.results() == [list(range(20))] * 2

@@ -108,7 +108,7 @@ async def strangers_stay_out(known: Identities, where: Place) -> None:
         async with gradbus.join_group(bus, rank=2, world=3, timeout_s=0.8):
             raise AssertionError("it is in")
 
-    with pytest.raises(BarrierTimeout, match="seals what it sends, and this one does not"):
+    with pytest.raises(BarrierTimeout, match="encrypts what it sends, and this one does not"):
         await join(Security(level="none"))
     with pytest.raises(JoinRefused, match="stranger is not on the allow list of the controller"):
         await join(Security(**known.rank_security("stranger", 2)))
