@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 from gradbus.actors.federated.report import RoundReport
 from gradbus.experiments.amounts import DASH, duration, number, percent, size
@@ -15,6 +14,7 @@ from gradbus.experiments.report.page import Page, PageFigure, PageTable, Section
 from gradbus.experiments.report.style import Look
 from gradbus.experiments.rundir.directory import totals
 from gradbus.experiments.rundir.reading import RunFiles
+from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 
 IGNORED = {"run_dir", "federated.checkpoint.dir", "parallel.checkpoint.dir", "bus.job", "bus.domain", "rank"}
@@ -173,21 +173,13 @@ _ABSENT = object()
 def settings_table(runs: Sequence[RunFiles], labels: Sequence[str]) -> PageTable:
     """The settings, versions and machines that are not the same everywhere, apart from names and places."""
     kept = ("versions", "machine", "platform", "data") if all(run.summary for run in runs) else ()  # known at the end
-    flat = [
-        dict(_flat({**run.config, **{key: run.summary[key] for key in kept if key in run.summary}})) for run in runs
+    of_runs = [
+        dict(flat({**run.config, **{key: run.summary[key] for key in kept if key in run.summary}})) for run in runs
     ]
-    keys = sorted({key for values in flat for key in values} - IGNORED)
+    keys = sorted({key for values in of_runs for key in values} - IGNORED)
     rows = [
-        [key, *(text_of(values[key]) if key in values else "not there" for values in flat)]
+        [key, *(text_of(values[key]) if key in values else "not there" for values in of_runs)]
         for key in keys
-        if any(values.get(key, _ABSENT) != flat[0].get(key, _ABSENT) for values in flat)
+        if any(values.get(key, _ABSENT) != of_runs[0].get(key, _ABSENT) for values in of_runs)
     ]
     return PageTable(name="settings", head=("setting", *labels), rows=rows)
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value

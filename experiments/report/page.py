@@ -19,6 +19,7 @@ from gradbus.experiments.amounts import DASH
 from gradbus.experiments.report import style
 from gradbus.experiments.rundir.directory import replaced
 from gradbus.experiments.rundir.reading import RunFiles
+from gradbus.runtime.config.settings import flat
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.needs import install_line
 from gradbus.runtime.plain_text import plain_text
@@ -249,11 +250,11 @@ def settings_section(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     tables = []
     for section, values in config.items():
         if isinstance(values, Mapping):
-            usual = defaults.get(section, {})
+            usual, rows = dict(flat(defaults.get(section, {}))), dict(flat(values))
             tables.append(PageTable(
                 name=f"settings-{section}", title=section, head=("setting", "value"),
-                rows=[[str(key), text_of(value)] for key, value in values.items()],
-                marked=frozenset(i for i, (key, value) in enumerate(values.items()) if usual.get(key) != value),
+                rows=[[key, text_of(value)] for key, value in rows.items()],
+                marked=frozenset(i for i, (key, value) in enumerate(rows.items()) if usual.get(key) != value),
             ))  # fmt: skip
     text = "Settings in bold are not the default." if tables else ""
     return Section(title="Configuration", text=text, tables=tables)

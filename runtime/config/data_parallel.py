@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -17,6 +17,7 @@ from gradbus.runtime.config.settings import (
     NonNegative,
     Positive,
     Settings,
+    flat,
 )
 
 
@@ -126,15 +127,7 @@ class DataParallelConfig(Settings):
         """
         values = self.model_dump(mode="json", exclude={**_per_rank(type(self)), "exchange": True})
         values["checkpoint"]["dir"] = "none" if self.checkpoint.dir is None else "given"
-        return dict(_flat({**values, "exchange": to_jsonable_python(exchange)}))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        return dict(flat({**values, "exchange": to_jsonable_python(exchange)}))
 
 
 def _per_rank(group: type[BaseModel]) -> dict[str, Any]:

@@ -70,6 +70,15 @@ class Settings(BaseModel, metaclass=_Explained):
         return self.model_copy(update={name: getattr(self, name).replaced(rest, value) if rest else value})
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key of nested settings, such as ``optimizer.lr``, and its value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 class CheckpointSettings(Settings):
     """Checkpoints of a run."""
 

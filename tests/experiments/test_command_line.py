@@ -20,8 +20,8 @@ from gradbus.experiments.rundir.export import Format
 from gradbus.models import partition
 from gradbus.models.data_sets import SourceName
 from gradbus.runtime import logs
+from gradbus.runtime.choices import CODECS
 from gradbus.runtime.config.bus import BusSettings
-from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.security.identity.allow_list import ROLES
 
 LEVELS = [name.lower() for name in logging.getLevelNamesMapping()]
@@ -31,7 +31,7 @@ LEVELS = [name.lower() for name in logging.getLevelNamesMapping()]
     ("words", "table"),
     [
         (choices.CodecName, codecs.ALL),
-        (choices.CodecName, get_args(FederatedConfig.model_fields["codec"].annotation)),
+        (choices.CodecName, CODECS.table),
         (choices.Network, get_args(BusSettings.model_fields["network"].annotation)),
         (choices.FileFormat, get_args(Format)),
         (choices.LogStyle, get_args(get_type_hints(logs.configure)["style"])),

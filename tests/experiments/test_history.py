@@ -278,7 +278,7 @@ def test_a_round_whose_sum_does_not_fit_64_bits_is_computed_again_as_well(tmp_pa
     (history / "payloads").mkdir(parents=True)
     weights, mean = torch.zeros(DIM), FedAvg(DIM)
     (history / "payloads" / weights_name(int(RUN, 16), 0)).write_bytes(weights.numpy().tobytes())
-    events = [started(crc32=zlib.crc32(weights.numpy().data), strategy="fedavg")]
+    events = [started(crc32=zlib.crc32(weights.numpy().data), strategy={"name": "fedavg"})]
     mean.begin(1, weights)
     for client, value in enumerate((3.75, 3.5, 3.25, 0.125)):
         payload = codecs.get("fp32").encode(torch.full((DIM,), value))

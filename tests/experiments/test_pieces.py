@@ -36,8 +36,9 @@ def test_cores_are_those_that_this_process_may_use(cores: set[int], monkeypatch:
     ("override", "text"),
     [
         ("federated.strategy=fedagv", "did you mean 'fedavg'"),
-        ("federated.client_rule=prox", "there is no training rule 'prox'"),
-        ('federated.strategy_options={"beta": 1}', "the options of 'fedavg' are: none"),
+        ("federated.training.rule=prox", "there is no training rule 'prox'"),
+        ("federated.strategy.beta=1", "there is no such option; 'fedavg' has none"),
+        ("federated.strategy=no.such.module:Own", "there is no module 'no'"),
     ],
 )
 def test_a_demo_with_a_strategy_or_rule_that_does_not_exist_is_refused_before_anything_starts(

@@ -50,7 +50,7 @@ def test_a_client_that_dies_anywhere_in_a_round_is_back_in_training_soon_and_the
     place: str, federation: Federation, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    state = {"checkpoint__dir": str(tmp_path / "state")}
+    state = {"state_dir": str(tmp_path / "state")}
     controller = federation.controller(
         rounds=5, clients__num=3, codec="sq8", history__payloads=True, clients__dead_after_s=PATIENT_S
     )

@@ -74,7 +74,7 @@ def test_a_federated_run_becomes_one_file_with_its_figures_and_every_round(invok
     assert [row[0] for row in rows] == [str(report["round_id"]) for report in reports]
     assert [row[3] for row in rows] == [f"{100 * report['accuracy']:.2f}" for report in reports]
     assert [row[0] for row in rows_of(html, "clients")] == ["0", "1", "2"]
-    assert ["codec", "sq8"] in rows_of(html, "settings-federated")
+    assert ["codec.name", "sq8"] in rows_of(html, "settings-federated")
     facts = dict(rows_of(html, "versions"))
     assert {"python", "torch", "cyclonedds", "processor", "cores", "memory", "system"} <= facts.keys()
     assert notes_of(html) == ""
@@ -87,7 +87,7 @@ def test_a_data_parallel_run_becomes_one_file_with_its_figures_every_epoch_and_r
     assert figures_of(html) == PARALLEL_FIGURES
     assert [row[0] for row in rows_of(html, "epochs")] == ["1", "2", "3"]
     assert [row[:2] for row in rows_of(html, "ranks")] == [["0", "15"], ["1", "15"]]
-    assert ["exchange", "dgc"] in rows_of(html, "settings-worker")
+    assert ["exchange.name", "dgc"] in rows_of(html, "settings-parallel")
     for theme in ("light", "dark"):
         assert ">exchange<" in drawing_of(html, "step-spans", theme)
     assert notes_of(html) == ""
@@ -112,7 +112,7 @@ def test_two_runs_are_shown_side_by_side_with_what_differs(invoke, federated: Pa
     assert ended.code == 0, ended.err
     html = Path("both.html").read_text(encoding="utf-8")
     assert figures_of(html) == ["learning", "parts"]
-    assert rows_of(html, "settings") == [["federated.codec", "sq8", "s4"]]
+    assert rows_of(html, "settings") == [["federated.codec.name", "sq8", "s4"]]
     rounds = rows_of(html, "measures")[0]
     assert rounds == ["rounds", "10", "10", "1"]
 

@@ -65,7 +65,9 @@ def test_every_example_loads_and_names_a_task_for_workers(name: str, configs: Pa
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
 def test_a_setting_of_clients_is_refused_rather_than_ignored(key: str, configs: Path) -> None:
-    with pytest.raises(ConfigError, match=f"task.{key} is a setting of federated clients; workers take worker.{key}"):
+    with pytest.raises(
+        ConfigError, match=f"task.{key} is a setting of federated clients; workers take parallel.optimizer.{key}"
+    ):
         load(WorkerFile, configs / "ddp.conf.json", overrides=[f"task.{key}=0.5"])
 
 

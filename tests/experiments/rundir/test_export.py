@@ -48,7 +48,7 @@ def parallel(run: Path) -> nn.Module:
     """The same of data-parallel ranks."""
     run.mkdir()
     scene = Scene(checkpoint__dir=run / "state")
-    file = WorkerFile(task=TASK, worker=scene.config).model_dump(
+    file = WorkerFile(task=TASK, parallel=scene.config).model_dump(
         mode="json", exclude={"task": {"momentum", "weight_decay", "train_fn"}}
     )
     write_json(run / "config.json", file)
