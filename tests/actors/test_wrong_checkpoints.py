@@ -87,7 +87,8 @@ def client(directory: Path) -> None:
 
 def rank(directory: Path, exchange: str) -> None:
     """What rank 0 saves in the midst of an epoch."""
-    scene = Scene(exchange=exchange, checkpoint__dir=directory, exchange__density=0.1)
+    options = {"exchange__density": 0.1} if exchange == "dgc" else {}
+    scene = Scene(exchange=exchange, checkpoint__dir=directory, **options)
     label = ExchangeLabel.of(scene.exchange)
     state = WorkerState(scene.config, 0, 1, exchange=label)
     try:
