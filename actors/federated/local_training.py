@@ -23,7 +23,7 @@ from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import CheckpointError
-from gradbus.runtime.shm.shared_payload import PayloadMemory, Sealed
+from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.testing.instrumentation import Probe, no_probe
 from gradbus.runtime.wire.control import Receipt, UploadRequest, Welcome
 from gradbus.runtime.wire.frames import FrameKey, Kind
@@ -132,7 +132,7 @@ class EncodedUpdate:
     request: UploadRequest
     payload: bytes | memoryview
     residual: Tensor | None
-    sealed: Sealed | None = None
+    sealed: SharedPayload | None = None
 
 
 class LocalTraining:

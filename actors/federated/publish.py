@@ -25,7 +25,7 @@ from gradbus.actors.federated.state import RunContext
 from gradbus.codecs import Codec, add_into, residual_step
 from gradbus.runtime.errors import BusError
 from gradbus.runtime.logs import get_logger
-from gradbus.runtime.shm.shared_payload import SHARED_BYTES, Sealed
+from gradbus.runtime.shm.shared_payload import SHARED_BYTES, SharedPayload
 from gradbus.runtime.testing.journal import model_name
 from gradbus.runtime.wire.control import FROZEN_ROUND, ModelAvailable, ModelRequest
 from gradbus.runtime.wire.frames import CONTROLLER, Flags, FrameKey, Kind, chunk_count
@@ -51,7 +51,7 @@ class _OutgoingModel:
     key: FrameKey
     payload: Any
     flags: int = int(Flags.NONE)
-    shared: Sealed | None = None
+    shared: SharedPayload | None = None
     sharing: asyncio.Lock = field(default_factory=asyncio.Lock)
     signing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -168,7 +168,7 @@ class ModelPublisher:
         self._round_id = -1
         self._current: _OutgoingModel | None = None  # sent last, for repairs
         self._full: _OutgoingModel | None = None
-        self._earlier: list[tuple[int, Sealed]] = []  # by round: models that a client may be about to read
+        self._earlier: list[tuple[int, SharedPayload]] = []  # by round: models that a client may be about to read
         self.notified = 0
         self._full_sent_s = float("-inf")
         self.queue = ResendQueue()
@@ -250,7 +250,7 @@ class ModelPublisher:
                 await self._announce(message, message.shared)
             return message.shared is not None
 
-    async def _announce(self, message: _OutgoingModel, sealed: Sealed) -> None:
+    async def _announce(self, message: _OutgoingModel, sealed: SharedPayload) -> None:
         key, is_delta = message.key, bool(message.flags)
         await self._context.publish(
             ModelAvailable(key.job, key.round_id, key.transfer, is_delta, message.size, sealed.place, key.name)
@@ -389,7 +389,7 @@ class ModelPublisher:
             self._resending.cancel()
             await asyncio.wait([self._resending], timeout=5.0)
 
-    def _shared(self) -> set[Sealed]:
+    def _shared(self) -> set[SharedPayload]:
         """The newest model's copies in memory."""
         return {m.shared for m in (self._current, self._full) if m is not None and m.shared is not None}
 

@@ -169,37 +169,34 @@ class Formation:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1
 
     @property
+    def _others(self) -> list[tuple[int, _Peer]]:
+        return [(rank, peer) for rank, peer in sorted(self._peers.items()) if rank != self.me.rank]
+
+    def _is_probed(self, rank: int) -> bool:
+        """Whether frames of a rank have come over both topics."""
+        return all((rank, topic, self.digest) in self._probes for topic in (0, 1))
+
+    @property
     def linked(self) -> bool:
         """Whether frames of all others have come over both topics."""
-        digest = self.digest
-        return digest != 0 and all(
-            (rank, topic, digest) in self._probes for rank in range(self.world) if rank != self.me.rank
-            for topic in (0, 1)
-        )  # fmt: skip
+        return self.digest != 0 and all(self._is_probed(rank) for rank, _ in self._others)
 
     @property
     def formed(self) -> bool:
         """Whether all ranks are linked to all."""
-        digest = self.digest
-        return self.linked and all(
-            peer.members == digest and peer.linked for rank, peer in self._peers.items() if rank != self.me.rank
-        )
+        return self.linked and self.all_know and all(peer.linked for _, peer in self._others)
 
     @property
     def awaiting_probes(self) -> tuple[int, ...]:
         """Ranks that know the same members and have not announced that they are linked: they take probes now."""
         digest = self.digest
-        return tuple(
-            rank
-            for rank, peer in self._peers.items()
-            if rank != self.me.rank and peer.members == digest != 0 and not peer.linked
-        )
+        return tuple(rank for rank, peer in self._others if peer.members == digest != 0 and not peer.linked)
 
     @property
     def all_know(self) -> bool:
         """Whether all others have announced that they know the same members."""
         digest = self.digest
-        return digest != 0 and all(h.members == digest for rank, h in self._peers.items() if rank != self.me.rank)
+        return digest != 0 and all(peer.members == digest for _, peer in self._others)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -212,14 +209,8 @@ class Formation:
         digest = self.digest
         return tuple(
             rank
-            for rank in range(self.world)
-            if rank != self.me.rank
-            and rank in self._peers
-            and not (
-                self._peers[rank].linked
-                and self._peers[rank].members == digest
-                and all((rank, topic, digest) in self._probes for topic in (0, 1))
-            )
+            for rank, peer in self._others
+            if not (peer.linked and peer.members == digest and self._is_probed(rank))
         )
 
     @property
@@ -229,8 +220,8 @@ class Formation:
         digest = self.digest
         return tuple(
             rank
-            for rank in sorted(self.attached)
-            if self._peers[rank].members == digest and self.me.rank in self._peers[rank].attached
+            for rank, peer in self._others
+            if rank in self.attached and peer.members == digest and self.me.rank in peer.attached
         )
 
     def hello_now(self) -> GroupHello:

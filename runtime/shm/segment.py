@@ -98,7 +98,22 @@ def map_file(file: int, size: int, *, writable: bool, private: bool = False) -> 
     return memory
 
 
-class Segment:
+class MemoryFile:
+    """A memfd of this process, which others can find for as long as it is open."""
+
+    _file: int | None = None
+
+    def hide(self) -> None:
+        """No other process can find it any more; one that has opened it keeps it."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.hide()
+
+
+class Segment(MemoryFile):
     """Memory of this process that others of this machine may read.
 
     Attributes:
@@ -108,7 +123,6 @@ class Segment:
 
     def __init__(self, size: int) -> None:
         """Raises SharedMemoryFault: this system has none, or has no more."""
-        self._file: int | None = None
         if not 0 < size <= MAX_BYTES:
             raise SharedMemoryFault(f"a segment of {size} bytes, at most {MAX_BYTES}")
         self._file = make_file()
@@ -122,15 +136,6 @@ class Segment:
         token = secrets.token_bytes(TOKEN_BYTES)
         self.memory[:_HEAD_BYTES] = np.frombuffer(_MAGIC + token, np.uint8)
         self.place = place_of(self._file, token)
-
-    def hide(self) -> None:
-        """No other process can attach any more; one that has, keeps it."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-    def __del__(self) -> None:
-        self.hide()
 
 
 FREE_FROM = 4096

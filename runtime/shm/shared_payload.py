@@ -18,6 +18,7 @@ from gradbus.runtime.logs import get_logger
 from gradbus.runtime.shm.segment import (
     FREE_FROM,
     TOKEN_BYTES,
+    MemoryFile,
     SharedMemoryFault,
     check_token,
     machine,
@@ -38,8 +39,9 @@ _MAGIC = b"gradbus\x02"
 log = get_logger("bus")
 
 
-class Sealed:
-    """A payload in memory that others may read, as long as this object is not hidden or gone.
+class SharedPayload(MemoryFile):
+    """A payload in memory that others may read and no process can change, until this object is hidden or gone. Those that
+    have read it, and holders of :attr:`payload`, keep it.
 
     Attributes:
         place: where others find it, for :func:`read`.
@@ -52,7 +54,6 @@ class Sealed:
         Raises:
             SharedMemoryFault: this system has no such memory, or has no more.
         """
-        self._file: int | None = None
         view = memoryview(payload).cast("B")
         token = secrets.token_bytes(TOKEN_BYTES)
         self._file = make_file()
@@ -67,15 +68,6 @@ class Sealed:
             raise SharedMemoryFault(f"no shared memory of {len(view)} bytes: {error}") from None
         self.place = place_of(self._file, token)
 
-    def hide(self) -> None:
-        """No process can find it any more; those that have read it, and holders of :attr:`payload`, keep it."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-    def __del__(self) -> None:
-        self.hide()
-
 
 def read(place: str, size: int) -> memoryview:
     """The payload of another process of this machine, where it lies. It stays for as long as a view of it exists.
@@ -84,9 +76,10 @@ def read(place: str, size: int) -> memoryview:
     changes this.
 
     Args:
-        place: :attr:`Sealed.place`, as the other process says. Nothing of it is trusted: what is found there must be a
-            memfd that no process can write to or resize, of just this size, in memory as a whole, with the token in it.
-        size: of the payload, bytes. It is for the caller to say first that so much is welcome.
+        place: :attr:`SharedPayload.place` of the other process. Nothing of it is trusted: what is found there must be
+            a memfd that no process can write to or resize, of just this size, in memory as a whole, with the token in
+            it.
+        size: of the payload, bytes. The caller has checked that it accepts so much.
 
     Raises:
         SharedMemoryFault: it is not there, or cannot be opened from here.
@@ -115,12 +108,12 @@ class PayloadMemory:
         self._gives = bool(self.here)
         self._lock = threading.Lock()
 
-    def put(self, payload: Any) -> Sealed | None:
+    def put(self, payload: Any) -> SharedPayload | None:
         """Put a payload where others find it; None: there is no such memory, or it is too small to be worth it."""
         if not self._gives or memoryview(payload).nbytes < SHARED_BYTES:
             return None
         try:
-            return Sealed(payload)
+            return SharedPayload(payload)
         except SharedMemoryFault as error:
             with self._lock:
                 first, self._gives = self._gives, False

@@ -285,7 +285,7 @@ def test_the_times_are_those_of_the_code(page: str) -> None:
     assert f"{formation.REPEAT_S * 1000:g} at the most" in " ".join(hello.split())
     assert f"at most {membership.DRAIN_S:g} s" in section(page, "Leaving")
     assert (link.PROBE_ALL, link.PROBE_INBOX) == (0, 1)
-    assert membership._MISFIT_HELLOS == 3
+    assert membership._CONFLICT_HELLOS == 3
     assert "three times more" in section(page, "How a group forms")
 
 

@@ -20,7 +20,7 @@ from gradbus.actors.federated import updates_in as update_receiver
 from gradbus.actors.federated.rounds import Round, RoundRules
 from gradbus.runtime.dds.topics import TOPICS, ClientUpdate
 from gradbus.runtime.shm.segment import SharedMemoryFault, machine
-from gradbus.runtime.shm.shared_payload import PayloadMemory, Sealed
+from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
 from gradbus.runtime.wire.control import RetransmitRequest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
@@ -50,9 +50,9 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return lines
 
 
-def sealed(sender: Sender) -> tuple[Sender, Sealed]:
+def sealed(sender: Sender) -> tuple[Sender, SharedPayload]:
     """The sender with its update in memory, and that memory."""
-    lies = Sealed(sender.data)
+    lies = SharedPayload(sender.data)
     return replace(sender, memory=lies.place), lies
 
 
@@ -279,7 +279,7 @@ def test_a_file_of_the_controllers_own_is_not_read(tmp_path: Path, logged: list[
     """Whoever knows where the model of another round lies, say, gains nothing by it: only by a token that it knows."""
 
     async def test(hall: Hall) -> None:
-        secret = Sealed(Sender(2).data)
+        secret = SharedPayload(Sender(2).data)
         parts = secret.place.split(" ")
         parts[3] = "0" * 32
         with (tmp_path / "weights").open("wb") as file:

@@ -19,7 +19,7 @@ from memory_maps import mapped, open_files
 
 from gradbus.runtime.shm import shared_payload
 from gradbus.runtime.shm.segment import FREE_FROM, Segment, SharedMemoryFault, machine
-from gradbus.runtime.shm.shared_payload import SHARED_BYTES, PayloadMemory, Sealed, read
+from gradbus.runtime.shm.shared_payload import SHARED_BYTES, PayloadMemory, SharedPayload, read
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd"),
@@ -55,18 +55,18 @@ def whole(head: bytes = HEAD) -> bytes:
 
 
 def test_what_was_put_is_read_where_it_lies() -> None:
-    sealed = Sealed(PAYLOAD)
+    sealed = SharedPayload(PAYLOAD)
     assert read(sealed.place, SIZE) == PAYLOAD == sealed.payload
 
 
 def test_a_tensor_is_put_as_its_bytes() -> None:
     values = np.arange(5000, dtype=np.float32)
-    sealed = Sealed(values)
+    sealed = SharedPayload(values)
     assert np.array_equal(np.frombuffer(read(sealed.place, 20_000), np.float32), values)
 
 
 def test_nobody_can_change_it_not_even_its_owner() -> None:
-    sealed = Sealed(PAYLOAD)
+    sealed = SharedPayload(PAYLOAD)
     file = sealed._file
     assert file is not None
     with pytest.raises(PermissionError):
@@ -81,7 +81,7 @@ def test_nobody_can_change_it_not_even_its_owner() -> None:
 
 
 def test_who_writes_to_what_it_has_read_changes_only_its_own_pages() -> None:
-    sealed = Sealed(PAYLOAD)
+    sealed = SharedPayload(PAYLOAD)
     mine, other = read(sealed.place, SIZE), read(sealed.place, SIZE)
     mine[0] = 77
     sealed.payload[1] = 78
@@ -91,8 +91,8 @@ def test_who_writes_to_what_it_has_read_changes_only_its_own_pages() -> None:
 
 def test_another_process_reads_it_and_keeps_it_when_its_owner_is_killed() -> None:
     text = (
-        "import sys; from gradbus.runtime.shm.shared_payload import Sealed; s = Sealed(bytes([7]) * 25600);"
-        "print(s.place, flush=True); sys.stdin.read()"
+        "import sys; from gradbus.runtime.shm.shared_payload import SharedPayload;"
+        "s = SharedPayload(bytes([7]) * 25600); print(s.place, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
@@ -106,7 +106,7 @@ def test_another_process_reads_it_and_keeps_it_when_its_owner_is_killed() -> Non
 
 def test_a_view_keeps_it_mapped_and_no_file_open() -> None:
     before = mapped(), open_files()
-    sealed = Sealed(PAYLOAD)
+    sealed = SharedPayload(PAYLOAD)
     end = read(sealed.place, SIZE)[-5:]
     sealed.hide()
     sealed.hide()
@@ -116,7 +116,7 @@ def test_a_view_keeps_it_mapped_and_no_file_open() -> None:
 
 
 def test_nobody_finds_what_is_hidden_but_its_owner_has_it() -> None:
-    sealed = Sealed(PAYLOAD)
+    sealed = SharedPayload(PAYLOAD)
     sealed.hide()
     with pytest.raises(SharedMemoryFault):
         read(sealed.place, SIZE)
@@ -129,7 +129,7 @@ def test_memory_that_runs_out_leaves_no_file_open(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(shared_payload.os, "write", full)
     with pytest.raises(SharedMemoryFault, match=r"no shared memory of 25600 bytes: .*No space left"):
-        Sealed(PAYLOAD)
+        SharedPayload(PAYLOAD)
 
 
 # What others say is not trusted
