@@ -40,8 +40,8 @@ log = get_logger("bus")
 
 
 class SharedPayload(MemoryFile):
-    """A payload in memory that others may read and no process can change, until this object is hidden or gone. Those that
-    have read it, and holders of :attr:`payload`, keep it.
+    """A payload in memory that others may read and no process can change, until this object is hidden or gone. A
+    process that has read it keeps it, as does a holder of :attr:`payload`.
 
     Attributes:
         place: where others find it, for :func:`read`.
