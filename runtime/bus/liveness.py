@@ -1,4 +1,4 @@
-"""Whether those who were heard on a bus are still there: plain decisions, without a clock of their own.
+"""Whether the senders on a bus are still there: plain decisions, without a clock of their own.
 
 Three know something. The *kernel* knows the processes of this machine, without fail. The sender itself says so when its
 bus closes. *DDS* says that a writer is gone: when its lease ran out, which is also so where a process was stopped, had
@@ -23,7 +23,7 @@ LONGEST_TURN_S = 1.5  # of listening: what lies between two looks beyond that, t
 # A process of this machine that runs and whose writers DDS has lost: after a stop, or a lease that ran out in a busy
 # moment, discovery finds it again within some seconds.
 FOUND_AGAIN_S = 10.0
-MAX_SENDERS = 65_536
+MAX_SENDERS = 65_536  # remembered, also of one writer: it cannot make us grow without end
 DOUBT_S = 1.0  # how often to ask again of whom DDS has lost
 
 Sender = tuple[int, int]  # and which start of it
@@ -34,13 +34,13 @@ class _Known:
     """One sender.
 
     Attributes:
-        claim: the process that it says it is in. watched: the kernel tells when that ends.
-        heard_s: when it was heard last. departed_s: since when DDS knows no writer of it; -1: it knows one.
+        claim: the process that it says it is in. watched: the kernel reports when that ends.
+        last_s: when its last message came. departed_s: since when DDS knows no writer of it; -1: it knows one.
     """
 
     claim: str
     watched: bool
-    heard_s: float
+    last_s: float
     departed_s: float = -1.0
 
 
@@ -117,9 +117,9 @@ class Liveness:
             self._now_s += min(max(0.0, clock_s - self._looked_s), LONGEST_TURN_S)
         self._looked_s = clock_s
 
-    def heard(self, writer: int, message: Control) -> None:
+    def received(self, writer: int, message: Control) -> None:
         """A message of a sender has come through a DDS writer."""
-        self._registry.heard(writer, message)
+        self._registry.received(writer, message)
         sender = (message.sender, message.incarnation)
         known = self._known.get(sender)
         if known is None:
@@ -129,7 +129,7 @@ class Liveness:
             known = self._known[sender] = _Known(message.process, watched, self._now_s)
             if watched:
                 self._of_process[message.process].add(sender)
-        known.heard_s = self._now_s
+        known.last_s = self._now_s
         if known.departed_s >= 0:
             known.departed_s = -1.0
             self._departed.discard(sender)
@@ -178,8 +178,8 @@ class Liveness:
     def _is_gone(self, sender: Sender) -> bool:
         known = self._known[sender]
         if not known.watched:
-            return self._now_s - known.heard_s >= self._lease_s
-        silent_s = self._now_s - max(known.heard_s, known.departed_s)
+            return self._now_s - known.last_s >= self._lease_s
+        silent_s = self._now_s - max(known.last_s, known.departed_s)
         if silent_s < max(self._lease_s, FOUND_AGAIN_S):
             return False
         if self._is_stopped(known.claim):
@@ -201,19 +201,15 @@ class Liveness:
         return True
 
 
-_MAX_SENDERS = 65_536  # remembered for one writer: it cannot make us grow without end
-_Sender = tuple[int, int]  # and which start of it
-
-
 @dataclass(slots=True)
-class _Said:
-    """Of one sender, through one writer."""
+class _Sent:
+    """What one sender has sent through one writer: how many messages, and the number of the latest."""
 
-    words: int
-    newest: int  # number of the latest word
+    count: int
+    newest: int
 
-    def is_outdone_by(self, other: _Said) -> bool:
-        return other.words > self.words or is_later(other.newest, self.newest)
+    def is_outdone_by(self, other: _Sent) -> bool:
+        return other.count > self.count or is_later(other.newest, self.newest)
 
 
 class WriterRegistry:
@@ -227,32 +223,33 @@ class WriterRegistry:
     """
 
     def __init__(self) -> None:
-        self._said: dict[int, dict[_Sender, _Said]] = {}  # by handle of the writer
+        self._sent: dict[int, dict[Sender, _Sent]] = {}  # by handle of the writer
 
     @property
     def writers(self) -> KeysView[int]:
-        """Handles of those through which somebody was heard."""
-        return self._said.keys()
+        """Handles of those through which a message has come."""
+        return self._sent.keys()
 
-    def heard(self, writer: int, message: Control) -> None:
-        """A word has come through this writer."""
-        senders = self._said.setdefault(writer, {})
-        said = senders.get((message.sender, message.incarnation))
-        if said is not None:
-            said.words += 1
-            if is_later(message.number, said.newest):
-                said.newest = message.number
-        elif len(senders) < _MAX_SENDERS:
-            senders[message.sender, message.incarnation] = _Said(1, message.number)
+    def received(self, writer: int, message: Control) -> None:
+        """A message has come through this writer."""
+        senders = self._sent.setdefault(writer, {})
+        sent = senders.get((message.sender, message.incarnation))
+        if sent is not None:
+            sent.count += 1
+            if is_later(message.number, sent.newest):
+                sent.newest = message.number
+        elif len(senders) < MAX_SENDERS:
+            senders[message.sender, message.incarnation] = _Sent(1, message.number)
 
     def left(self, writers: Iterable[int], why: str = "") -> list[PeerGone]:
-        """These writers are gone, or nothing is taken from them any more: who is gone with them."""
-        lost: dict[_Sender, list[_Said]] = {}
+        """These writers are gone, or nothing is taken from them any more. Returns the senders that are gone with
+        them."""
+        lost: dict[Sender, list[_Sent]] = {}
         for writer in writers:
-            for sender, said in self._said.pop(writer, {}).items():
-                lost.setdefault(sender, []).append(said)
+            for sender, sent in self._sent.pop(writer, {}).items():
+                lost.setdefault(sender, []).append(sent)
         return [PeerGone(*sender, why) for sender in sorted(lost) if not self._goes_on(sender, lost[sender])]
 
-    def _goes_on(self, sender: _Sender, lost: Collection[_Said]) -> bool:
-        others = [senders[sender] for senders in self._said.values() if sender in senders]
-        return any(all(said.is_outdone_by(other) for said in lost) for other in others)
+    def _goes_on(self, sender: Sender, lost: Collection[_Sent]) -> bool:
+        others = [senders[sender] for senders in self._sent.values() if sender in senders]
+        return any(all(sent.is_outdone_by(other) for sent in lost) for other in others)

@@ -328,7 +328,7 @@ class Receiver:
                 self.thread.wake()
                 return None
             self._liveness.advance(time.monotonic())
-            self._liveness.heard(source, message)
+            self._liveness.received(source, message)
         data = getattr(sample, "data", b"")
         self.received_bytes[channel.reader.topic.name] += len(data)
         return message
@@ -379,9 +379,9 @@ class Channel:
         return self.limit - (self.taken - self.consumed)
 
 
-DOUBT_S = 10.0  # how often at most to say that something is not understood
+WARNING_S = 10.0  # between two warnings about samples that cannot be decoded
 
-_DOUBTS = frozenset({"sealed", "not sealed", "other key", "other level"})  # of other settings, or of nobody's business
+_OTHER_SETTINGS = frozenset({"sealed", "not sealed", "other key", "other level"})  # reasons that tell of those
 
 log = get_logger("bus")
 
@@ -397,23 +397,23 @@ class DroppedSamples:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.misconfiguration = ""
-        self._doubted_s = -DOUBT_S
+        self._warned_s = -WARNING_S
 
     def refused(self, error: FrameError) -> None:
-        """A sample is no message. What makes us doubt that its sender is set up as we are, is said if it is news:
-        anybody can send such samples, as many as he likes."""
+        """A sample is no message. Where it tells of other settings, a warning says so if that is news: anybody can send
+        such samples, as many as he likes."""
         self.counts[error.reason] += 1
-        if error.reason not in _DOUBTS or str(error) == self.misconfiguration:
+        if error.reason not in _OTHER_SETTINGS or str(error) == self.misconfiguration:
             return
         self.misconfiguration = str(error)
-        if time.monotonic() > self._doubted_s + DOUBT_S:
-            self._doubted_s = time.monotonic()
+        if time.monotonic() > self._warned_s + WARNING_S:
+            self._warned_s = time.monotonic()
             with contextlib.suppress(Exception):  # its stream is the host's
                 log.warning("samples are not understood", reason=error.reason, why=self.misconfiguration)
 
     def failed(self, topic: str) -> None:
-        """Who takes the frames of a topic has raised. A mistake of ours: one frame must not end the whole bus. Called
-        while the exception is handled; only the first one is told, as others will be many of the same."""
+        """The handler of a topic's frames has raised: one frame must not end the whole bus. Called while the exception
+        is handled; only the first one is logged, as others will be many of the same."""
         self.counts["handler failed"] += 1
         if self.counts["handler failed"] == 1:
             with contextlib.suppress(Exception):  # the log itself may be what failed

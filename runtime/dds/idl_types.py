@@ -10,8 +10,9 @@ final type. Offsets are the same in XCDR2, but for the double of TrainCmd.
 
 # No "from __future__ import annotations" here: the binding reads the annotations of the fields as objects.
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl import annotations as idl
@@ -48,21 +49,48 @@ def _tail(view: memoryview, at: int, size: int, name: str) -> memoryview:
     return view[at : at + size]
 
 
-def _octets(data: Any, at: int, name: str) -> memoryview:
-    """The octets of a sample, which stand there, behind their number."""
-    view = _body(data, at - 4, name)
-    return _tail(view, at, _SIZE.unpack_from(view, at - 4)[0], name)
+T = TypeVar("T")
 
 
-def _serialize_packed(
-    sample: Any, buffer: Any = None, endianness: Any = None, use_version_2: bool | None = None
-) -> bytes:
-    """``serialize`` of a type that ends with a sequence of octets: fixed fields, length, bytes, padding.
+def _packed(layout: str) -> Callable[[type[T]], type[T]]:
+    """Give a type that ends with a sequence of octets its serialisation: fixed fields, length, bytes, padding.
 
-    A function and not a base class: the binding takes the first base of a type for its IDL parent.
+    A decorator and not a base class: the binding takes the first base of a type for its IDL parent.
+
+    Args:
+        layout: of the fixed fields, for ``struct``.
     """
-    *before, data = (getattr(sample, field.name) for field in fields(sample))
-    return b"".join((sample.prefix(*before, len(data)), data, bytes(-len(data) % 4)))
+    fixed, prefix = struct.Struct(f"<{layout}"), struct.Struct(f"<{layout}I")
+    start = len(ENCAPSULATION) + prefix.size
+
+    def prefix_of(*values: int) -> bytes:
+        """The bytes before the payload, from the fixed fields and the payload's size."""
+        return ENCAPSULATION + prefix.pack(*values)
+
+    def decorate(kind: type[T]) -> type[T]:
+        name = kind.__name__.removesuffix("Type")
+
+        def serialize(
+            sample: Any, buffer: Any = None, endianness: Any = None, use_version_2: bool | None = None
+        ) -> bytes:
+            *before, data = (getattr(sample, field.name) for field in fields(sample))
+            return b"".join((prefix_of(*before, len(data)), data, bytes(-len(data) % 4)))
+
+        def octets(data: Any) -> memoryview:
+            """Those of a sample, in place. Raises SampleError."""
+            view = _body(data, start - 4, name)
+            return _tail(view, start, _SIZE.unpack_from(view, start - 4)[0], name)
+
+        def deserialize(cls: Any, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Any:
+            found = octets(data)
+            return cls(*fixed.unpack_from(data, 4), found)
+
+        made: Any = kind
+        made.serialize, made.prefix, made.octets = serialize, staticmethod(prefix_of), staticmethod(octets)
+        made.deserialize = classmethod(deserialize)
+        return kind
+
+    return decorate
 
 
 @dataclass
@@ -89,6 +117,7 @@ class TrainCmdType(IdlStruct, typename="gradbus.TrainCmd"):
         return cls(*struct.unpack_from("<iii4xdi", view, 4))
 
 
+@_packed("iiq")
 @dataclass
 @idl.final
 class ClientUpdateType(IdlStruct, typename="gradbus.ClientUpdate"):
@@ -99,25 +128,8 @@ class ClientUpdateType(IdlStruct, typename="gradbus.ClientUpdate"):
     num_samples: int64
     data: sequence[byte]  # type: ignore[type-arg]
 
-    serialize = _serialize_packed
 
-    @staticmethod
-    def prefix(client_id: int, round_id: int, num_samples: int, size: int) -> bytes:
-        """The bytes before a payload of ``size`` bytes."""
-        return ENCAPSULATION + struct.pack("<iiqI", client_id, round_id, num_samples, size)
-
-    @classmethod
-    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        octets = cls.octets(data)
-        client_id, round_id, num_samples = struct.unpack_from("<iiq", data, 4)
-        return cls(client_id, round_id, num_samples, octets)  # type: ignore[arg-type]
-
-    @staticmethod
-    def octets(data: Any) -> memoryview:
-        """Those of a sample. Raises SampleError."""
-        return _octets(data, 24, "ClientUpdate")
-
-
+@_packed("i")
 @dataclass
 @idl.final
 class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
@@ -126,44 +138,11 @@ class ModelBlobType(IdlStruct, typename="gradbus.ModelBlob"):
     round_id: int32
     data: sequence[byte]  # type: ignore[type-arg]
 
-    serialize = _serialize_packed
 
-    @staticmethod
-    def prefix(round_id: int, size: int) -> bytes:
-        """The bytes before a payload of ``size`` bytes."""
-        return ENCAPSULATION + struct.pack("<iI", round_id, size)
-
-    @classmethod
-    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        octets = cls.octets(data)
-        (round_id,) = struct.unpack_from("<i", data, 4)
-        return cls(round_id, octets)  # type: ignore[arg-type]
-
-    @staticmethod
-    def octets(data: Any) -> memoryview:
-        """Those of a sample. Raises SampleError."""
-        return _octets(data, 12, "ModelBlob")
-
-
+@_packed("")
 @dataclass
 @idl.final
 class FrameType(IdlStruct, typename="gradbus.Frame"):
     """One frame of control or of a collective."""
 
     data: sequence[byte]  # type: ignore[type-arg]
-
-    serialize = _serialize_packed
-
-    @staticmethod
-    def prefix(size: int) -> bytes:
-        """The bytes before a payload of ``size`` bytes."""
-        return ENCAPSULATION + _SIZE.pack(size)
-
-    @classmethod
-    def deserialize(cls, data: Any, has_header: bool = True, use_version_2: bool | None = None) -> Self:
-        return cls(cls.octets(data))  # type: ignore[arg-type]
-
-    @staticmethod
-    def octets(data: Any) -> memoryview:
-        """Those of a sample. Raises SampleError."""
-        return _octets(data, 8, "Frame")

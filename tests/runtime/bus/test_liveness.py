@@ -30,7 +30,7 @@ class World:
         return True
 
     def says(self, claim: str, writer: int = WRITER, number: int = 1) -> None:
-        self.liveness.heard(writer, Control(3, 10, Leave("x"), number, claim))
+        self.liveness.received(writer, Control(3, 10, Leave("x"), number, claim))
 
     def passes(self, seconds: float) -> list[PeerGone]:
         """Time in which the process listens."""
@@ -130,7 +130,7 @@ def test_a_sender_keeps_the_process_that_it_has_named_first() -> None:
 def test_all_senders_of_a_process_go_with_it_and_those_of_others_stay() -> None:
     world = World()
     for sender, claim in ((1, HERE), (2, ELSEWHERE), (3, HERE)):
-        world.liveness.heard(WRITER + sender, Control(sender, 10, Leave("x"), 1, claim))
+        world.liveness.received(WRITER + sender, Control(sender, 10, Leave("x"), 1, claim))
     assert world.watched == [HERE]
     assert world.liveness.ended(HERE) == [PeerGone(1, 10), PeerGone(3, 10)]
 

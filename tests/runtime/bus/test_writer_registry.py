@@ -14,7 +14,7 @@ def speakers(*words: tuple[int, int, int]) -> WriterRegistry:
     """``words``: through which writer, of which sender, its number."""
     made = WriterRegistry()
     for writer, sender, number in words:
-        made.heard(writer, Control(sender, 10, BODY, number))
+        made.received(writer, Control(sender, 10, BODY, number))
     return made
 
 

@@ -82,7 +82,7 @@ def _take(receiver: SessionCipher, opened: Opened | None) -> None:
         return
     for kind in _TYPES:
         try:
-            sample = kind.deserialize(opened.data)
+            sample = kind.deserialize(opened.data)  # type: ignore[arg-type]
         except idl_types.SampleError:
             continue
         must(len(getattr(sample, "data", b"")) <= len(opened.data), "more octets than there are")
