@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-pauses \
+	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
 	bench-attacks conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -144,7 +144,7 @@ typecheck: $(STAMP)  ## strict types
 		ln -s ../../../runtime/_front/* . && for name in $(CODE); do ln -s ../../../$$name $$name; done && \
 		ln -s ../../../runtime/_torch torch && cd .. && ln -s ../../tests/tools/* .
 	cd build/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy --python-executable ../../$(PY) \
-		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m bad_link -m pauses
+		--exclude '/_(front|torch)/' -p gradbus -p conformance -p fuzz -p soak -m bad_link -m call_profile -m pauses
 
 # Stale build/lib and *.egg-info would carry removed files into the wheel. The build tools come from .venv: nothing is fetched here.
 wheel: $(STAMP)  ## build the sdist and the wheel into dist/
@@ -197,6 +197,9 @@ bench-codecs: $(STAMP)  ## speed, size and error of every codec
 
 bench-sealing: $(STAMP)  ## rounds and collectives with and without a key
 	@$(PY) -m gradbus.experiments.bench sealing $(ARGS)
+
+bench-profile: $(STAMP)  ## where the time of a collective goes, thread by thread, beside gloo
+	@$(TOOL) call_profile $(ARGS)
 
 bench-pauses: $(STAMP)  ## ranks that are stopped, starved or killed: is one that lives taken for dead?
 	@$(TOOL) pauses $(ARGS)

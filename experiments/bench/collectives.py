@@ -1,7 +1,6 @@
 """Collectives through ``torch.distributed`` and on a ``Group``, against gloo in the same processes, by turns.
 
-Real processes of one torch thread each on this machine. ``make bench-collectives`` compares with limits; its part
-``profile`` shows where the time of one cell goes instead.
+Real processes of one torch thread each on this machine. ``make bench-collectives`` compares with limits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradbus.experiments.bench.call_profile import Watched, profile
 from gradbus.experiments.bench.cells import Cells, CellTimes, time_cells, time_multicast
 from gradbus.experiments.bench.command import Benchmark, Part
 from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, Transport, run_ranks
@@ -280,12 +278,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     few = f"whole repeats, for medians; by default {REPEATS}, or {FEW_REPEATS} of what takes long"
     parser.add_argument("--repeats", type=int, help=few)
     parser.add_argument("--sizes", nargs="+", type=size_of, help="of tensors, such as 4KiB 1MiB")
-    parser.add_argument("--world", type=int, help="only set-ups with so many ranks; of the profile any number")
+    parser.add_argument("--world", type=int, help="only set-ups with so many ranks")
     only = "only this; one-host: what the backend picks by itself"
     parser.add_argument("--transport", choices=list(TRANSPORTS), help=only)
-    parser.add_argument("--collective", choices=_BOTH, default="all_reduce", help="to profile")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of calls to profile")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[0], help="whose profiles are shown")
 
 
 def _measure_checked(chosen: argparse.Namespace) -> list[Measurement]:
@@ -300,12 +295,6 @@ def _measure_checked(chosen: argparse.Namespace) -> list[Measurement]:
 
 def _transports(chosen: argparse.Namespace) -> Sequence[Transport]:
     return (chosen.transport,) if chosen.transport else tuple(TRANSPORTS)
-
-
-def _profile(chosen: argparse.Namespace) -> Iterator[Measurement]:
-    for size in chosen.sizes or [4 * KIB]:
-        transport: Transport = chosen.transport or "one-host"
-        yield from profile(Watched(chosen.collective, size, chosen.seconds), chosen.world or 2, transport, chosen.ranks)
 
 
 _SMALL, _LARGE = (4 * KIB, 64 * KIB, MIB), (64 * KIB, MIB, 16 * MIB)
@@ -327,6 +316,5 @@ _PARTS = {
         "a step of DistributedDataParallel", 210,
     ),
     "big": Part(lambda it: measure_memory(_transports(it)), "memory for a tensor of 1 GB", 30),
-    "profile": Part(_profile, "where the time of a call goes, for each of --sizes, thread by thread", 10),
 }  # fmt: skip
-BENCHMARK = Benchmark(__doc__ or "", _PARTS, _options, [name for name in _PARTS if name != "profile"])
+BENCHMARK = Benchmark(__doc__ or "", _PARTS, _options)

@@ -89,23 +89,21 @@ class Processes:
             ProcessFailed: one of them failed or died, or some have not ended in time.
         """
         until_s = time.monotonic() + timeout_s
-        waiting = dict(self._pipes)
         found: dict[Connection, Any] = {}
-        while waiting:
-            ready = wait(list(waiting), max(0.0, until_s - time.monotonic()))
+        while waiting := [pipe for pipe in self._pipes if pipe not in found]:
+            ready = wait(waiting, max(0.0, until_s - time.monotonic()))
             if not ready:
-                raise ProcessFailed(f"{', '.join(waiting.values())}: not ended after {timeout_s:g} s")
+                names = ", ".join(self._pipes[pipe] for pipe in waiting)
+                raise ProcessFailed(f"{names}: not ended after {timeout_s:g} s")
             failures = []
-            for pipe in [pipe for pipe in waiting if pipe in ready]:
-                name = waiting.pop(pipe)
-                failed_s: float | None = 0.0
-                with pipe:
-                    try:
-                        failed_s, found[pipe] = pipe.recv()
-                    except EOFError:
-                        found[pipe] = "it died"
+            for pipe in (pipe for pipe in waiting if pipe in ready):
+                try:
+                    failed_s, found[pipe] = pipe.recv()
+                except EOFError:
+                    failed_s, found[pipe] = 0.0, "it died"
+                pipe.close()
                 if failed_s is not None:
-                    failures.append((failed_s, f"{name} failed: {found[pipe]}"))
+                    failures.append((failed_s, f"{self._pipes[pipe]} failed: {found[pipe]}"))
             if failures:
                 raise ProcessFailed(min(failures)[1])  # those that fail later mostly fail because of it
         return [found[pipe] for pipe in self._pipes]

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 import pytest
+from call_profile import Watched, profile
 
 from gradbus.experiments.bench import collectives, data_parallel, sealing
-from gradbus.experiments.bench.__main__ import BENCHMARKS
 from gradbus.experiments.bench.collectives import (
     SIZES,
     CollectivesPlan,
@@ -20,7 +20,6 @@ from gradbus.experiments.bench.collectives import (
     small_cnn,
     time_steps,
 )
-from gradbus.experiments.bench.command import parse
 from gradbus.experiments.bench.processes import ProcessFailed, run_ranks
 from gradbus.experiments.bench.sealing import CASES, LEVELS, TimedBlock
 from gradbus.experiments.bench.timing import by_turns, in_turns, size_text, slowest_ms
@@ -102,9 +101,7 @@ def test_memory_of_a_large_collective_includes_the_tensor() -> None:
 
 @pytest.mark.slow
 def test_a_profile_shows_threads_of_both_backends_and_functions_of_ours() -> None:
-    words = ["--part", "profile", "--sizes", "4KiB", "--seconds", "0.1", "--ranks", "0", "1"]
-    benchmark = BENCHMARKS["collectives"]
-    figures = list(benchmark.parts["profile"].measure(parse("collectives", benchmark, words)[0]))
+    figures = list(profile(Watched("all_reduce", KIB_4, 0.1), 2, "one-host", (0, 1)))
     names = " ".join(figure.name for figure in figures)
     for rank in (0, 1):
         for backend in ("ours", "gloo"):

@@ -1,10 +1,12 @@
-"""Where the time of one collective goes: processor time and switches of every thread, and of every function.
+"""Where the time of one collective goes, thread by thread: ``make bench-profile``.
 
-Threads are watched without any instrument, functions in other processes with ``cProfile``, which slows them down.
+Processor time and switches of every thread, and of every function, per call, through dds and through gloo. Threads are
+watched without any instrument, functions in other processes with ``cProfile``, which slows them down.
 """
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import os
 import resource
@@ -20,9 +22,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from gradbus.experiments.bench.cells import Cell
+from gradbus.experiments.bench.collectives import size_of
+from gradbus.experiments.bench.command import Benchmark, Part, parse, run
 from gradbus.experiments.bench.processes import TRANSPORTS, BenchRank, Transport, run_ranks
 from gradbus.experiments.bench.results import Measurement, measurement
-from gradbus.experiments.bench.timing import block, calls_for, size_text
+from gradbus.experiments.bench.timing import KIB, block, calls_for, size_text
 
 _TASKS = Path("/proc/self/task")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -175,3 +179,26 @@ def profile(spec: Watched, world: int, transport: Transport, show_ranks: Sequenc
             for function, (calls, alone_s, within_s) in entries.items():
                 note = f"{calls:.2f} calls, {1e6 * within_s:.1f} us with what it calls; slower for being watched"
                 yield measurement(f"{name}, {thread}: {function}", "us", [1e6 * alone_s], note=note)
+
+
+def _measure(chosen: argparse.Namespace) -> Iterator[Measurement]:
+    for size in chosen.sizes:
+        spec = Watched(chosen.collective, size, chosen.seconds)
+        yield from profile(spec, chosen.world, chosen.transport, chosen.ranks)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", nargs="+", type=size_of, default=[4 * KIB], help="of tensors, such as 4KiB 1MiB")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), default="one-host")
+    parser.add_argument("--collective", choices=("all_reduce", "all_gather"), default="all_reduce")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of calls")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[0], help="whose profiles are shown")
+
+
+BENCHMARK = Benchmark(__doc__ or "", {"profile": Part(_measure, "Microseconds of a call", 10)}, _options)
+
+
+if __name__ == "__main__":
+    options, words = parse("profile", BENCHMARK, sys.argv[1:])
+    raise SystemExit(run(BENCHMARK, options, words)[0])
