@@ -89,13 +89,16 @@ class UpdateRow(TableRow):
     load_per_core: float = Field(ge=0)
 
 
-class EpochRow(TableRow):
-    """An epoch of a data-parallel run, as one rank saw it."""
-
+class _ParallelRow(TableRow):
     exchange: str
     overlap: bool
     seed: int
     rank: int
+
+
+class EpochRow(_ParallelRow):
+    """An epoch of a data-parallel run, as one rank saw it."""
+
     epoch: int
     steps: int = Field(ge=1)
     density: float
@@ -103,14 +106,10 @@ class EpochRow(TableRow):
     bytes_per_step: float = Field(gt=0)
 
 
-class RankRow(TableRow):
+class RankRow(_ParallelRow):
     """All steps of one rank. ``wait``: from the end of its own work to the end of the step's last exchange.
     ``load_per_core``: see :class:`RoundRow`."""
 
-    exchange: str
-    overlap: bool
-    seed: int
-    rank: int
     steps: int = Field(ge=1)
     step_s_mean: float = Field(gt=0)
     wait_s_mean: float = Field(ge=0)
