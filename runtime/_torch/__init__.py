@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from gradbus.torch.register import register, register_scheme
 
 if TYPE_CHECKING:
+    from gradbus.torch.algorithm_hook import AlgorithmHook, with_algorithm
     from gradbus.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from gradbus.torch.functions import (
         Handle,
@@ -51,12 +52,15 @@ if TYPE_CHECKING:
     from gradbus.torch.optimizer import DistributedOptimizer
 
 _ELSEWHERE = {
+    "AlgorithmHook": "gradbus.torch.algorithm_hook",
     "DistributedOptimizer": "gradbus.torch.optimizer",
     "broadcast_optimizer_state": "gradbus.torch.broadcast_state",
     "broadcast_parameters": "gradbus.torch.broadcast_state",
+    "with_algorithm": "gradbus.torch.algorithm_hook",
 }
 
 __all__ = [
+    "AlgorithmHook",
     "DistributedOptimizer",
     "Handle",
     "allgather",
@@ -79,6 +83,7 @@ __all__ = [
     "shutdown",
     "size",
     "synchronize",
+    "with_algorithm",
 ]
 
 

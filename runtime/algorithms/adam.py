@@ -128,12 +128,12 @@ class OneBitAdam(CompressedAdam):
 
     def mean_momentum(self, m: Tensor, bucket: TensorBucket, step: Step) -> Program[Tensor]:
         """Both errors are of this rank: that of what it sends, and that of the part that it adds up."""
-        rank, world, key = self.place.rank, self.place.world, f"bucket{bucket.index}"
-        m = m + self.memory.find_or_zeros("worker_error", key, m)
+        rank, world = self.place.rank, self.place.world
+        m = m + flattened({name: self._kept("worker_error", name, one) for name, one in bucket.tensors.items()})
         sizes = [part.numel() for part in m.tensor_split(world)]
         sent = [one_bit(part) for part in m.tensor_split(world)]
         decoded = [decoded_bit(message, size) for message, size in zip(sent, sizes, strict=True)]
-        self.memory.stage("worker_error", key, m - torch.cat(decoded))
+        self._stage("worker_error", bucket.tensors, m - torch.cat(decoded))
         others = [peer for peer in range(world) if peer != rank]
         came = yield Swap("parts", {peer: sent[peer] for peer in others},
                           {peer: torch.empty_like(sent[rank]) for peer in others})  # fmt: skip
@@ -142,6 +142,7 @@ class OneBitAdam(CompressedAdam):
         for peer in range(world):
             total += decoded[rank] if peer == rank else decoded_bit(came[peer], size)
         total *= 1 / world
+        key = "+".join(bucket.tensors)  # a bucket of other tensors starts without
         total += self.memory.find_or_zeros("server_error", key, total)
         message = one_bit(total)
         self.memory.stage("server_error", key, total - decoded_bit(message, size))

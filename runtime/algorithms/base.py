@@ -20,7 +20,7 @@ from gradbus.runtime.choices import ALGORITHMS as ALGORITHMS
 from gradbus.runtime.choices import Choice
 from gradbus.runtime.choices import Options as Options
 
-Scope: TypeAlias = Literal["bucket", "step", "weights"]
+Scope: TypeAlias = Literal["bucket", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class Memory:
         return self._kept.get((kind, name))
 
     def find_or_zeros(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """The same; zeros if there is none."""
+        """The same; zeros if there is none, or one of another shape."""
         kept = self._kept.get((kind, name))
-        return torch.zeros_like(like) if kept is None else kept
+        return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept
 
     def stage(self, kind: str, name: str, tensor: Tensor) -> None:
         """Replace the tensor when the step is committed."""
@@ -122,8 +122,8 @@ class Algorithm(ABC):
 
     Attributes:
         choice: its name.
-        scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``step``: one for all
-            gradients of a step. ``weights``: one for all weights, after the optimizer's step.
+        scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``weights``: one for all
+            weights.
         overlaps: of scope ``weights``: the weights at the beginning of a step are exchanged while its gradients are
             computed, and replaced before the optimizer's step; else they are exchanged after it.
         makes_steps: what the exchange leaves in a bucket is a step, to be multiplied by the learning rate, not a

@@ -199,6 +199,6 @@ def test_what_one_bit_adam_leaves_out_is_kept_by_both_sides() -> None:
         total_in += torch.stack([m for _, m in sums]).double().mean(0)
         for algorithm, _ in sums:
             algorithm.commit()
-        worker = torch.stack([a.memory.find("worker_error", "bucket0") for a, _ in sums]).double().mean(0)  # type: ignore[misc]
-        server = torch.cat([a.memory.find("server_error", "bucket0") for a, _ in sums]).double()  # type: ignore[misc]
+        worker = torch.stack([a.memory.find("worker_error", "a") for a, _ in sums]).double().mean(0)  # type: ignore[misc]
+        server = torch.cat([a.memory.find("server_error", "a") for a, _ in sums]).double()  # type: ignore[misc]
         assert torch.allclose(total_out + worker + server, total_in, atol=1e-5)

@@ -1,0 +1,165 @@
+"""Training with every algorithm through a communication hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn.parallel import DistributedDataParallel
+from torch_node import RankLocation
+
+from gradbus.runtime.algorithms.powersgd import PowerSGD
+from gradbus.runtime.choices import ALGORITHMS
+from gradbus.runtime.errors import ConfigError
+from gradbus.torch import AlgorithmHook, with_algorithm
+
+STEPS = 6
+SMALL_BUCKETS = {"bucket_cap_mb": 0.02}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qadam": {"warmup_steps": 3, "eps": 1e-3},
+    "onebit-adam": {"warmup_steps": 3, "eps": 1e-3},
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(24, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(16, 24, generator=random), torch.randint(4, (16,), generator=random)
+
+
+class Training:
+    """A model of one rank, its optimizer, and the hook if there is an algorithm."""
+
+    def __init__(self, rank: int, algorithm: str = "", **options: Any) -> None:
+        self.rank = rank
+        self.step_number = 0
+        self.model = DistributedDataParallel(net(), **SMALL_BUCKETS)
+        momentum = 0.0 if algorithm in ("qadam", "onebit-adam") else 0.9
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=momentum)
+        self.hook: AlgorithmHook | None = None
+        if algorithm:
+            self.hook = with_algorithm(self.model, [self.optimizer], algorithm, **options)
+
+    def step(self, *, spoilt: bool = False, counts: bool = True) -> None:
+        x, wanted = batch(self.rank, self.step_number)
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), wanted)
+        (loss * torch.nan if spoilt else loss).backward()
+        self.optimizer.step()
+        self.step_number += counts
+
+    def steps(self, count: int) -> Training:
+        for _ in range(count):
+            self.step()
+        return self
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def every_algorithm(place: RankLocation) -> dict[str, Any]:
+    """The weights after some steps, by algorithm; ``""``: without one."""
+    place.start()
+    return {
+        name: Training(place.rank, name, **OPTIONS.get(name, {})).steps(STEPS).weights
+        for name in ("", *ALGORITHMS.table)
+    }
+
+
+def powersgd_and_torchs_hook(place: RankLocation) -> dict[str, Any]:
+    """Weights with our algorithm, and with the hook of torch, from the same first Q."""
+    place.start()
+    found = {}
+    for ours in (True, False):
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        names = [name for name, parameter in model.module.named_parameters() if parameter.dim() > 1]
+        shapes = {name: parameter.shape for name, parameter in model.module.named_parameters()}
+        qs = {n: torch.randn(shapes[n][1], 2, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(names)}
+        if ours:
+            hook = with_algorithm(model, [optimizer], "powersgd", rank=2, min_rate=1.0, start_step=2)
+            assert isinstance(hook.algorithm, PowerSGD)
+            hook.algorithm.memory.load({f"q/{name}": q for name, q in qs.items()}, frozenset({"q"}))
+        else:
+            state = power_sgd.PowerSGDState(
+                None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            model.register_comm_hook(state, power_sgd.powerSGD_hook)
+            order = names[::-1]  # that of DDP's buckets from the second step on
+            flat = torch.cat([qs[name].reshape(-1) for name in order])
+            state.q_memory_dict[0] = flat
+            state.p_memory_dict[0] = torch.empty(sum(shapes[name][0] * 2 for name in order))
+        for number in range(6):
+            x, wanted = batch(place.rank, number)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), wanted).backward()
+            optimizer.step()
+        found["ours" if ours else "torch"] = [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
+def spoilt_steps(place: RankLocation) -> dict[str, Any]:
+    """Weights of a run in which the loss of the last rank is not finite twice, and of one without these steps."""
+    place.start()
+    found: dict[str, Any] = {}
+    for name in ("dense", "topk", "ef21", "powersgd", "signsgd", "bytegrad"):
+        undisturbed = Training(place.rank, name).steps(4).weights
+        training = Training(place.rank, name).steps(2)
+        for _ in range(2):
+            training.step(spoilt=place.rank == place.world - 1, counts=False)
+        assert training.hook is not None
+        found[name] = {"skipped": training.hook.skipped_steps, "weights": training.steps(2).weights, "as": undisturbed}
+    return found
+
+
+def resumed(place: RankLocation) -> dict[str, Any]:
+    """Weights of a run, and of one that goes on from the saved state of its middle."""
+    place.start()
+    found: dict[str, Any] = {}
+    for name in ALGORITHMS.table:
+        options = OPTIONS.get(name, {})
+        first = Training(place.rank, name, **options).steps(3)
+        assert first.hook is not None
+        saved = (first.model.state_dict(), first.optimizer.state_dict(), first.hook.state_dict())
+        second = Training(place.rank, name, **options)
+        assert second.hook is not None
+        for part, state in zip((second.model, second.optimizer, second.hook), saved, strict=True):
+            part.load_state_dict({**state})  # type: ignore[arg-type]
+        second.step_number = 3
+        expected = Training(place.rank, name, **options).steps(6).weights
+        found[name] = {"weights": second.steps(3).weights, "as": expected}
+    return found
+
+
+def refusals(place: RankLocation) -> dict[str, str]:
+    """What is refused at the start, and why."""
+    place.start()
+    told = {}
+
+    def refused(case: str, model: nn.Module, optimizer: torch.optim.Optimizer, name: str, **options: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            with_algorithm(model, [optimizer], name, **options)
+        told[case] = str(caught.value)
+
+    model = DistributedDataParallel(net())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused("unknown", model, sgd, "powersdg")
+    refused("option", model, sgd, "powersgd", rnak=2)
+    refused("optimizer", model, torch.optim.Adam(model.parameters()), "qadam")
+    refused("momentum", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "onebit-adam")
+    refused("plain", net(), sgd, "topk")
+    refused("dtype", DistributedDataParallel(net().double()), sgd, "dense")
+    refused("differs", model, sgd, "topk", density=0.1 * (1 + place.rank))
+    dist.barrier()
+    return told

@@ -1,0 +1,79 @@
+"""Every algorithm in a script of one's own: ``gradbus.torch.with_algorithm``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch_node import play
+
+from gradbus.runtime.choices import ALGORITHMS
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def trained(backend: str, world: int) -> list[dict[str, Any]]:
+    return play("algorithm_scenes", "every_algorithm", world, backend)
+
+
+def largest_difference(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_replicas_are_equal_where_this_is_promised_and_close_elsewhere(backend: str) -> None:
+    first, *others = trained(backend, 3)
+    for name, kind in ALGORITHMS.table.items():
+        differences = [largest_difference(first[name], other[name]) for other in others]
+        assert all(difference <= (0.0 if kind.equal_replicas else 0.2) for difference in differences), name
+
+
+def test_dense_is_what_ddp_does_without_a_hook_bit_by_bit() -> None:
+    for found in trained("dds", 3):
+        assert largest_difference(found["dense"], found[""]) <= 1e-7  # DDP divides before it adds
+    for found in play("algorithm_scenes", "every_algorithm", 2, "dds"):
+        assert largest_difference(found["dense"], found[""]) == 0.0
+
+
+def test_backends_agree() -> None:
+    """Sums in another order differ in their last bits, which may decide what is the largest entry, or a sign."""
+    for ours, theirs in zip(trained("dds", 3), trained("gloo", 3), strict=True):
+        for name in ALGORITHMS.table:
+            limit = {"signsgd": 1e-2, "qadam": 1e-2, "bytegrad": 1e-2, "onebit-adam": 0.5}.get(name, 1e-4)
+            assert largest_difference(ours[name], theirs[name]) <= limit, name
+
+
+def test_powersgd_is_that_of_torchs_hook() -> None:
+    for found in play("algorithm_scenes", "powersgd_and_torchs_hook", 2, "dds"):
+        assert largest_difference(found["ours"], found["torch"]) <= 1e-5
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_without_a_trace() -> None:
+    for found in play("algorithm_scenes", "spoilt_steps", 2, "dds"):
+        for name, of_one in found.items():
+            assert of_one["skipped"] == 2, name
+            assert largest_difference(of_one["weights"], of_one["as"]) <= 1e-6, name
+
+
+def test_a_run_goes_on_from_its_state_to_the_same_bits() -> None:
+    """DDP forms other buckets in its first step: where entries of a bucket share a scale, other ones do then. And the
+    error of 1-bit Adam's sums belongs to a bucket."""
+    for found in play("algorithm_scenes", "resumed", 2, "dds"):
+        for name, of_one in found.items():
+            limit = {"bytegrad": 1e-3, "qadam": 0.1, "onebit-adam": 0.5}.get(name, 0.0)
+            assert largest_difference(of_one["weights"], of_one["as"]) <= limit, name
+
+
+def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
+    for told in play("algorithm_scenes", "refusals", 2, "dds"):
+        assert "did you mean 'powersgd'?" in told["unknown"]
+        assert "did you mean 'rank'?" in told["option"]
+        assert "needs torch.optim.SGD without momentum, got Adam" in told["optimizer"]
+        assert "needs torch.optim.SGD without momentum, got SGD" in told["momentum"]
+        assert "wrap the model in DistributedDataParallel first" in told["plain"]
+        assert "is torch.float64 on cpu, expected float32 on the CPU" in told["dtype"]
+        assert "all ranks need the same options: rank 0 has {'density': 0.1" in told["differs"]
+        assert "rank 1 {'density': 0.2" in told["differs"]
