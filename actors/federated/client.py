@@ -132,7 +132,7 @@ class Client:
         """Take part until all rounds are done.
 
         Raises:
-            JoinRefused: the controller does not want this client; the text says why.
+            JoinRefused: the controller has refused this client; the text has the reason.
             BarrierTimeout: no controller was received for ``controller_timeout_s``.
             TrainingFailed: the run has ended because training failed, here or on the other clients.
         """

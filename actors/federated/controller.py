@@ -1,9 +1,9 @@
-"""The controller of a federated run: a straight script of rounds.
+"""The controller of a federated run: a script of rounds.
 
     async for report in gradbus.Controller(bus, task, FederatedConfig(rounds=10)).rounds(): ...
 
-It may die at any point. Started again with the same state directory it goes on with the same run: a round either was
-committed, or is done again from the same model, with the same result.
+It may die at any point, and goes on when it is started again with the same state directory: a round either was
+committed, or is repeated from the same model, with the same result.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Controller:
         self._state: RunState
 
     def _open(self) -> None:
-        """Build the model and restore the state: off the loop, as this takes its time."""
+        """Build the model and restore the state, off the loop."""
         config = self._config
         self._model = FlatModel(self._task.build_model(), config.exchange)
         self._strategy = within_limits(
@@ -125,13 +125,13 @@ class Controller:
         )
         self._strategy.check(config)
         self._state = RunState(config, self._model, self._strategy)
-        # Later than every start before, whatever the clock says.
+        # Later than every start before, also where the clock was set back.
         again = self._state.incarnation + 1 + int.from_bytes(os.urandom(2), "little")  # also after two quick crashes
         self._identity = Identity(CONTROLLER, max(self._identity.incarnation, again))
         self._state.incarnation = self._identity.incarnation
 
     def _wire(self) -> None:
-        """Make all parts, in one place. Called on the loop, once the job is this controller's."""
+        """Make all parts. Called on the loop, once the job is this controller's."""
         config, state, dim = self._config, self._state, self._model.dim
         self._bus.open_writer(TrainCmd)  # clients are ready when they are matched with it
         context = RunContext(
@@ -181,7 +181,7 @@ class Controller:
     async def state_dict(self) -> dict[str, Any]:
         """The global model as it is after the newest round: tensors by name, for ``model.load_state_dict``.
 
-        They are copies on the CPU, made off the event loop, and never in the midst of a step of the server.
+        They are copies on the CPU, made off the event loop, and never in the middle of an aggregation.
         """
         _ = self.model
         return await self._compute.run_or_follow(self._copy_state)
@@ -211,7 +211,7 @@ class Controller:
         return list(self.progress.reports)
 
     async def rounds(self) -> AsyncGenerator[RoundReport, None]:
-        """Run, and give each report as its round is committed. Closing the iterator ends the run in order.
+        """Run, and yield each report as its round is committed. Closing the iterator ends the run gracefully.
 
         Raises:
             As :meth:`run`.
@@ -229,7 +229,7 @@ class Controller:
         finally:
             if not running.done():
                 running.cancel()
-                await asyncio.wait([running])  # and not "await running": a cancel of ours must not get lost in it
+                await asyncio.wait([running])  # and not "await running", which would absorb a cancellation of this task
                 if not running.cancelled():
                     running.exception()  # it was asked to stop: nobody waits for the error
 
@@ -339,7 +339,7 @@ class Controller:
         self._changed()
 
     def _changed(self) -> None:
-        """Something happened that may end a wait."""
+        """Wake the waits of the controller."""
         round_ = self._round
         if round_ is not None:
             ready, expected = len(round_.accepted), round_.needed
@@ -349,7 +349,7 @@ class Controller:
         self._wakeup.set()
 
     async def _sleep_until(self, at_s: float) -> None:
-        """Until something happened, or that time."""
+        """Wait for :meth:`_changed`, or until that time."""
         self._wakeup.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, at_s - time.monotonic())):
@@ -358,7 +358,7 @@ class Controller:
     # A round
 
     async def _one_round(self, round_id: int) -> RoundReport:
-        """Attempts at a round, until there are enough updates. What has counted in one goes on counting in the next."""
+        """Attempts at a round, until there are enough updates. Those of one attempt count in the next."""
         started_s = time.perf_counter()
         accepted: set[int] = set()
         self._missed = {}
@@ -373,12 +373,12 @@ class Controller:
             self._missed.update(self._why_missed(round_))
             log.warning("round goes on", round=round_id, updates=len(accepted), needed=round_.minimum, attempt=attempt)
             for member in self._registry.admit(round_id):
-                with contextlib.suppress(WriteTimeout):  # its Hello says what it knows, and brings another
+                with contextlib.suppress(WriteTimeout):  # its next Hello brings another
                     await self._dispatcher.welcome(member)
         raise self._too_few(round_)
 
     def _too_few(self, round_: Round) -> GradbusError:
-        """Why a round came to nothing: the clients' own code, if every update that is missing is missing for that."""
+        """The error of a failed round: of the clients' own code, if that is why every missing update is missing."""
         failed = sorted(client_id for client_id, why in round_.failed.items() if why in FAILURES)
         would_do = len(round_.accepted) + len(failed) >= round_.minimum  # else others are missing as well
         if failed and would_do and round_.expected == round_.accepted.union(failed):
@@ -391,7 +391,7 @@ class Controller:
         return RoundTimeout(round_.round_id, accepted, self._config.clients.min, self._config.round.max_attempts)
 
     async def _collect(self, round_id: int, accepted: set[int]) -> tuple[Round, Outcome]:
-        """Command the round and take in updates until it is over."""
+        """Command the round and receive updates until it is over."""
         config = self._config
         rules = RoundRules(
             minimum=config.clients.min,
@@ -427,7 +427,7 @@ class Controller:
         finally:
             await self._receiver.close()
             self._round = None
-        # What was being added when the round ended has been counted by now; that can only have made it better.
+        # An update that was being added when the round ended counts, too.
         return round_, round_.verdict(time.monotonic()) or outcome
 
     async def _commit(self, round_: Round, outcome: Outcome, attempt: int, started_s: float) -> RoundReport:
@@ -475,8 +475,8 @@ class Controller:
     def _report(
         self, round_: Round, outcome: Outcome, attempt: int, crc32: int, times_s: tuple[float, float, float]
     ) -> RoundReport:
-        """What is known of a round at its commit. ``times_s``, by ``time.perf_counter``: its start, the last update,
-        and the new model, of which ``crc32`` is the checksum."""
+        """The report of a round at its commit. ``times_s``, by ``time.perf_counter``: its start, the last update, and
+        the new model, of which ``crc32`` is the checksum."""
         totals, timing, (started_s, collected_s, aggregated_s) = self._receiver.totals, self._receiver.timing, times_s
         return RoundReport(
             round_id=round_.round_id, attempt=attempt, clients=tuple(sorted(round_.accepted)), outcome=outcome.value,
@@ -494,7 +494,7 @@ class Controller:
         return {**({CAPPED: capped} if capped else {}), **self._strategy.marks()}
 
     def _why_missed(self, round_: Round) -> dict[int, str]:
-        """Of clients that were expected in this round and do not count, the reason that was seen."""
+        """The reasons of clients that were expected in this round and do not count."""
         missed = {
             **dict.fromkeys(round_.silent, CLIENT_SILENT), **dict.fromkeys(round_.open, NO_UPDATE), **self._missed,
         }  # fmt: skip
@@ -504,7 +504,7 @@ class Controller:
         return {client_id: why for client_id, why in missed.items() if client_id not in round_.accepted}
 
     def _name_clients_that_never_counted(self) -> None:
-        """The end of the run, whatever it is: nobody should have to look for a client that came to nothing."""
+        """Log the clients whose updates never counted, at any end of the run."""
         participation = self._state.participation
         if self._missed:  # in a round that was not committed
             participation.commit(self._state.round_id + 1, self._receiver.totals.samples, self._missed)
@@ -526,7 +526,7 @@ class Controller:
         self._publisher.note_commit(report)
 
     async def _evaluate_after(self, round_id: int) -> EvalOutcome | None:
-        """Quality of the current weights; None if it is not due after this round, or the task cannot tell."""
+        """Quality of the current weights; None: it is not due after this round, or the task has no evaluation."""
         every = self._config.eval_every
         if not every or (round_id % every and round_id != self._config.rounds):
             return None

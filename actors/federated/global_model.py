@@ -41,7 +41,7 @@ class ModelReplica:
     ) -> None:  # fmt: skip
         """``max_bytes``: the longest a message can be; None: that of a sparse one with raw indices, 8 bytes an element,
         and a header. ``frozen``: this is what no round changes, and not what every round does.
-        ``probe``: records the models. ``access_policy``: says whether they are the controller's."""
+        ``probe``: records the models. ``access_policy``: checks their signatures."""
         self._probe = probe or no_probe()
         self._access_policy = access_policy or AccessPolicy()
         self._dim = dim

@@ -261,7 +261,7 @@ class LocalTraining:
     def _check(self, payload: bytes, base: Tensor, num_samples: int, update_norm: float, round_id: int) -> None:
         """Raises ValueError: the update would be refused."""
         if num_samples < 1:
-            raise ValueError(f"training says that it used {num_samples} samples: expected at least one")
+            raise ValueError(f"training used {num_samples} samples: expected at least one")
         residual = self._residuals.before(round_id)
         norm = update_norm + (0.0 if residual is None else l2_norm(residual))
         # No value is larger than the norm, which is known; half, as a lossy codec may round up.

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +64,6 @@ class _OutgoingModel:
         return chunk_count(self.size)
 
 
-class Resend(NamedTuple):
-    """Frames of a transfer to send again; none: all of it."""
-
-    transfer: int
-    seqs: frozenset[int]
-
-
 class ResendQueue:
     """Requests of clients that miss frames, merged, each client within a quota. Pure: no bus, no clock.
 
@@ -79,8 +72,8 @@ class ResendQueue:
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[int, set[int]] = {}  # transfer -> missing frames; empty: all of them
-        self._sending: tuple[int, set[int]] | None = None
+        self._wanted: dict[int, set[int]] = {}  # transfer -> missing frames
+        self._sending: tuple[int, set[int]] = 0, set()
         self.asked: Counter[int] = Counter()
 
     def __bool__(self) -> bool:
@@ -91,31 +84,19 @@ class ResendQueue:
         self._wanted.clear()
         self.asked.clear()
 
-    def request_all(self, client_id: int, transfer: int, frames: int, quota: int) -> bool:
-        """A client misses all of a transfer. False: its quota is used up."""
-        if self._wanted.get(transfer) != set():
-            if not self._take_quota(client_id, frames, quota):
-                return False
-            self._wanted[transfer] = set()
-        return True
+    def want(self, transfer: int, seqs: Collection[int]) -> None:
+        """Send these frames, without a quota."""
+        self._wanted.setdefault(transfer, set()).update(seqs)
 
     def request(self, client_id: int, transfer: int, seqs: Collection[int], quota: int) -> bool:
         """A client misses these frames; those being sent are not sent twice. False: its quota is used up."""
-        known = self._wanted.get(transfer)
-        if known is not None and not known:
-            return True  # all of it is wanted already
-        again = self._sending[1] if self._sending is not None and self._sending[0] == transfer else set()
-        missing = set(seqs) - again - (known or set())
-        if missing:
-            if not self._take_quota(client_id, len(missing), quota):
-                return False
-            self._wanted.setdefault(transfer, set()).update(missing)
-        return True
-
-    def _take_quota(self, client_id: int, frames: int, quota: int) -> bool:
-        if self.asked[client_id] + frames > quota:
+        again = self._sending[1] if self._sending[0] == transfer else set()
+        missing = set(seqs) - again - self._wanted.get(transfer, set())
+        if self.asked[client_id] + len(missing) > quota:
             return False
-        self.asked[client_id] += frames
+        self.asked[client_id] += len(missing)
+        if missing:
+            self.want(transfer, missing)
         return True
 
     def exhaust(self, client_id: int, quota: int) -> int | None:
@@ -124,22 +105,14 @@ class ResendQueue:
         self.asked[client_id] = max(had, quota)
         return had if had < quota else None
 
-    def want_all(self, transfer: int) -> None:
-        """Send all of a transfer, without a quota."""
-        self._wanted[transfer] = set()
-
-    def begin(self) -> Resend:
-        """Take the next request, until :meth:`done`."""
-        transfer, seqs = self._wanted.popitem()
-        return Resend(transfer, frozenset(seqs))
-
-    def sending(self, transfer: int, seqs: Collection[int]) -> None:
-        """These frames are being sent: requests for them change nothing."""
-        self._sending = transfer, set(seqs)
+    def begin(self) -> tuple[int, set[int]]:
+        """Take the frames of a transfer, which count as being sent until :meth:`done`."""
+        self._sending = self._wanted.popitem()
+        return self._sending
 
     def done(self) -> None:
-        """They have been sent."""
-        self._sending = None
+        """The frames have been sent."""
+        self._sending = 0, set()
 
 
 class ModelPublisher:
@@ -311,34 +284,29 @@ class ModelPublisher:
         if self._frozen is None:
             key = self._next_key()._replace(round_id=FROZEN_ROUND)
             self._frozen = _OutgoingModel(key, np.asarray(model.read_frozen().numpy(), dtype="<f4"))
-        transfer, frames = self._frozen.key.transfer, self._frozen.frames
-        missing = {seq for seq in need.seqs if 0 <= seq < frames} if need.transfer == transfer else set()
-        self._within_quota(client_id, self.queue.request(client_id, transfer, missing or range(frames), self._quota))
+        self._enqueue(client_id, self._frozen, need.seqs if need.transfer == self._frozen.key.transfer else ())
 
     def _on_model_request(self, client_id: int, need: ModelRequest) -> None:
         known = self._message(need.transfer)
         if need.seqs and known is not None:
-            seqs = [seq for seq in need.seqs if 0 <= seq < known.frames]
-            self._within_quota(client_id, self.queue.request(client_id, need.transfer, seqs, self._quota))
+            self._enqueue(client_id, known, need.seqs)
         elif not need.seqs and time.monotonic() - self._full_sent_s > RESEND_PAUSE_S:
             if self._full is None:
                 self._full = self._full_message(self._next_key())
             if self._registry.shares_memory(client_id):
                 self._wanted_in_memory = True
             else:
-                full = self._full
-                granted = self.queue.request_all(client_id, full.key.transfer, full.frames, self._quota)
-                self._within_quota(client_id, granted)
+                self._enqueue(client_id, self._full, ())
 
-    @property
-    def _quota(self) -> int:
-        """Frames of one round's model that one client may have resent."""
-        full = chunk_count(self.held.numel() * 4) + (0 if self._frozen is None else self._frozen.frames)
-        return max(RESEND_TIMES * full, RESEND_FRAMES)
-
-    def _within_quota(self, client_id: int, granted: bool) -> None:
-        if not granted and (frames := self.queue.exhaust(client_id, self._quota)) is not None:  # logged once
-            log.warning("model requested too often", client=client_id, round=self._round_id, frames=frames)
+    def _enqueue(self, client_id: int, message: _OutgoingModel, seqs: Sequence[int]) -> None:
+        """Queue these frames of a message, or all where none are named, within the client's quota."""
+        frames = chunk_count(self.held.numel() * 4) + (0 if self._frozen is None else self._frozen.frames)
+        quota = max(RESEND_TIMES * frames, RESEND_FRAMES)
+        wanted = [seq for seq in seqs if 0 <= seq < message.frames] if seqs else range(message.frames)
+        if self.queue.request(client_id, message.key.transfer, wanted, quota):
+            return
+        if (had := self.queue.exhaust(client_id, quota)) is not None:  # logged once
+            log.warning("model requested too often", client=client_id, round=self._round_id, frames=had)
 
     def _message(self, transfer: int) -> _OutgoingModel | None:
         messages = (self._current, self._full, self._frozen)
@@ -355,25 +323,23 @@ class ModelPublisher:
             message = self._message(transfer)
             if message is None:
                 continue
+            is_full = message is self._full and len(seqs) == message.frames
             try:
-                self.queue.sending(transfer, seqs or range(message.frames))
-                if seqs:
-                    await self._send(message, sorted(seqs))
-                else:
+                if is_full:
                     self._full_sent_s = float("inf")  # a client that requests all of it meanwhile is getting it
-                    await self._send(message)
+                await self._send(message, None if is_full else sorted(seqs))
             except BusError as error:
                 log.warning("model not resent", reason=str(error))
             finally:
                 self.queue.done()
-                if not seqs:
+                if is_full:
                     self._full_sent_s = time.monotonic()
 
     async def _share_full(self) -> None:
         full = self._full
         try:
             if full is not None and not await self._share(full):
-                self.queue.want_all(full.key.transfer)
+                self.queue.want(full.key.transfer, range(full.frames))
         except BusError as error:
             log.warning("model not announced", reason=str(error))
 

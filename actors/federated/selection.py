@@ -108,7 +108,7 @@ class ParticipantSelection:
         waiting = WaitLog(log, bus.reach, job=bus.job, round=round_id)
         while not condition.may_start(ready := sorted({*accepted, *self.ready(round_id)}), time.monotonic()):
             waiting.look(self._absent(condition.missing(ready)), misconfiguration=bus.misconfiguration)
-            # No event tells when our own side has matched, which may be after the client's last message.
+            # There is no event for the matching of this side, which may come after the client's last message.
             await self._sleep_until(min(condition.next_check_s(), time.monotonic() + config.clients.heartbeat_s))
         if len(ready) < (config.clients.num or 0) - len(out):
             log.warning("starting without all clients", ready=ready, expected=config.clients.num)

@@ -102,7 +102,7 @@ def restore_weights(module: nn.Module, checkpoint: Checkpoint, load: Callable[[s
         tensor.copy_(weights[place:end].view(shape))
         place = end
     if place != weights.numel():
-        raise CheckpointError(f"{where} holds {weights.numel():,} values, its table says {place:,}: it is damaged")
+        raise CheckpointError(f"{where} holds {weights.numel():,} values, its table has {place:,}: it is damaged")
     if saved.frozen != NOTHING:
         restore_frozen(FlatModel(module), saved.frozen, load, where)
 

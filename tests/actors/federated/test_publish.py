@@ -384,7 +384,8 @@ def test_a_client_beyond_its_quota_is_marked_once_and_other_clients_are_served()
 
 def test_frames_that_are_being_sent_cost_no_quota_when_they_are_requested_again() -> None:
     queue = ResendQueue()
-    queue.sending(1, range(4))
+    queue.want(1, range(4))
+    queue.begin()
     assert queue.request(0, 1, range(5), 8)
     assert (queue.begin(), queue.asked[0]) == ((1, {4}), 1)
     queue.done()
