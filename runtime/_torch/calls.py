@@ -126,24 +126,26 @@ class CollectiveCalls:
     def _exchange(
         self, what: str, value: Sequence[Tensor], *, signature: str = "",
         to: Tensor | Mapping[int, Tensor] | None = None, into: Mapping[int, Tensor] | None = None,
-        receipts: bool = False,
+        receipts: bool = False, is_ready: bool = False,
     ) -> CollectiveCall:  # fmt: skip
-        """See :class:`TensorExchange`; tensors to be filled may be strided."""
+        """See :class:`TensorExchange`; tensors to be filled may be strided, unless all are known to be ready."""
         into = into or {}
-        lands = {rank: staging_tensor(tensor) for rank, tensor in into.items()}
+        lands = into if is_ready else {rank: staging_tensor(tensor) for rank, tensor in into.items()}
         operation = TensorExchange(signature or what, self.rank, self.world, to=to, into=lands, receipts=receipts)
-        return CollectiveCall(what, [operation], list(value), copies((into[rank], lands[rank]) for rank in into))
+        finish = [] if is_ready else copies((into[rank], lands[rank]) for rank in into)
+        return CollectiveCall(what, [operation], list(value), finish)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> CollectiveCall:
         """``outputs[r]`` gets the tensor of rank r; their sizes may differ."""
         self._check_count("outputs", outputs)
-        if not are_ready(tensor, outputs):  # all others wait for what is done before the payload leaves
+        is_ready = are_ready(tensor, outputs)
+        if not is_ready:  # all others wait for what is done before the payload leaves
             check(tensor, *outputs)
             check_dtypes(outputs, tensor)
             tensor = plain(tensor)
         if any(rank != self.rank and overlap(tensor, output) for rank, output in enumerate(outputs)):
             tensor = tensor.clone()
-        return self._exchange("all_gather", outputs, to=tensor, into=dict(enumerate(outputs)))
+        return self._exchange("all_gather", outputs, to=tensor, into=dict(enumerate(outputs)), is_ready=is_ready)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> CollectiveCall:
         """Part r of the output gets the tensor of rank r."""

@@ -57,6 +57,28 @@ class State(Enum):
     ENDED = auto()  # none of its operations is under way, and none ever will be
 
 
+class _Latch:
+    """An event that is set once. ``threading.Event`` takes 4 us more a call, a tenth of what a small one takes."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held until it is set
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._lock.release()
+
+    def is_set(self) -> bool:
+        return not self._lock.locked()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        is_set = self._lock.acquire(timeout=timeout_s)
+        if is_set:
+            self._lock.release()
+        return is_set
+
+
 @untraced
 class DdsWork(Work):
     """A call under way. It has ended when all its operations have.
@@ -97,7 +119,7 @@ class DdsWork(Work):
         self._future: Future[Any] | None = None
         self._trigger: Future[Any] | None = None  # completes the future; taken away when it has
         self._settling = threading.Lock()
-        self._over = threading.Event()
+        self._over = _Latch()
 
     def _check_process(self) -> None:
         try:
