@@ -120,10 +120,15 @@ def run(benchmark: Benchmark, chosen: argparse.Namespace, words: Sequence[str]) 
         runs = Results.load(chosen.results).runs
         before, now = stored or Results(), Results(runs=tuple(it for it in runs if it.part in names))
     for it in now.runs:
-        _show(it, benchmark.parts[it.part].about if it.part in benchmark.parts else it.part)
+        _show(it, f"{it.part}: {benchmark.parts[it.part].about}" if it.part in benchmark.parts else it.part)
     faults = [f"{it.part} failed: {it.fault}" for it in now.runs if it.fault]
     faults += [f"{it.part} failed at {it.commit}: {it.fault}" for it in before.runs if it.fault and by_turns]
-    short = [f"falls short: {one.name}: asked {one.asked}" for it in now.runs for one in it.figures if one.falls_short]
+    short = [
+        f"falls short: {one.name}: asked {one.asked}, got {document.number(one.judged)}"
+        for it in now.runs
+        for one in it.figures
+        if one.falls_short
+    ]
     for line in (*faults, *short):
         print(line, file=sys.stderr)
     worse = _judge(before, now, by_turns=by_turns) if chosen.compare else []

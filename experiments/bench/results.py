@@ -114,11 +114,15 @@ class Measurement(Record):
         return ", ".join(f"{sign} {limit:,g}" for sign, limit in limits if limit is not None)
 
     @property
+    def judged(self) -> float:
+        """The median that limits are for."""
+        return summary(self.ratios or self.samples).median
+
+    @property
     def falls_short(self) -> bool:
         """Whether a limit is missed."""
-        value = summary(self.ratios or self.samples).median
-        too_high = self.at_most is not None and value > self.at_most
-        return too_high or (self.at_least is not None and value < self.at_least)
+        too_high = self.at_most is not None and self.judged > self.at_most
+        return too_high or (self.at_least is not None and self.judged < self.at_least)
 
     def joined(self, later: Measurement) -> Measurement:
         """This figure with the samples of a later one behind its own."""
