@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from gradbus.actors.federated.rules.base import make_rule
 from gradbus.actors.federated.task import FederatedTask
 from gradbus.codecs import Codec, NonFiniteError
 from gradbus.runtime.checkpoint import Checkpoint, CheckpointStore, Hex64, Meta, tensor_of
+from gradbus.runtime.choices import CODECS
 from gradbus.runtime.compute_limiter import TRAINING
 from gradbus.runtime.errors import CheckpointError
 from gradbus.runtime.shm.shared_payload import PayloadMemory, SharedPayload
@@ -93,21 +93,10 @@ class ResidualStore:
             self._store.close()
 
 
-class _Settings(Protocol):
-    @property
-    def density(self) -> float: ...
-    @property
-    def chunk_elems(self) -> int: ...
-
-
-def codec_options(name: str, settings: _Settings) -> dict[str, Any]:
-    """The settings that the codec of this name takes."""
-    options: dict[str, Any] = {}
-    if name in ("s4", "sq8"):
-        options["density"] = settings.density
-    if name in ("q8", "sq8"):
-        options["chunk_elems"] = settings.chunk_elems
-    return options
+def _codec_of(welcome: Welcome) -> Codec:
+    """The codec of the updates, with those of the announced options that it takes."""
+    options = {"version": welcome.codec_version, "density": welcome.density, "chunk_elems": welcome.chunk_elems}
+    return codecs.get(welcome.codec, **{key: options[key] for key in CODECS.options_of(welcome.codec).model_fields})
 
 
 class NonFiniteResult(ValueError):
@@ -205,7 +194,7 @@ class LocalTraining:
         self.train_s += trained_s - started_s
         self._check_loss(outcome.loss)
         self._model.check_frozen()
-        codec = codecs.get(welcome.codec, version=welcome.codec_version, **codec_options(welcome.codec, welcome))
+        codec = _codec_of(welcome)
         payload, residual = self._encode(codec, base, command.round_id)
         update_norm = l2_distance(self._model.read(), base)
         self._check(payload, base, int(outcome.num_samples), update_norm, command.round_id)

@@ -209,6 +209,19 @@ def test_more_clients_cannot_be_needed_than_there_are() -> None:
     assert "clients: min (3) is more than num (2)" in text
 
 
+@pytest.mark.parametrize("value", [[1], {"a": 1}, "x" * 257, None])
+def test_options_of_a_rule_are_refused_where_they_could_not_travel_to_the_clients(value: Any) -> None:
+    text = refused(FederatedConfig, values={"training": {"rule": {"name": "mine:Rule", "mu": value}}})
+    assert "training.rule: options of a rule travel to the clients" in text
+    rule = FederatedConfig(training={"rule": {"name": "mine:Rule", "mu": 0.5, "on": True}}).training.rule
+    assert rule.options == {"mu": 0.5, "on": True}
+
+
+def test_models_go_to_the_clients_in_the_newer_format() -> None:
+    text = refused(FederatedConfig, values={"downlink_codec": {"name": "q8", "version": 1}})
+    assert "downlink_codec.version must be 2" in text
+
+
 def test_one_late_heartbeat_is_not_a_death() -> None:
     text = refused(FederatedConfig, values={"clients": {"heartbeat_s": 1.0, "dead_after_s": 2.0}})
     assert "dead_after_s (2) must be at least 3 x heartbeat_s (1)" in text
