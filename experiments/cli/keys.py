@@ -70,7 +70,7 @@ def show(
         key, origin = load_user_key()
         print(f"key of this user, id {key.id.hex()}, in {origin}")
     else:
-        print(f"job key, id {load_job_key(file).id.hex()}")
+        print(f"job key, id {load_job_key(file).key.id.hex()}")
 
 
 @keys.command()

@@ -3,50 +3,70 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.job_key import JobKey
 from gradbus.runtime.security.peers import Peer, Peers
-from gradbus.runtime.security.streams import EncryptionKeys, InboundStream, OutboundStreams, SharedKey
+from gradbus.runtime.security.streams import InboundStream, OutboundStreams, SharedKey
 
 
-class Keys(EncryptionKeys, Protocol):
-    """The shared keys of a bus, which is what the security levels differ in."""
+class Keys(ABC):
+    """The shared keys of a bus, which is what the security levels differ in. The defaults are those of a single key.
+
+    Attributes:
+        job: the job that they belong to.
+    """
+
+    job: str
+
+    @property
+    @abstractmethod
+    def current(self) -> SharedKey:
+        """See :class:`.EncryptionKeys`."""
+
+    @abstractmethod
+    def of(self, header: EnvelopeHeader) -> SharedKey:
+        """Return the key of an envelope. Raises FrameError: this process has none."""
 
     @property
     def has_key(self) -> bool:
         """Whether there is a key to encrypt with."""
-
-    def of(self, header: EnvelopeHeader) -> SharedKey:
-        """Return the key of an envelope. Raises FrameError: this process has none."""
+        return True
 
     def accepts(self, key_id: bytes) -> bool:
         """Whether envelopes under this key are accepted."""
+        return key_id == self.current.key_id
 
     def accepts_new_session(self, key: SharedKey) -> bool:
         """Whether a session that was unknown so far is accepted with this key."""
+        return True
 
+    @abstractmethod
     def note_use(self, key: SharedKey, session: bytes) -> None:
         """Note that another process has encrypted with a key that is not the current one here."""
 
 
-class PskKeys:
+class PskKeys(Keys):
     """The job key, whose holders trust each other."""
-
-    has_key = True
 
     def __init__(self, job: str, key: JobKey, origin: str = "") -> None:
         """``origin``: where the key is from, for error messages; empty: the settings."""
         self.job = job
-        self.current = SharedKey(job, envelope.PSK, 0, key.secret)  # epoch 0: another job key has another id
+        self._key = SharedKey(job, envelope.PSK, 0, key.secret)  # epoch 0: another job key has another id
         self._origin = f", from {origin}" * bool(origin)
 
+    @property
+    def current(self) -> SharedKey:
+        """The job key."""
+        return self._key
+
     def of(self, header: EnvelopeHeader) -> SharedKey:
-        """See :class:`Keys`. Raises FrameError: ``other level``, ``other key``."""
-        key = self.current
+        """See :meth:`Keys.of`. Raises FrameError: ``other level``, ``other key``."""
+        key = self._key
         if header.level != key.level:
             raise envelope.other_level()
         if header.key_id != key.key_id or header.epoch != key.epoch:
@@ -58,12 +78,6 @@ class PskKeys:
                 f"one with GRADBUS_KEY_FILE or bus.key_file",
             )
         return key
-
-    def accepts(self, key_id: bytes) -> bool:
-        return key_id == self.current.key_id
-
-    def accepts_new_session(self, key: SharedKey) -> bool:
-        return True
 
     def note_use(self, key: SharedKey, session: bytes) -> None:
         raise AssertionError("there is one key")

@@ -7,9 +7,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -31,7 +31,7 @@ def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY_BYTES) -> 
 
 @dataclass(frozen=True, slots=True)
 class JobKey:
-    """The key. ``id`` is derived from it and no secret: two processes with one id have one key."""
+    """The key of a job. ``id`` is derived from it and no secret: processes with the same id have the same key."""
 
     secret: bytes = field(repr=False)
 
@@ -42,17 +42,24 @@ class JobKey:
 
     @property
     def text(self) -> str:
-        """As a key file holds it."""
+        """Content of a key file."""
         return f"{_PREFIX} {self.secret.hex()}\n"
 
 
+class LoadedKey(NamedTuple):
+    """A key, and where it is from, for log events and errors."""
+
+    key: JobKey
+    origin: str
+
+
 def new_job_key() -> JobKey:
-    """A random one."""
+    """Return a random key."""
     return JobKey(secrets.token_bytes(KEY_BYTES))
 
 
 def parse_job_key(text: str, where: str) -> JobKey:
-    """The key in a text. Raises ConfigError, which never repeats the text."""
+    """Parse a job key. Raises ConfigError, which never repeats the text."""
     match = _LINE.fullmatch(text)
     if match is None and text.startswith("gradbus-identity-"):
         raise ConfigError(
@@ -69,10 +76,10 @@ def parse_job_key(text: str, where: str) -> JobKey:
 def read_beginning(
     path: Path, limit_bytes: int = _MAX_FILE_BYTES + 1, *, folder: int | None = None
 ) -> tuple[os.stat_result, bytes]:
-    """What the file is, and its first bytes; none of what is no regular file. Never waits, as opening a pipe would.
+    """Return the status of a file and its first bytes, none unless it is a regular file. Never blocks on a pipe.
 
     Args:
-        folder: an open folder that the path is in; what lies there under its name may be no link.
+        folder: descriptor of the folder that the path is relative to; the file must then be no link.
 
     Raises:
         OSError: it cannot be opened or read.
@@ -90,9 +97,9 @@ def read_beginning(
 
 
 def read_secret_file(path: Path, what: str) -> str:
-    """Text of a file that nobody but its owner, who is this user, can read or write.
+    """Read a text file that only its owner, who is this user or root, can read or write.
 
-    The mode is that of the open file: nobody can exchange it between the look and the reading.
+    The mode checked is that of the open file: nobody can replace it between the check and the reading.
 
     Raises:
         ConfigError: it cannot be read, is no text, or is open to others.
@@ -107,7 +114,7 @@ def read_secret_file(path: Path, what: str) -> str:
 
 
 def check_secret(mode: os.stat_result, data: bytes, path: Path, what: str) -> str:
-    """The text that :func:`read_beginning` has read from a file. Raises ConfigError: as :func:`read_secret_file`."""
+    """Check what :func:`read_beginning` has read, as :func:`read_secret_file` does; returns the text."""
     if not stat.S_ISREG(mode.st_mode) or len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{what} {path}: expected a regular file of at most {_MAX_FILE_BYTES} bytes")
     if mode.st_mode & 0o077:
@@ -123,31 +130,24 @@ def check_secret(mode: os.stat_result, data: bytes, path: Path, what: str) -> st
         raise ConfigError(f"{what} {path} is no text file") from None
 
 
-def key_file(path: Path | None, environment: Mapping[str, str] | None = None) -> Path | None:
-    """The file that the key of this process is in: ``path``, else the one that ``GRADBUS_KEY_FILE`` names, if any."""
-    named = (os.environ if environment is None else environment).get(KEY_FILE_VARIABLE)
+def key_file(path: Path | None) -> Path | None:
+    """Return the file with the key of this process: ``path``, else the one that ``GRADBUS_KEY_FILE`` names, if any."""
+    named = os.environ.get(KEY_FILE_VARIABLE)
     return Path(named) if path is None and named else path
 
 
-def named_key(path: Path | None, environment: Mapping[str, str] | None = None) -> str:
-    """Where the key is that :func:`load_job_key` loads, for people."""
-    path = key_file(path, environment)
-    return str(path) if path is not None else f"environment variable {KEY_VARIABLE}"
-
-
-def load_job_key(path: Path | None, environment: Mapping[str, str] | None = None) -> JobKey:
-    """The key of this process: from ``path``, else from the file that ``GRADBUS_KEY_FILE`` names, else from the text in
-    ``GRADBUS_KEY``.
+def load_job_key(path: Path | None) -> LoadedKey:
+    """Return the key in :func:`key_file`, else that in the text of ``GRADBUS_KEY``.
 
     Raises:
         ConfigError: there is none, or it is not one, or its file is open to others.
     """
-    environment = os.environ if environment is None else environment
-    path = key_file(path, environment)
+    path = key_file(path)
     if path is not None:
-        return parse_job_key(read_secret_file(path, "key file"), f"key file {path}")
-    if environment.get(KEY_VARIABLE):
-        return parse_job_key(environment[KEY_VARIABLE], f"environment variable {KEY_VARIABLE}")
+        return LoadedKey(parse_job_key(read_secret_file(path, "key file"), f"key file {path}"), str(path))
+    text, where = os.environ.get(KEY_VARIABLE), f"environment variable {KEY_VARIABLE}"
+    if text:
+        return LoadedKey(parse_job_key(text, where), where)
     raise ConfigError(
         f"security 'psk' needs the key of the job: name its file in bus.key_file or {KEY_FILE_VARIABLE}, or put its "
         f"text into {KEY_VARIABLE}. Make one with 'gradbus keys new FILE', and copy it to every member of the job"
@@ -155,7 +155,7 @@ def load_job_key(path: Path | None, environment: Mapping[str, str] | None = None
 
 
 def write_secret_file(path: Path, text: str) -> None:
-    """A new file with mode 0600. Raises ConfigError: it exists, or cannot be made."""
+    """Create a file with mode 0600. Raises ConfigError: it exists, or cannot be created."""
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(text)

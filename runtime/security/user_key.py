@@ -1,22 +1,21 @@
-"""The key of the user: made at first use, and found by all processes of that user on this machine, without a setting.
+"""The key of the user: created at first use, and found by all processes of that user on this machine.
 
-Where it lies depends on who the user is, not on what started the process: a shell over ssh has ``XDG_RUNTIME_DIR`` and
-perhaps ``XDG_CONFIG_HOME``, cron and system services have neither, and desktop sandboxes have others; with a place by
-those variables two processes of one user would have two keys. So it is ``.config/gradbus/user.key`` in the user's home:
-``HOME`` if that is a folder of this user (with ``sudo -E`` it is somebody else's), else the home that the password
-database has. A user without a home, as in many containers, has it in ``/run/user/UID/gradbus``, else in
-``/dev/shm/gradbus-UID``. A key that is there already, in the first of these places that has one, comes before making
-one: so a home that could not be written once does not lead to two.
+Its place depends on the user, not on what started the process: a shell over ssh has ``XDG_RUNTIME_DIR`` and perhaps
+``XDG_CONFIG_HOME``, cron and system services have neither, and desktop sandboxes have others. So it is
+``.config/gradbus/user.key`` in the user's home: ``HOME`` if that folder belongs to this user (with ``sudo -E`` it does
+not), else the home in the password database. A user without a home, as in many containers, has it in
+``/run/user/UID/gradbus``, else in ``/dev/shm/gradbus-UID``. An existing key, in the first of these places that has one,
+is used before one is created, so a home that could not be written once does not lead to two keys.
 
-A home that several machines share gives all of them the same key. It is used on each of them for what stays there: a
-bus that leaves the machine takes no key but one that it was given (see :mod:`.settings`).
+A home that several machines share gives all of them the same key. It protects only what stays on a machine: a bus that
+leaves it uses no key but a given one (see :mod:`.settings`).
 
-Others cannot put a key there: the folder has to belong to this user and be writable for nobody else, the file to be
-readable for nobody else, and neither may be a link. Nor can they keep this user from having one: what is somebody
-else's in a folder that all may write, such as ``/dev/shm``, counts as no place at all.
+Other users cannot plant a key: the folder must belong to this user and be writable for nobody else, the file readable
+for nobody else, and neither may be a link. Nor can they deny one: a folder of another user in one that all may write,
+such as ``/dev/shm``, is ignored.
 
-Two processes that begin at once end with the same key: each writes a file of its own and links it to the name, which
-only the first one can.
+Two processes that start at once end with the same key: each writes a file of its own and links it to the name, which
+succeeds for the first one only.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from gradbus.runtime.errors import ConfigError
 from gradbus.runtime.security.job_key import (
     JobKey,
+    LoadedKey,
     check_secret,
     load_job_key,
-    named_key,
     new_job_key,
     parse_job_key,
     read_beginning,
@@ -52,35 +50,26 @@ _ELSEWHERE = {
 
 
 class _Occupied(ConfigError):
-    """Where everybody may make a folder, somebody else has made this one."""
-
-
-class LoadedKey(NamedTuple):
-    """A key, and where it is from, for people."""
-
-    key: JobKey
-    origin: str
+    """The folder belongs to another user, in one where everybody may create folders."""
 
 
 def load_key(level: Level, path: Path | None) -> LoadedKey:
-    """The key of a level that is in force: for ``psk`` the one that this process is given, for ``user`` its user's.
+    """Return the key of a level in force: for ``psk`` the given one, for ``user`` that of the user.
 
     Raises:
-        ConfigError: a file is no key or open to others; it is given none; or there is no place for one.
+        ConfigError: a file is no key or open to others; no key is given; or there is no place for one.
     """
-    if level == "user":
-        return load_user_key()
-    return LoadedKey(load_job_key(path), named_key(path))
+    return load_user_key() if level == "user" else load_job_key(path)
 
 
 def load_user_key(places: tuple[Path, ...] | None = None) -> LoadedKey:
-    """The key of the user that this process runs as; made, if there is none.
+    """Return the key of the user that this process runs as; created, if there is none.
 
     Args:
-        places: folders, in the order in which they are looked at; None: :func:`places_of_user`.
+        places: folders, in the order in which they are searched; None: :func:`places_of_user`.
 
     Raises:
-        ConfigError: what lies there is no key or open to others, or it can be made nowhere.
+        ConfigError: a file there is no key or open to others, or a key can be created nowhere.
     """
     places = places_of_user() if places is None else places
     for folder in places:
@@ -91,19 +80,18 @@ def load_user_key(places: tuple[Path, ...] | None = None) -> LoadedKey:
     faults = []
     for folder in places:
         try:
-            _make(folder)
+            _create(folder)
+            key = _read(folder)
         except OSError as error:
             if error.errno not in _ELSEWHERE:
                 raise ConfigError(f"the key of this user cannot be made in {folder}: {error.strerror}") from None
             faults.append(f"{folder} ({error.strerror})")
-            continue
         except _Occupied as error:
             faults.append(str(error))
-            continue
-        key = _read(folder)
-        if key is not None:
-            return LoadedKey(key, str(folder / FILE_NAME))
-        faults.append(f"{folder} (it was removed again)")
+        else:
+            if key is not None:
+                return LoadedKey(key, str(folder / FILE_NAME))
+            faults.append(f"{folder} (it was removed again)")
     raise ConfigError(
         f"the key of this user, with which processes of one machine protect what they send, can be made nowhere: "
         f"{'; '.join(faults)}. Make one of these folders writable for user {os.geteuid()}, or name a key in "
@@ -113,7 +101,7 @@ def load_user_key(places: tuple[Path, ...] | None = None) -> LoadedKey:
 
 
 def places_of_user() -> tuple[Path, ...]:
-    """The folders that may hold the key of this user, the first one first."""
+    """Return the folders that may hold the key of this user, in the order of their search."""
     user = os.geteuid()
     home = _home(user)
     return (
@@ -136,7 +124,7 @@ def _home(user: int) -> Path | None:
 
 
 def _read(folder: Path) -> JobKey | None:
-    """The key in a folder; None: there is none. Raises ConfigError: it is not this user's alone, or no key."""
+    """Return the key in a folder; None: there is none. Raises ConfigError: it is not this user's alone, or no key."""
     path = folder / FILE_NAME
     try:
         with _opened(folder) as handle:
@@ -159,7 +147,7 @@ def _is_there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A folder that nobody else can change. Raises OSError, and ConfigError: others can; _Occupied."""
+    """Open a folder that nobody else can change. Raises OSError; ConfigError: others can change it; _Occupied."""
     _check_owner(folder)
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -185,7 +173,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _check_owner(folder: Path) -> None:
-    """Raises _Occupied. What comes there after this look is still not used, only complained about."""
+    """Raise _Occupied. A folder that is put there after this check is refused by :func:`_opened`."""
     try:
         owner, parent = os.lstat(folder).st_uid, os.stat(folder.parent).st_mode
     except OSError:
@@ -194,8 +182,8 @@ def _check_owner(folder: Path) -> None:
         raise _Occupied(f"{folder} (it belongs to user {owner})")
 
 
-def _make(folder: Path) -> None:
-    """A key in a folder, unless there is one meanwhile. Raises OSError: it cannot be made; ConfigError, _Occupied."""
+def _create(folder: Path) -> None:
+    """Create a key in a folder, unless there is one by now. Raises OSError, and as :func:`_opened`."""
     _check_owner(folder)
     if folder.parent.name == ".config":
         folder.parent.mkdir(mode=0o700, exist_ok=True)

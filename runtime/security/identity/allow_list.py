@@ -1,8 +1,7 @@
 """The controller's allow list: names, roles and public keys of the nodes that it admits.
 
 A text file, one node a line: ``NAME ROLE ed25519:KEY``, and the ids that a client, or the ranks that a worker may use,
-``0`` or ``0-3,7``.
-What stands behind ``#`` is for people. The list is no secret, but who can write it decides who is let in.
+``0`` or ``0-3,7``. ``#`` starts a comment. The list is no secret, but write access to it is the right to admit nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Ids = tuple[tuple[int, int], ...]  # from .. to, both included
 
 
 def parse_role(text: str, where: str) -> Role:
-    """A role. Raises ConfigError."""
+    """Parse a role. Raises ConfigError."""
     for role in ROLES:
         if role == text:
             return role
@@ -49,7 +48,7 @@ def parse_role(text: str, where: str) -> Role:
 
 
 def parse_ids(text: str, where: str) -> Ids:
-    """Client ids, or ranks, such as ``0-3,7``. Raises ConfigError."""
+    """Parse client ids, or ranks, such as ``0-3,7``. Raises ConfigError."""
     found: list[tuple[int, int]] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
@@ -63,12 +62,12 @@ def parse_ids(text: str, where: str) -> Ids:
 
 
 def ids_text(ids: Ids) -> str:
-    """As the list has them."""
+    """Return ids as the list has them."""
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ids)
 
 
 def is_within(number: int, ids: Ids) -> bool:
-    """Whether it is one of these."""
+    """Whether a number is one of these ids."""
     return any(first <= number <= last for first, last in ids)
 
 
@@ -78,7 +77,7 @@ class Entry:
 
     Attributes:
         public: its key, 32 bytes.
-        ids: of clients that it may speak for, or ranks that it may be; empty for other roles.
+        ids: of clients that it may send as, or ranks that it may be; empty for other roles.
     """
 
     name: str
@@ -100,32 +99,28 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """Its line."""
+        """The line of this node."""
         return " ".join((self.name, self.role, public_text(self.public), ids_text(self.ids))).rstrip()
 
     def may_be(self, client_id: int) -> bool:
-        """Whether it may speak for this client, or be this rank."""
+        """Whether it may send as this client, or be this rank."""
         return is_within(client_id, self.ids)
 
 
 class AllowList:
-    """The nodes that may take part. Names and keys are there once, and a client id or a rank belongs to one node."""
+    """The admitted nodes. Names and keys are unique, and a client id or a rank belongs to one node."""
 
     def __init__(self, entries: tuple[Entry, ...] = (), where: str = "allow list") -> None:
-        """Raises ConfigError: they contradict each other."""
+        """Raises ConfigError: entries contradict each other."""
         self.entries = entries
         if len(entries) > MAX_ENTRIES:
             raise ConfigError(f"{where}: {len(entries)} nodes, at most {MAX_ENTRIES}")
-        self._by_name = {entry.name: entry for entry in entries}
-        self._keys = {entry.public: entry for entry in entries}
-        if len(self._by_name) < len(entries) or len(self._keys) < len(entries):
-            seen: set[str | bytes] = set()
-            for entry in entries:
-                if entry.name in seen or entry.public in seen:
-                    raise ConfigError(
-                        f"{where}: the name or the key of {entry.name} is there twice: one node, one line"
-                    )
-                seen |= {entry.name, entry.public}
+        self._by_name: dict[str, Entry] = {}
+        self._by_key: dict[bytes, Entry] = {}
+        for entry in entries:
+            if entry.name in self._by_name or entry.public in self._by_key:
+                raise ConfigError(f"{where}: the name or the key of {entry.name} is there twice: one node, one line")
+            self._by_name[entry.name] = self._by_key[entry.public] = entry
         for role, what in (("client", "use client id"), ("worker", "be rank")):
             ranges = self._ranges_of(role)
             for (_, last, one), (first, _, other) in itertools.pairwise(ranges):
@@ -142,15 +137,15 @@ class AllowList:
         return self._ranges_of("client")
 
     def get(self, name: str) -> Entry | None:
-        """The node of this name."""
+        """Return the node of a name."""
         return self._by_name.get(name)
 
     def of_key(self, public: bytes) -> Entry | None:
-        """The node that has this key."""
-        return self._keys.get(public)
+        """Return the node that has a key."""
+        return self._by_key.get(public)
 
     def owner_of(self, client_id: int) -> str | None:
-        """The name of the node that may speak for a client."""
+        """Return the name of the node that may send as a client."""
         at = bisect.bisect_right(self._ranges, (client_id, MAX_CLIENT_ID + 1, "")) - 1
         if at < 0 or not self._ranges[at][0] <= client_id <= self._ranges[at][1]:
             return None
@@ -163,7 +158,7 @@ class AllowList:
 
 
 def parse_allow_list(text: str, where: str) -> AllowList:
-    """The list in a text. Raises ConfigError, with the number of the line."""
+    """Parse an allow list. Raises ConfigError, with the number of the line."""
     entries: list[Entry] = []
     for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
@@ -186,7 +181,7 @@ def parse_allow_list(text: str, where: str) -> AllowList:
 
 
 def load_allow_list(path: Path) -> AllowList:
-    """The list in a file that nobody but its owner, who is this user or root, can write.
+    """Read the list in a file that only its owner, who is this user or root, can write.
 
     Raises:
         ConfigError: it cannot be read, others can write it, or it is no list.
@@ -213,10 +208,10 @@ def load_allow_list(path: Path) -> AllowList:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Reading, changing and writing a list are one step: of two who do so at once, one waits for the other.
+    """Lock a list against other processes that change it, for reading, changing and writing in one step.
 
     Raises:
-        ConfigError: another one takes longer than :data:`LOCK_S`, or there cannot be a file for it beside the list.
+        ConfigError: another process holds the lock for :data:`LOCK_S`, or there can be no lock file beside the list.
     """
     lock = path.with_name(f".{path.name}.lock")  # stays there: the list itself is replaced
     try:
@@ -241,7 +236,7 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def write_allow_list(path: Path, allowed: AllowList) -> None:
-    """Replace the file: whoever reads it finds the old list or the new one. Raises ConfigError: that failed."""
+    """Replace the file atomically. Raises ConfigError: that failed."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
@@ -258,7 +253,7 @@ def write_allow_list(path: Path, allowed: AllowList) -> None:
 
 
 def with_entry(allowed: AllowList, entry: Entry) -> AllowList:
-    """The list with one node more. Raises ConfigError: its name, key or ids are taken."""
+    """Return the list with one node more. Raises ConfigError: its name, key or ids are taken."""
     known = allowed.get(entry.name)
     if known is not None:
         raise ConfigError(
@@ -269,7 +264,7 @@ def with_entry(allowed: AllowList, entry: Entry) -> AllowList:
 
 
 def without(allowed: AllowList, name: str) -> AllowList:
-    """The list without a node. Raises ConfigError: it is not on it."""
+    """Return the list without a node. Raises ConfigError: it is not on it."""
     if allowed.get(name) is None:
         known = ", ".join(entry.name for entry in allowed.entries[:20]) or "nobody"
         raise ConfigError(f"{name!r} is not on the list, which has: {known}")

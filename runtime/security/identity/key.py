@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,19 +47,19 @@ def is_identity(text: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """The name of a node. Raises ConfigError: it cannot be one."""
+    """Return the name of a node. Raises ConfigError: it is invalid."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name {name[:80]!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
     return name
 
 
 def public_text(public: bytes) -> str:
-    """A public key as lists and settings hold it."""
+    """Return a public key as lists and settings hold it."""
     return f"ed25519:{public.hex()}"
 
 
 def parse_public(text: str, where: str) -> bytes:
-    """The public key in a text. Raises ConfigError."""
+    """Parse a public key. Raises ConfigError."""
     match = _PUBLIC.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
@@ -78,7 +77,7 @@ def _is_of_small_order(public: bytes) -> bool:
 
 
 def verified(public: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether the holder of the private half has signed ``data``; never where there can be no such one."""
+    """Whether the holder of the private half has signed ``data``; False for a key without a private half."""
     if len(public) != PUBLIC_BYTES or _is_of_small_order(public):
         return False
     try:
@@ -90,34 +89,30 @@ def verified(public: bytes, signature: bytes, data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NodeKey:
-    """The key of this node.
-
-    Attributes:
-        name: who it is, as the allow list of the controller has it.
-    """
+    """The key of this node. ``name``: as in the allow list of the controller."""
 
     name: str
     private: Ed25519PrivateKey = field(repr=False)
 
     @property
     def public(self) -> bytes:
-        """32 bytes, no secret."""
+        """The public key, 32 bytes."""
         return self.private.public_key().public_bytes_raw()
 
     @property
     def text(self) -> str:
-        """As a key file holds it."""
+        """Content of a key file."""
         return f"{_PREFIX} {self.name} {self.private.private_bytes_raw().hex()}\n"
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes."""
+        """Return a signature of 64 bytes."""
         return self.private.sign(data)
 
     def exchange(self, public: bytes) -> bytes:
-        """A secret of 32 bytes that only this node and the holder of another key have, the same for both.
+        """Return the secret of 32 bytes that this node shares with the holder of another key.
 
-        Both keys are taken as those of the same curve in its other form (RFC 7748, section 4.1; the private half as RFC
-        8032, section 5.1.5 makes its scalar). It never changes, so nothing that must stay secret is sealed with it.
+        Both keys are taken to the Montgomery form of their curve (RFC 7748, section 4.1; the scalar of the private half
+        by RFC 8032, section 5.1.5). The secret never changes, so it encrypts nothing that must stay secret.
 
         Raises:
             ValueError: there is none with that key.
@@ -130,12 +125,12 @@ class NodeKey:
 
 
 def new_node_key(name: str) -> NodeKey:
-    """A random one. Raises ConfigError: no such name can be."""
+    """Return a random key. Raises ConfigError: the name is invalid."""
     return NodeKey(check_name(name), Ed25519PrivateKey.generate())
 
 
 def parse_node_key(text: str, where: str) -> NodeKey:
-    """The key in a text. Raises ConfigError, which never repeats the text."""
+    """Parse the key of a node. Raises ConfigError, which never repeats the text."""
     match = _LINE.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -145,13 +140,13 @@ def parse_node_key(text: str, where: str) -> NodeKey:
     return NodeKey(check_name(match[1]), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(match[2])))
 
 
-def load_node_key(path: Path | None, environment: Mapping[str, str] | None = None) -> NodeKey:
-    """The key of this node: from ``path``, else from the file that ``GRADBUS_KEY_FILE`` names.
+def load_node_key(path: Path | None) -> NodeKey:
+    """Return the key of this node, from :func:`.key_file`.
 
     Raises:
         ConfigError: there is none, or it is not one, or its file is open to others.
     """
-    path = key_file(path, environment)
+    path = key_file(path)
     if path is None:
         raise ConfigError(
             f"security 'identity' needs the key of this node: name its file in bus.key_file or {KEY_FILE_VARIABLE}. "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from gradbus.runtime.errors import FrameError
 from gradbus.runtime.security import envelope
+from gradbus.runtime.security.encryption import Keys
 from gradbus.runtime.security.envelope import EnvelopeHeader
 from gradbus.runtime.security.identity.controller_signatures import BroadcastVerifier
 from gradbus.runtime.security.identity.key_messages import COMMANDS, CONTROL, MODELS, TOPICS, KeyGrant
@@ -200,7 +201,7 @@ class _NextKey:
     at_s: float
 
 
-class RankKeys:
+class RankKeys(Keys):
     """The group keys of one process in a job of ranks: the current one, and for a while those before and after it.
 
     All ranks encrypt with the key of the epoch, and frames of a collective are not repeated. So no rank may encrypt
@@ -225,7 +226,6 @@ class RankKeys:
 
     @property
     def has_key(self) -> bool:
-        """See ``encryption.Keys``."""
         return self._current is not None and not self._is_shut
 
     def shut(self) -> None:
@@ -234,14 +234,14 @@ class RankKeys:
 
     @property
     def current(self) -> SharedKey:
-        """See ``streams.EncryptionKeys``. Requires :attr:`has_key`."""
+        """The key to encrypt with. Requires :attr:`has_key`."""
         key = self._current
         if key is None:
             raise RuntimeError("encrypted before this process was admitted, with a writer that is not matched yet")
         return key
 
     def of(self, header: EnvelopeHeader) -> SharedKey:
-        """See ``encryption.Keys``. Raises FrameError: ``other level``, ``no key``, ``other key``."""
+        """See :meth:`.Keys.of`. Raises FrameError: ``other level``, ``no key``, ``other key``."""
         key, following = self._current, self._next
         if key is None or key.key_id != header.key_id:
             if header.level != envelope.GROUP:
@@ -258,17 +258,16 @@ class RankKeys:
         return key
 
     def accepts(self, key_id: bytes) -> bool:
-        """See ``encryption.Keys``."""
         known = (self._current, None if self._next is None else self._next.key)
         return key_id in self._former or any(key is not None and key.key_id == key_id for key in known)
 
     def accepts_new_session(self, key: SharedKey) -> bool:
-        """See ``encryption.Keys``. Only with the newest key, as soon as it is here: a removed process has the one
-        before, and could come as a new session."""
+        """Only with the newest key, as soon as it is here: a removed process has the one before, and could come as a
+        new session."""
         return key is (self._current if self._next is None else self._next.key)
 
     def note_use(self, key: SharedKey, session: bytes) -> None:
-        """See ``encryption.Keys``: if the key issuer uses the next key, so does this process."""
+        """If the key issuer uses the next key, so does this process."""
         following = self._next
         if following is not None and following.on_use and key is following.key and session == following.issuer:
             self._is_next_in_use = True

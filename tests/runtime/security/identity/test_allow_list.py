@@ -61,7 +61,7 @@ def test_a_key_file_that_is_open_to_others_or_holds_no_such_key_is_refused_in_wo
         load_node_key(tmp_path / "job")
     assert (tmp_path / "job").read_text().split()[1] not in str(caught.value)
     with pytest.raises(ConfigError, match=r"bus.key_file or GRADBUS_KEY_FILE"):
-        load_node_key(None, {})
+        load_node_key(None)
     with pytest.raises(ConfigError, match=r"expected a public key.*got 'ed25519:12'"):
         parse_public("ed25519:12", "bus.controller_key")
     with pytest.raises(ConfigError, match="expected 1 to 64 of"):
