@@ -52,10 +52,13 @@ SCALED, PROXIMAL = f"{__name__}:Scaled", f"{__name__}:Proximal"
 
 
 def test_the_tables_have_all_built_in_choices_each_with_a_sentence_of_help() -> None:
-    expected = ["fedadam", "fedavg", "fedavgm", "krum", "median", "multi_krum", "trimmed_mean"]
-    assert (list(STRATEGIES.table), list(EXCHANGES.table), list(CLIENT_RULES.table)) == (
-        expected, ["dense", "dgc"], ["plain"],
-    )  # fmt: skip
+    known = {
+        STRATEGIES: {"fedadam", "fedavg", "fedavgm", "krum", "median", "multi_krum", "trimmed_mean"},
+        EXCHANGES: {"dense", "dgc"},
+        CLIENT_RULES: {"plain"},
+    }
+    for choices, names in known.items():  # there may be more: a new one is a file of its own
+        assert names <= choices.table.keys()
     for choices in (STRATEGIES, EXCHANGES, CLIENT_RULES):
         assert all(len(text) > 10 for text in choices.help().values())
 
