@@ -61,13 +61,13 @@ def get(name: str, **options: float) -> Codec:
 def parse(payload: Payload, *, expected_dim: int) -> Parsed:
     """Check every byte of a message of any codec and version, and make its content readable block by block.
 
-    A known magic followed by our own number of elements decides: from there on every fault is an error. Other bytes of
-    exactly ``4 * expected_dim`` are headerless FP32. So weights that happen to begin with a magic are still weights,
-    and a damaged message is not taken for weights because its length happens to fit.
+    A known magic followed by ``expected_dim`` decides: from there on every fault is an error. Other bytes of exactly
+    ``4 * expected_dim`` are headerless FP32. So weights that begin with a magic by chance are still weights, and a
+    damaged message is not taken for weights because of its length.
 
     Args:
         payload: any contiguous buffer; kept alive by the result, and not to be changed while that is used.
-        expected_dim: elements of our own model. Nothing a message says makes this function allocate beyond it.
+        expected_dim: elements of our own model: a limit on what is allocated, whatever the message claims.
 
     Raises:
         NonFiniteError: well-formed, but with NaN or infinity.

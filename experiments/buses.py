@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(settings: BusSettings, *, rank: int | None = None) -> None:
-    """Find out at once what opening the bus would find out seconds later, when torch and the data are loaded.
-
-    Args:
-        rank: of this process in a job of ranks; None: it is none.
+    """Check at once what would fail seconds later, when torch and the data are loaded. ``rank``: None in other jobs.
 
     Raises:
         ConfigError: no such interface, CYCLONEDDS_URI holds no document for Cyclone DDS, the machine would be left
@@ -51,7 +48,7 @@ def _security(settings: BusSettings, rank: int | None) -> Security:
 def open_bus(
     settings: BusSettings, *, observes: bool = False, rank: int | None = None
 ) -> AbstractAsyncContextManager[Bus]:
-    """The bus that the settings describe. ``observes``: to listen and say nothing. ``rank``: as for :func:`check`."""
+    """The bus that the settings describe. ``observes``: to receive only. ``rank``: as for :func:`check`."""
     from gradbus.runtime.bus.bus import connect
 
     security = _security(settings, rank)

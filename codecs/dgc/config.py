@@ -168,16 +168,10 @@ PAPER_WARMUP = (0.25, 0.0625, 0.015625, 0.004)
 
 
 def warmup_density(epoch: int, *, density: float = 0.001, schedule: Sequence[float] = PAPER_WARMUP) -> float:
-    """The density of an epoch: that of the schedule, and after its end the final one.
+    """The density of an epoch, from 0: that of the schedule, and after its end ``density``, which is also its minimum.
 
-    Args:
-        epoch: from 0.
-        density: the final one; entries of the schedule below it are raised to it.
-        schedule: one density per epoch of warm-up; empty for none. The paper's by default, or any list, or
-            :func:`geometric_warmup`.
-
-    Raises:
-        ValueError: a negative epoch, or a density that is not in (0, 1].
+    ``schedule``: one density per epoch of warm-up: the paper's by default, any list, or :func:`geometric_warmup`.
+    Raises ValueError: a negative epoch, or a density that is not in (0, 1].
     """
     if epoch < 0:
         raise ValueError(f"epoch must be >= 0, got {epoch}")

@@ -46,11 +46,10 @@ _MIN_EXPONENT, _MAX_EXPONENT = -148 - _FP16_TOP_EXPONENT, 128 - _FP16_TOP_EXPONE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DgcMessage:
-    """What one rank sent. The tensors may share memory with the payload and are not to be written.
+    """The message of one rank. The tensors may share memory with the payload and are not to be written.
 
-    dense: float32, shape (dense_elems,). indices: int64, shape (k,), strictly ascending, below sparse_elems; or None:
-    all of them in order. values: float32, shape (k,). If not ``is_finite`` the rank had NaN or infinity, and nothing to
-    send: ``dense`` is zero, and there are no entries.
+    dense: float32, shape (dense_elems,). indices: int64, shape (k,), strictly ascending, below sparse_elems; None: all.
+    values: float32, shape (k,). If not ``is_finite`` the rank had NaN or infinity: ``dense`` is zero, and k is 0.
     """
 
     is_finite: bool
@@ -100,7 +99,7 @@ def decode_dgc(payload: Payload, layout: DgcLayout) -> DgcMessage:
     """Read a message of any rank. All bytes are checked; nothing is allocated for what a header merely claims.
 
     Raises:
-        NonFiniteError: a value is NaN or infinite, in a message that does not say so.
+        NonFiniteError: a value is NaN or infinite, in a message without that mark.
         DimMismatchError: a message for another layout.
         CodecError: anything else that is wrong.
     """

@@ -34,11 +34,9 @@ log = logs.get_logger("service")
 
 
 class ControllerJob:
-    """One job: a bus, a controller on it, and what is known of them, also when they have ended.
+    """One job: a bus, a controller on it, and their state, also when they have ended.
 
-    Attributes:
-        name: of the job. progress: where its controller stands.
-        outcome: running, done, stopped or failed; running from the start. error: why it failed, else None.
+    ``outcome``: running, done, stopped or failed. ``error``: why it failed, else None.
     """
 
     def __init__(
@@ -121,11 +119,9 @@ class ControllerJob:
 
 
 class FederatedService:
-    """Any number of jobs on one event loop, for as long as their host lives.
+    """Any number of jobs on one event loop, for as long as their host lives; those that have ended stay.
 
-    Attributes:
-        jobs: by name, in the order in which they were added; those that have ended stay.
-        registry: their metrics, apart from those of the process.
+    ``registry``: their metrics, apart from those of the process.
     """
 
     def __init__(self) -> None:
@@ -252,7 +248,7 @@ def _serve(options: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: job {file.bus.job!r} is there already; give each file a bus.job of its own")
         check(file.bus)
         task = ConfiguredTask(file.task)
-        task.load()  # before anybody can ask: it may take a while
+        task.load()  # before the first request: it may take a while
         service.add_job(file.bus.job, task, file.federated, open_bus(file.bus))
     try:
         web.run_app(

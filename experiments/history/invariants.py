@@ -1,12 +1,4 @@
-"""The seven invariants of every run, whatever has failed in it, checked in the event journals that it has left.
-
-    I1  an update counts at most once
-    I2  rounds follow one another, each with one model, and all clients with that model have the same bits
-    I3  the model of a round is what its counted updates give when they are added up again
-    I4  no round that was committed is lost when a controller dies
-    I5  the parameters of all ranks are equal after each step that was compared
-    I6  memory, descriptors and threads do not grow
-    I7  what is counted, or taken for a model, is byte for byte what the other side has sent
+"""The seven invariants of every run, whatever has failed in it, checked in its event journals; see docs/reliability.md.
 
 This runs after the run, and uses no code that it checks, except for I3 with a strategy other than fedavg (replay.py).
 """
@@ -40,12 +32,7 @@ TITLES = {
 
 @dataclass(slots=True)
 class InvariantResult:
-    """The outcome of one invariant.
-
-    Attributes:
-        name: I1 to I7. checked: number of facts that were compared; 0: the journals hold none of them.
-        violations: one sentence each.
-    """
+    """The outcome of one invariant: the number of facts that were compared, and a sentence for each violation."""
 
     name: str
     checked: int = 0

@@ -22,11 +22,7 @@ RESOURCES = "resources.jsonl"
 
 @dataclass(slots=True)
 class Start:
-    """One start of one process, from its ``started`` to the next.
-
-    Attributes:
-        opening: the event ``started``. events: those after it, in order.
-    """
+    """One start of one process: its event ``started``, and those after it up to the next."""
 
     opening: Event
     events: list[Event] = field(default_factory=list)
@@ -38,11 +34,9 @@ class Start:
 
 @dataclass(slots=True)
 class RunHistory:
-    """The events of all processes of a run.
+    """The events of all processes of a run, by start; of clients and ranks by number.
 
     Attributes:
-        directory: where it was found.
-        controller: starts of the controller. clients, ranks: of the clients and ranks, by number.
         resources: samples of memory, descriptors and threads, where a soak has taken them.
         cut_short: lines that could not be read: a process was killed while it wrote them.
         without_start: events of processes that have noted no start.

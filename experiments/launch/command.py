@@ -21,11 +21,10 @@ def launch_run(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: i
 
     Args:
         arguments: of ``gradbus worker``, for every rank. options: the same, parsed.
-        ranks: how many; None: as the configuration says.
+        ranks: their number; None: that of the configuration.
 
     Raises:
-        ConfigError: the error that every rank would report.
-        LaunchFailed: a process could not be started.
+        ConfigError: the error that every rank would report. LaunchFailed: a process could not be started.
     """
     return asyncio.run(Launcher(plan(arguments, options, ranks=ranks, grace_s=grace_s)).run())
 
@@ -34,14 +33,14 @@ def plan(arguments: Sequence[str], options: Mapping[str, Any], *, ranks: int | N
     """The processes to start; arguments as for :func:`launch_run`. Raises ConfigError."""
     for name in ("rank", "world"):
         if options[name] is not None:
-            raise ConfigError(f"--{name} is not for 'gradbus run', which gives every rank its own: say -n N")
+            raise ConfigError(f"--{name} is not for 'gradbus run', which gives every rank its own: use -n N")
     file = load(
         WorkerFile, options["config"], overrides=options["overrides"] or (), data_root=options["data_root"]
     )  # fmt: skip
     check(file.bus, rank=0)  # the others have the same key file, and join rank 0
     world = file.world if ranks is None else ranks
     if world is None:
-        raise ConfigError("how many ranks? Say -n N, or set world in the configuration")
+        raise ConfigError("the number of ranks is missing. Use -n N, or set world in the configuration")
     if not 1 <= world <= MAX_WORLD:
         raise ConfigError(f"-n must be 1 to {MAX_WORLD}, got {world}")
     job = None if "job" in file.bus.model_fields_set else f"{file.bus.job}-{secrets.token_hex(4)}"

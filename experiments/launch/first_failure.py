@@ -11,12 +11,9 @@ from gradbus.experiments.cli.exit_codes import ExitCode
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a rank ended.
+    """The end of a rank: its exit code, or minus the number of the signal that killed it.
 
-    Attributes:
-        code: exit code; minus the number of the signal that killed it.
-        was_asked: the launcher had sent it a signal before.
-        has_traceback: its last lines hold one.
+    ``was_asked``: the launcher had sent it a signal before. ``has_traceback``: its last lines hold one.
     """
 
     rank: int
@@ -61,7 +58,7 @@ def _signal_name(signum: int) -> str:
 def first_failure(exits: Sequence[RankExit]) -> RankExit | None:
     """The first failure in time that no other rank has caused; the first of all where there is none such.
 
-    A rank that fails says goodbye to the others while it ends: they have less to clean up, and may be gone first.
+    A rank that fails tells the others while it ends: they have less to clean up, and may exit first.
     """
     failures = [end for end in exits if end.code != 0]
     own = [end for end in failures if not end.is_consequence]

@@ -40,13 +40,9 @@ class LaunchFailed(GradbusError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The processes to start.
+    """The processes to start: ``world`` ranks, each with program and arguments, and variables of its environment.
 
-    Attributes:
-        world: number of ranks.
-        command: program and arguments of a rank.
-        environment: variables of a rank, besides those of the launcher; None removes one.
-        grace_s: between the request to end and the kill.
+    A variable that is None is removed. ``grace_s``: between the request to end and the kill.
     """
 
     world: int
@@ -58,9 +54,7 @@ class Launch:
 class LaunchedRank:
     """The process of a rank, in a session of its own: Ctrl-C in the terminal reaches the launcher alone.
 
-    Attributes:
-        open_pipes: outputs that some process may still write to.
-        was_asked: it was sent a signal.
+    ``open_pipes``: outputs that some process may still write to. ``was_asked``: it was sent a signal.
     """
 
     def __init__(self, number: int, changed: Callable[[], None]) -> None:
@@ -124,7 +118,7 @@ class LaunchedRank:
         return RankExit(self.number, code, self.was_asked)
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal to the rank alone: its own children are its business."""
+        """Send a signal to the rank alone, which has to end its own children."""
         if self._process is not None and self.running:
             self.was_asked = True
             with contextlib.suppress(ProcessLookupError):
@@ -170,12 +164,8 @@ class Launcher:
     async def run(self) -> int:
         """Start the ranks and wait until all have exited.
 
-        Returns:
-            0; the exit code of the rank that failed first, 128 + n where signal n killed it; 128 + n where this process
-            was stopped by signal n.
-
-        Raises:
-            LaunchFailed: a rank could not be started. Those that were have been killed.
+        Returns 0, or the exit code of the rank that failed first, 128 + n where signal n killed it or this process.
+        Raises LaunchFailed: a rank could not be started. Those that were have been killed.
         """
         loop = asyncio.get_running_loop()
         _fill_standard_files()
@@ -255,7 +245,7 @@ class Launcher:
         if first is None:
             return 0
         lines = self._ranks[first.rank].tail.excerpt()
-        say(f"the last lines of rank {first.rank}:" if lines else f"rank {first.rank} has said nothing")
+        say(f"the last lines of rank {first.rank}:" if lines else f"rank {first.rank} has printed nothing")
         for line in lines:
             say(line)
         say(f"rank {first.rank} {first}")
@@ -300,8 +290,7 @@ class Launcher:
 
 
 def _outputs(on_broken: Callable[[], object]) -> tuple[OutputWriter, OutputWriter]:
-    """The writers of stdout and stderr: one where these are the same file, so that the lines of a rank keep their
-    order; where they are two files, nobody can see it."""
+    """The writers of stdout and stderr: one where these are the same file, so that lines of a rank keep their order."""
     out = OutputWriter(1, on_broken=on_broken)
     return out, out if os.path.sameopenfile(1, 2) else OutputWriter(2)
 

@@ -1,6 +1,6 @@
 """The output of ranks on its way to the terminal: whole lines, each with its rank before it.
 
-Nothing here waits for the reader of the output: a terminal that was stopped with Ctrl-S must not stop a training.
+No rank waits for the reader of the output: a terminal that was stopped with Ctrl-S must not stop training.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class OutputWriter:
 
     def _push(self, *lines: bytes) -> None:
         if self._left_out:
-            lines = (b"gradbus run: %d lines left out here: nobody read them" % self._left_out, *lines)
+            lines = (b"gradbus run: %d lines left out here: they were not read" % self._left_out, *lines)
             self._left_out = 0
         self._waiting.extend(line + b"\n" for line in lines)
         self._bytes += sum(len(line) + 1 for line in lines)

@@ -39,11 +39,8 @@ _BETWEEN_STEPS = {"eval_s": "eval", "checkpoint_s": "checkpoint"}
 def summary_table(summaries: Sequence[ProfileSummary], *, max_ranks: int = 8) -> Table:
     """A line for each part of a step, a column for each rank: the mean per step, and behind it the maximum.
 
-    The column ``all`` has the mean over all steps of all ranks. Spans and counters that only some program has come
-    behind the usual ones. Evaluation and checkpoints are not part of every step: their lines are seconds in all.
-
-    Args:
-        max_ranks: columns. Of more ranks those are shown that wait least: it is they that the others wait for.
+    The column ``all`` has the mean over all ranks. Other spans and counters follow the usual ones; lines of evaluation
+    and checkpoints are seconds in all. Of more than ``max_ranks`` those are shown that wait least, and so delay others.
     """
     shown = sorted(sorted(summaries, key=_wait)[:max_ranks], key=lambda summary: summary.rank)
     together = _together(summaries)

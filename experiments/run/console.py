@@ -22,11 +22,7 @@ _HIDDEN = {"event", "level", "timestamp", "source", "traceback", "exception"}
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What the user wants to see.
-
-    Attributes:
-        live: a table that follows the run; it needs a terminal.
-    """
+    """The terminal of a command, and its log. ``live``: with a table that follows the run."""
 
     live: bool
     level: LogLevel | None = "info"  # None: for the command to choose
@@ -69,11 +65,7 @@ def _to_stderr(text: str) -> None:
 
 
 class LogFile:
-    """A text stream that takes JSON log lines.
-
-    Attributes:
-        warnings: the last warnings and errors, as short lines for people.
-    """
+    """A text stream that takes JSON log lines. ``warnings``: the last warnings and errors, as short lines."""
 
     def __init__(
         self,

@@ -35,12 +35,7 @@ log = get_logger("cli")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the output for the user goes.
-
-    Attributes:
-        say: gets lines. display: makes what shows the epochs of a worker that has not started. scalars: gets the
-            numbers of epochs and windows, on rank 0.
-    """
+    """The output for the user: lines, a display for a worker that has not started, and on rank 0 scalars."""
 
     say: Callable[[str], None] = lambda text: None
     display: Callable[[Worker], Display[EpochReport]] = lambda worker: Display()
@@ -49,12 +44,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutcome:
-    """What a run has come to.
-
-    Attributes:
-        path: the run directory. reports: of all epochs, on rank 0. summary: of this rank. profiles: of
-            all ranks, in order.
-    """
+    """The end of a run: its directory, on rank 0 all epochs, the summary of this rank, and the profiles of all."""
 
     path: Path
     reports: list[EpochReport]

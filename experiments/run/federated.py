@@ -30,12 +30,11 @@ async def run_controller(
     file: ControllerFile, run: ControllerDirectory, display: MakeDisplay = lambda controller: Display(), *,
     say: Callable[[str], None] = lambda text: None, scalars: Scalars | None = None,
 ) -> list[RoundReport]:  # fmt: skip
-    """All rounds that are left. Once the run has begun its directory is complete whatever the end; a start that comes
-    to nothing leaves what an earlier one has written as it was.
+    """All rounds that are left. Once the run has begun its directory is complete whatever the end; a start that fails
+    before leaves the files of an earlier one as they were.
 
     Args:
-        display: makes what shows the run, for a controller that has not started.
-        say: gets lines for the user, such as which data are used. scalars: gets the numbers of each round.
+        display: of a controller that has not started. say: prints lines for the user.
 
     Raises:
         As :meth:`gradbus.Controller.run`; NoData, ConfigError.

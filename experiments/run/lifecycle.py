@@ -46,12 +46,7 @@ class Interrupted(Exception):
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, T]], loop: LoopName = "uvloop") -> T:
-    """Run ``main()`` on an event loop of its own.
-
-    Raises:
-        Interrupted: a signal stopped it.
-        Exception: as ``main`` does.
-    """
+    """Run ``main()`` on an event loop of its own. Raises Interrupted: a signal stopped it; else as ``main``."""
     try:
         with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
             return runner.run(_supervise(main))

@@ -20,18 +20,11 @@ class RankPlace(NamedTuple):
 
 
 def find_place(
-    *,
-    rank: int | None = None,
-    world: int | None = None,
-    file_rank: int | None = None,
-    file_world: int | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> RankPlace:
+    *, rank: int | None = None, world: int | None = None, file_rank: int | None = None,
+    file_world: int | None = None, environment: Mapping[str, str] | None = None,
+) -> RankPlace:  # fmt: skip
     """From, strong to weak: options, the configuration file, GRADBUS_RANK and GRADBUS_WORLD, RANK and WORLD_SIZE
-    (torchrun's) or WORLD.
-
-    Raises:
-        ConfigError: one of them is missing, is no number, or out of range. The text has the ways to give them.
+    (torchrun's) or WORLD. Raises ConfigError: one of them is missing, is no number, or out of range.
     """
     variables = os.environ if environment is None else environment
     found_world = _first("world", world, file_world, ("GRADBUS_WORLD", "WORLD_SIZE", "WORLD"), variables)

@@ -35,11 +35,7 @@ _UNITS: dict[Kind, str] = {"federated": "round", "parallel": "step"}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        path: the file. format: of it. unit: round or step; number: after which. tensors: how many. num_bytes: its size.
-    """
+    """The file that was written, after round or step ``number``; ``tensors``: their number."""
 
     path: Path
     format: Format
@@ -63,13 +59,11 @@ class Exported:
 
 
 def export(run: Path, to: Path | None = None, form: Format | None = None, number: int | None = None) -> Exported:
-    """Write the model of a run. The run may be going on.
+    """Write the model of a run, from the checkpoint of round or step ``number``, by default the newest one.
 
     Args:
-        run: its directory.
-        to: the file; by default ``model.safetensors`` or ``model.pt`` in the run directory.
-        form: of the file; by default by its suffix, else safetensors.
-        number: the round, or the step, whose checkpoint is taken; by default the newest one.
+        run: its directory; the run may be going on.
+        to: the file; by default ``model.safetensors`` or ``model.pt`` there. form: of it; by default by its suffix.
 
     Raises:
         ConfigError: it is no run directory, the model cannot be made, or the file cannot be written.
@@ -108,7 +102,7 @@ def _on_cpu(task: TaskSettings) -> TaskSettings:
 def _newest(
     run: Path, state_dir: Path | None, folder: str, number: int | None, check: Any
 ) -> tuple[CheckpointStore, Checkpoint]:
-    """From ``state`` in the run directory, else, where that is not there, from where the settings say."""
+    """From ``state`` in the run directory, else from the directory in the settings."""
     places = [run / "state" / folder, *([state_dir / folder] if state_dir is not None else [])]
     found = next((place for place in places if any(place.glob("round-*.json"))), None)
     if found is None:

@@ -1,13 +1,10 @@
-"""Reading what a run has left in its directory, also one that was killed: what cannot be read is named, not hidden.
-
-Nothing here draws or prints; see report.py.
-"""
+"""The files of a run directory, also of a run that was killed: what cannot be read is named, not hidden."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -32,12 +29,7 @@ _SECTION: dict[Kind, str] = {"federated": "federated", "parallel": "parallel"}
 
 
 class StepSpan(NamedTuple):
-    """A part of a step.
-
-    Attributes:
-        row: step, compute, network or collectives. name: of the span.
-        start_s, end_s: since the first rank began the step.
-    """
+    """A part of a step, timed since the first rank began it. ``row``: step, compute, network or collectives."""
 
     row: str
     name: str
@@ -64,9 +56,9 @@ class RunFiles:
     rounds: tuple[RoundReport, ...] = ()
     epochs: tuple[EpochReport, ...] = ()
     profiles: tuple[ProfileSummary, ...] = ()
-    windows: Mapping[int, tuple[WindowStats, ...]]
+    windows: Mapping[int, tuple[WindowStats, ...]] = field(default_factory=dict)
     step: int | None = None
-    spans: Mapping[int, tuple[StepSpan, ...]]
+    spans: Mapping[int, tuple[StepSpan, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
     @property
@@ -124,10 +116,7 @@ def read_run(path: Path) -> RunFiles:
         )
         if kind == "federated":
             rounds = _lines(path / "rounds.jsonl", RoundReport, lambda report: report.round_id, missing)
-            return RunFiles(
-                path=path, kind=kind, config=config, summary=summary, rounds=rounds, windows={}, spans={},
-                missing=tuple(missing),
-            )  # fmt: skip
+            return RunFiles(path=path, kind=kind, config=config, summary=summary, rounds=rounds, missing=tuple(missing))
         epochs = _lines(path / "epochs.jsonl", EpochReport, lambda report: report.epoch, missing)
         profiles, windows = _profiles(path, missing)
         step, spans = _step(path, missing)

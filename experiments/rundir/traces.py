@@ -23,15 +23,10 @@ def trace_of(folder: Path, rank: int) -> Path:
 
 
 def merge_traces(folder: Path, world: int | None = None) -> Path | None:
-    """Make ``trace.json`` of those of the ranks there, and return its path; None: there is nothing to merge.
+    """Make ``trace.json`` of the traces of the ranks, and return its path; None: there is nothing to merge.
 
-    A file that cannot be read is named in the log and left out.
-
-    Args:
-        world: only of so many ranks: an earlier run in this folder may have had more. None: of all that are there.
-
-    Raises:
-        OSError: the trace cannot be written.
+    A file that cannot be read is named in the log and left out. ``world``: only of so many ranks, as an earlier run in
+    this folder may have had more. Raises OSError: the trace cannot be written.
     """
     if world is None:
         paths = sorted(folder.glob("trace-rank-*.json"))

@@ -72,7 +72,7 @@ def test_a_worker_without_a_place_is_told_how_to_give_it(invoke, configs, place,
         (("-n", 0, "--", "x.json"), "-n must be 1 to 1024, got 0"),
         (("-n", 2, "--", "x.json", "--rank", 1), "--rank is not for 'gradbus run'"),
         (("-n", 2, "--", "x.json", "--set", "bus.interface=nope0"), "'nope0' does not exist here"),
-        (("x.json",), "how many ranks? Say -n N"),
+        (("x.json",), "the number of ranks is missing. Use -n N"),
     ],
 )
 def test_what_all_ranks_of_a_launch_would_say_is_said_once(invoke, arguments, said, tmp_path: Path) -> None:

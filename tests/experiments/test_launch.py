@@ -180,7 +180,7 @@ def test_a_rank_that_a_signal_kills_is_named_with_it(begin) -> None:
     code, _, err = ended(begin("if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\nwait()"))
     assert code == 128 + signal.SIGSEGV
     assert err.splitlines()[-2:] == [
-        "gradbus run: rank 1 has said nothing",
+        "gradbus run: rank 1 has printed nothing",
         "gradbus run: rank 1 was killed by SIGSEGV",
     ]
 
@@ -321,7 +321,7 @@ print("through", file=sys.stderr)
     assert process.stderr.readline() == "[rank 0] through\n"
     code, out, _ = ended(process)
     assert code == 0
-    match = re.search(r"^gradbus run: (\d+) lines left out here: nobody read them$", out, flags=re.MULTILINE)
+    match = re.search(r"^gradbus run: (\d+) lines left out here: they were not read$", out, flags=re.MULTILINE)
     assert match
     assert out.count("\n") - 1 + int(match[1]) == 4001
 
