@@ -106,7 +106,7 @@ class Receiver:
         self._liveness_call = Periodic(self._look_at_liveness, IDLE_S)
         self.thread.add_periodic(self._liveness_call)
         self.on_new_readers: Callable[[], None] = _nothing
-        self.before_deletion: Callable[[Sequence[Writer]], None] = _nothing_before
+        self.before_deletion: Callable[[Sequence[Writer]], None] = _nothing
         self.rejections = DroppedSamples()
         self.rejected = self.rejections.counts
         self.received_bytes: Counter[str] = Counter()
@@ -349,11 +349,7 @@ def _not_handed_over(sample: object) -> None:
     raise AssertionError("a reader that uses its samples itself has handed one over")
 
 
-def _nothing() -> None:
-    pass
-
-
-def _nothing_before(writers: Sequence[Writer]) -> None:
+def _nothing(*_: object) -> None:
     pass
 
 

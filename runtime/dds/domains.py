@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,12 +188,6 @@ def _close_unused(domain_id: int, domain: _OpenDomain) -> None:
     domain.entity = None  # the binding deletes the domain with its object
 
 
-@dataclass(slots=True)
-class _UsedTopic:
-    entity: Any
-    count: int = 0
-
-
 class Topics:
     """Those of one bus: each is there for as long as it has readers or writers, as groups have topics of their own, and
     a bus may see any number of groups."""
@@ -201,40 +196,38 @@ class Topics:
         """``kind``: makes a topic of a participant, a name and an IDL type."""
         self._participant = participant
         self._kind = kind
-        self._used: dict[str, _UsedTopic] = {}
+        self._entities: dict[str, Any] = {}
+        self._users: Counter[str] = Counter()
         self._lock = threading.Lock()  # the loop opens readers and writers, the receive thread deletes them
 
     @property
     def names(self) -> list[str]:
         """Of those that are in use."""
         with self._lock:
-            return sorted(self._used)
+            return sorted(self._entities)
 
     def enter(self, name: str, idl_type: Any) -> Any:
         """The topic, for one more reader or writer; :meth:`leave` gives it back."""
         with self._lock:
-            used = self._used.get(name)
-            if used is None:
-                used = self._used[name] = _UsedTopic(self._kind(self._participant, name, idl_type))
-            used.count += 1
-            return used.entity
+            if name not in self._entities:
+                self._entities[name] = self._kind(self._participant, name, idl_type)
+            self._users[name] += 1
+            return self._entities[name]
 
     def leave(self, name: str) -> None:
         """A reader or writer is gone."""
         with self._lock:
-            used = self._used.get(name)
-            if used is not None:
-                used.count -= 1
-                if used.count == 0:
-                    del self._used[name]
-                    delete(used.entity)
+            if name in self._entities:
+                self._users[name] -= 1
+                if not self._users[name]:
+                    delete(self._entities.pop(name))
 
     def close(self) -> None:
         """Delete all; what was on them has gone before."""
         with self._lock:
-            for used in self._used.values():
-                delete(used.entity)
-            self._used.clear()
+            for entity in self._entities.values():
+                delete(entity)
+            self._entities.clear()
 
 
 @contextlib.contextmanager

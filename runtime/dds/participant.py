@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from cyclonedds.core import (
     DDSException,
@@ -231,6 +231,9 @@ def _nothing() -> None:
     pass
 
 
+E = TypeVar("E", Reader, Writer)
+
+
 @dataclass(slots=True, eq=False)
 class Periodic:
     """A function that the thread of a bus calls until it returns False. It must not wait.
@@ -311,8 +314,7 @@ class Participant:
         self.fast = False
         self.topics = domains.Topics(self.entity, self._new_topic)
         self._made: list[Any] = []  # what is to be deleted, with all below it, last things first
-        self._writers: set[Writer] = set()
-        self._readers: set[Reader] = set()
+        self._endpoints: set[Reader | Writer] = set()
         self._publisher: Any = None
         self._subscriber: Any = None
         self._is_open = True
@@ -370,71 +372,55 @@ class Participant:
         policies = [
             Policy.Reliability.Reliable(duration(seconds=topic.block_s)),
             Policy.History.KeepLast(1) if topic.keep_last else Policy.History.KeepAll,
-            Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
         ]
         if topic.retained:
             policies.append(
                 Policy.DurabilityService(
-                    cleanup_delay=0,
-                    history=Policy.History.KeepLast(retained_samples),
-                    max_samples=-1,
-                    max_instances=-1,
-                    max_samples_per_instance=-1,
+                    cleanup_delay=0, history=Policy.History.KeepLast(retained_samples), max_samples=-1,
+                    max_instances=-1, max_samples_per_instance=-1,
                 )
-            )
-        if topic.ignore_local:
-            policies.append(Policy.IgnoreLocal.Participant)
-        with domains.made_by_dds(f"a writer of topic {topic.name!r}"), contextlib.ExitStack() as undo:
-            dds_topic = self._enter(topic, undo)
-            entity = DataWriter(self._publisher, dds_topic, qos=Qos(*policies))
-            undo.callback(domains.delete, entity)
-            entity.set_status_mask(DDSStatus.PublicationMatched)
-            writer = self.make_writer(topic, entity, self.fast)
-            undo.pop_all()
-        writer.deleted = partial(self._forget, writer)
-        self._writers.add(writer)
-        return writer
+            )  # fmt: skip
 
-    def _forget(self, writer: Writer) -> None:
-        self._writers.discard(writer)
-        self.topics.leave(writer.topic.name)
+        def make(dds_topic: Any, qos: Qos) -> Writer:
+            entity = DataWriter(self._publisher, dds_topic, qos=qos)
+            return _wrapped(entity, DDSStatus.PublicationMatched, partial(self.make_writer, topic, entity, self.fast))
+
+        return self._made_endpoint("writer", topic, policies, make)
 
     def topic_reader(self, topic: Topic) -> Reader:
         """A reader; DDS starts to fill it at once. Raises as :meth:`topic_writer`."""
         reliable = Policy.Reliability.Reliable(duration(seconds=topic.block_s))
-        policies = [
-            reliable if topic.reliable else Policy.Reliability.BestEffort,
-            _reader_history(topic),
-            Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile,
-        ]
+        policies = [reliable if topic.reliable else Policy.Reliability.BestEffort, _reader_history(topic)]
         if topic.reader_samples:
             policies.append(
                 Policy.ResourceLimits(max_samples=topic.reader_samples, max_instances=-1, max_samples_per_instance=-1)
             )
+
+        def make(dds_topic: Any, qos: Qos) -> Reader:
+            entity = DataReader(self._subscriber, dds_topic, qos=qos)
+            return _wrapped(entity, DDSStatus.SubscriptionMatched, partial(Reader, topic, entity, self.fast))
+
+        return self._made_endpoint("reader", topic, policies, make)
+
+    def _made_endpoint(self, what: str, topic: Topic, policies: list[Any], make: Callable[[Any, Qos], E]) -> E:
+        policies.append(Policy.Durability.TransientLocal if topic.retained else Policy.Durability.Volatile)
         if topic.ignore_local:
             policies.append(Policy.IgnoreLocal.Participant)
-        with domains.made_by_dds(f"a reader of topic {topic.name!r}"), contextlib.ExitStack() as undo:
-            dds_topic = self._enter(topic, undo)
-            entity = DataReader(self._subscriber, dds_topic, qos=Qos(*policies))
-            undo.callback(domains.delete, entity)
-            entity.set_status_mask(DDSStatus.SubscriptionMatched)
-            reader = Reader(topic, entity, self.fast)
+        with domains.made_by_dds(f"a {what} of topic {topic.name!r}"), contextlib.ExitStack() as undo:
+            dds_topic = self.topics.enter(topic.name, _TYPES[topic.idl_type])
+            undo.callback(self.topics.leave, topic.name)
+            endpoint = make(dds_topic, Qos(*policies))
             undo.pop_all()
-        reader.deleted = partial(self._forget_reader, reader)
-        self._readers.add(reader)
-        return reader
+        endpoint.deleted = partial(self._forget, endpoint)
+        self._endpoints.add(endpoint)
+        return endpoint
 
-    def _forget_reader(self, reader: Reader) -> None:
-        self._readers.discard(reader)
-        self.topics.leave(reader.topic.name)
+    def _forget(self, endpoint: Reader | Writer) -> None:
+        self._endpoints.discard(endpoint)
+        self.topics.leave(endpoint.topic.name)
 
     def _new_topic(self, participant: Any, name: str, idl_type: Any) -> Any:
         return (native_topics.CTopic if self.fast else DdsTopic)(participant, name, idl_type)
-
-    def _enter(self, topic: Topic, undo: contextlib.ExitStack) -> Any:
-        entity = self.topics.enter(topic.name, _TYPES[topic.idl_type])
-        undo.callback(self.topics.leave, topic.name)
-        return entity
 
     def keep(self, entity: Any) -> Any:
         """Have an entity deleted when this is closed, and before what was there already."""
@@ -450,13 +436,23 @@ class Participant:
             if entity is self._subscriber:
                 # DDS's receive thread waits where a reader is full until that reader is gone, and every deletion waits
                 # for that thread. One after the other, the first would wait for the last for ever.
-                _delete_at_once(list(self._readers))
+                _delete_at_once([one for one in self._endpoints if isinstance(one, Reader)])
             if entity is self._publisher:
-                _delete_together(list(self._writers))
+                _delete_together([one for one in self._endpoints if isinstance(one, Writer)])
             domains.delete(entity)
         self._made.clear()
         self.topics.close()  # after their readers and writers
         domains.release(self._lease, self._partition)
+
+
+def _wrapped(entity: Any, status: int, wrap: Callable[[], E]) -> E:
+    """The reader or writer around an entity of DDS, which is deleted if it cannot be made."""
+    try:
+        entity.set_status_mask(status)
+        return wrap()
+    except BaseException:
+        domains.delete(entity)
+        raise
 
 
 def _delete_together(writers: Sequence[Writer]) -> None:
