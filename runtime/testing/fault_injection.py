@@ -68,7 +68,7 @@ class FaultInjector:
 
 
 class _FaultyWriter(Writer):
-    """Applies faults to samples on their way into DDS. To its caller every write succeeds that a fault has swallowed."""
+    """Applies faults to samples on their way into DDS. A write that a fault has swallowed succeeds for its caller."""
 
     def __init__(self, topic: Topic, entity: Any, fast: bool, *, faults: Faults, late: _LateWrites) -> None:
         super().__init__(topic, entity, fast)
