@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ def check_out(commit: str) -> Path:
     clone = _ROOT / "build" / "against" / sha[:12]
     package = clone / "build" / "tree" / "gradbus"
     if not package.exists():
+        shutil.rmtree(clone, ignore_errors=True)  # what an interrupted run has left
         clone.parent.mkdir(parents=True, exist_ok=True)
         _git("clone", "--quiet", "--shared", "--no-checkout", str(_ROOT), str(clone), cwd=_ROOT)
         _git("checkout", "--quiet", "--detach", sha, cwd=clone)
