@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair, MTU 1500, to measure what crosses a network."""
+"""Two hosts on one machine: network namespaces joined by a veth pair, MTU 1500, for measurements across a network."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``gradbus doctor``: what this machine and the way to others are like for gradbus, measured on the spot.
+"""``gradbus doctor``: this machine and the way to others, measured on the spot.
 
-What needs packages that may be missing is imported when those have been looked at.
+Modules that need packages which may be missing are imported after those have been checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``gradbus report``: what a run has left, as one HTML file that opens from the disk."""
+"""``gradbus report``: the files of a run as one HTML file that opens from the disk."""
 
 from __future__ import annotations
 

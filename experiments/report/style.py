@@ -150,7 +150,7 @@ def drawing(theme: Theme = "light") -> Iterator[None]:
     folder = files("gradbus.experiments.report")
     with matplotlib.rc_context():
         with as_file(folder / "figures.mplstyle") as sheet:
-            matplotlib.rc_file(sheet)  # on top of the defaults, whatever a matplotlibrc of the user says
+            matplotlib.rc_file(sheet)  # on top of the defaults, not of a matplotlibrc of the user
         if theme == "dark":
             with as_file(folder / "dark.mplstyle") as sheet:
                 matplotlib.rc_file(sheet, use_default_template=False)

@@ -1,4 +1,4 @@
-"""Where the lines for the user go, and where the log goes while a table is on the screen."""
+"""The terminal of a command: lines for the user, and the log while a table is on the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a table that follows it, or one plain line per round or epoch."""
+"""The display of a run that goes on: a table that follows it, or one plain line per round or epoch."""
 
 from __future__ import annotations
 
