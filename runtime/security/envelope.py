@@ -1,7 +1,7 @@
-"""The envelope around a sample: a clear header of fixed size, and the sealed sample. Bytes only, no keys.
+"""The envelope around a sample: a clear header of fixed size, and the encrypted sample. Bytes only, no keys.
 
-The whole header is authenticated together with what the envelope is for (:func:`associated`), so a bit of it that is
-changed, or an envelope that is moved to another job or topic, makes the tag wrong.
+The whole header is authenticated together with the job and topic of the envelope (:func:`associated`): a changed bit of
+it, or an envelope that is moved to another job or topic, makes the tag wrong.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class EnvelopeHeader(NamedTuple):
     """The clear header of an envelope.
 
     Attributes:
-        level: which kind of key: PSK (all members have it), GROUP (of the controller, for all that it has let in), or
+        level: kind of the key: PSK (of all members), GROUP (of the controller and all that it has admitted), or
             MEMBER (of the controller and one of them).
         epoch: number of the key among those of its kind.
-        size: bytes of what is sealed, the tag not counted.
+        size: bytes of the encrypted sample, without the tag.
         counter: number of the envelope in its stream, from 1; with the session it makes the nonce.
-        session: which start of which process, random.
+        session: random id of one start of one process.
         key_id: public identifier of the key.
-        moment: when it was sealed, in seconds since the session began.
+        moment: time of encryption, in seconds since the session began.
     """
 
     level: int
@@ -51,17 +51,17 @@ class EnvelopeHeader(NamedTuple):
 
 
 def head(level: int, epoch: int, size: int, counter: int, session: bytes, key_id: bytes, moment: int) -> bytes:
-    """Bytes of a header, from the fields of :class:`EnvelopeHeader`."""
+    """Return the bytes of a header, from the fields of :class:`EnvelopeHeader`."""
     return _HEAD.pack(MAGIC, VERSION, level, 0, epoch, size, counter, session, key_id, moment)
 
 
 def pack(header: EnvelopeHeader) -> bytes:
-    """Bytes of a header."""
+    """Return the bytes of a header."""
     return head(*header)
 
 
 def parse(view: memoryview) -> EnvelopeHeader:
-    """Header of the envelope in ``view``. Sizes and limits are checked, the tag is not; nothing is allocated.
+    """Parse the header of an envelope. Sizes and limits are checked, the tag is not; nothing is allocated.
 
     Raises:
         FrameError: with ``reason`` one of short, not sealed, version, limits.
@@ -84,11 +84,11 @@ def other_level() -> FrameError:
 
 
 def nonce(counter: int) -> bytes:
-    """The nonce of an envelope: 96 bits, never used twice with one key."""
+    """Return the nonce of an envelope: 96 bits, never used twice with one key."""
     return counter.to_bytes(12, "big")
 
 
 def associated(job: str, topic: str) -> bytes:
-    """What is authenticated with every header: the job and the topic, which says who may read it."""
+    """Return the digest of job and topic that is authenticated with every header."""
     text = b"gradbus/1 envelope\0" + job.encode() + b"\0" + topic.encode()
     return hashlib.sha256(text).digest()

@@ -147,7 +147,7 @@ class ForeignReaders:
         pause_s, self._checked_s = now_s - self._checked_s, now_s
         if pause_s > PAUSE_S:
             # This process stood still, and announcements of this time are yet to be read: little of it counts. Some
-            # does, or a process that is always late would find nobody.
+            # does, or a process that is always late would exclude none.
             shift_s = pause_s - COUNTED_S
             self._foreign = {prefix: min(now_s, since_s + shift_s) for prefix, since_s in self._foreign.items()}
         is_new, self._has_new = self._has_new, False

@@ -72,7 +72,7 @@ class Security:
 
 
 def security_of(settings: BusSettings) -> Security:
-    """Make it of the settings of a bus. Raises ConfigError: they contradict each other."""
+    """Return the security that the settings of a bus describe. Raises ConfigError: they contradict each other."""
     return Security(
         level=settings.security,
         key_file=settings.key_file,
@@ -83,8 +83,8 @@ def security_of(settings: BusSettings) -> Security:
 
 
 def rank_security(settings: BusSettings, rank: int) -> Security:
-    """Make it for a rank of a job, whose rank 0 gives the keys. Raises ConfigError: the settings contradict each
-    other."""
+    """Return the security of a rank; rank 0 is the key issuer of the job. Raises ConfigError, as
+    :func:`security_of`."""
     security = security_of(settings)
     if security.level != "identity":
         return security
@@ -98,10 +98,10 @@ def names_key(path: Path | None, environment: Mapping[str, str] | None = None) -
 
 
 def level_in_force(security: Security, document: str, environment: Mapping[str, str] | None = None) -> Level:
-    """What protects a bus, and refuse to let unprotected data leave this machine.
+    """Return the level that protects a bus; refuse a bus that would send unprotected data from this machine.
 
-    The key of a user is for one machine. It never protects what leaves it, not even where a home that several machines
-    share holds it for all of them, unless ``key_file`` names its file.
+    The key of a user is for one machine. It never protects a bus that leaves it, not even where several machines share
+    the home that holds it, unless ``key_file`` names its file.
 
     Args:
         document: the configuration of DDS.
@@ -112,7 +112,7 @@ def level_in_force(security: Security, document: str, environment: Mapping[str, 
         the machine, and that is allowed.
 
     Raises:
-        ConfigError: with what to do about it.
+        ConfigError: the bus leaves the machine without protection.
     """
     level = security.level
     if level == "user" and names_key(security.key_file, environment):
@@ -132,11 +132,11 @@ def level_in_force(security: Security, document: str, environment: Mapping[str, 
 
 _PEOPLE = range(1000, 60_001)  # as in Debian, Fedora and most others: UID_MIN and UID_MAX of /etc/login.defs
 _NO_SHELLS = ("nologin", "false")
-_MOST = 5  # that are named
+_MOST = 5  # returned names
 
 
 def other_users() -> list[str]:
-    """Names, or numbers where there is no name, of some of them; empty: this user is alone."""
+    """Return names, or ids where there is none, of some other users of this machine; empty: there are none."""
     own = os.geteuid()
     found: dict[int, str] = {}
     for account in pwd.getpwall():

@@ -114,7 +114,7 @@ def places_of_user() -> tuple[Path, ...]:
 def _home(user: int) -> Path | None:
     try:
         registered = pwd.getpwuid(user).pw_dir
-    except KeyError:  # containers may run as a user that nobody has entered
+    except KeyError:  # containers may run as a user that the database lacks
         registered = ""
     for name in (os.environ.get("HOME", ""), registered):
         with contextlib.suppress(OSError, ValueError):

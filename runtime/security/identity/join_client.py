@@ -43,7 +43,7 @@ ASK_S, LONGEST_ASK_S = 2.0, 16.0
 OTHERS_S = 10.0  # shortest interval of Hellos to a controller with another key, for its log
 SILENT_S = 3.0  # after this silence another start of the controller may have taken over
 # While DDS still sees the controller before, a later one gets this time to find it and to stop: a node that joined the
-# later one at once would have keys that nobody else has.
+# later one at once would have keys that no other node has.
 LATER_S = 1.0
 CHECKS_PER_S, CHECKS_AT_ONCE = 100, 200  # signatures of beacons, and as many of answers: 0.15 ms each
 # Share of one DDS writer: a controller has one of its own, which sends one beacon.
