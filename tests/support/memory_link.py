@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradbus.runtime.collectives.data_movement import AllGatherOperation
 from gradbus.runtime.collectives.engine import Engine, wire_name
 from gradbus.runtime.collectives.operation import Finished, Operation, OperationKey
 from gradbus.runtime.collectives.tensors import Bytes
@@ -177,3 +178,22 @@ class MemoryNet:
             assert engine.credit.used_bytes == (0,) * self.world
             if engine.rank != but_early_frames_of:
                 assert (engine.early_bytes, len(engine._unexpected), len(engine._unexpected._messages)) == (0, 0, 0)
+
+
+def net_of(world: int, **options: Any) -> MemoryNet:
+    """Ranks that write at once what is small, as over DDS."""
+    return MemoryNet(world, **{"inline": 1.0, **options})
+
+
+def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
+    """An all_gather of bytes."""
+    return AllGatherOperation(payload, rank, world, MAX_BYTES)
+
+
+def frame(**changes: Any) -> Frame:
+    """A frame of rank 1 for the all_gather "x"; ``changes`` of its key, and ``world``."""
+    world = changes.pop("world", 2)
+    key = {"job": GROUP_ID, "round_id": 0, "sender": 1, "incarnation": INCARNATION + 1, "transfer": 0,
+           "name": wire_name("x", "all_gather bytes", ""), **changes}  # fmt: skip
+    ((head, data),) = frames.split(FrameKey(Kind.COLLECTIVE, **key), b"payload", world=world)
+    return frames.parse(head + bytes(data))

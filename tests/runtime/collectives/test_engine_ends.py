@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memory_link import GROUP_ID, INCARNATION, MAX_BYTES, MemoryNet
+from memory_link import INCARNATION, MAX_BYTES, MemoryNet, frame, gather, net_of
 
 from gradbus.runtime.collectives import data_movement, engine
 from gradbus.runtime.collectives.arithmetic import Arithmetic
 from gradbus.runtime.collectives.data_movement import NewPayload
-from gradbus.runtime.collectives.engine import wire_name
 from gradbus.runtime.collectives.operation import Operation
 from gradbus.runtime.collectives.reductions import (
     ALGORITHMS,
@@ -26,27 +25,8 @@ from gradbus.runtime.collectives.reductions import (
 )
 from gradbus.runtime.errors import BusClosed, CollectiveError, PeerLost, WriteTimeout
 from gradbus.runtime.wire import frames
-from gradbus.runtime.wire.frames import Frame, FrameKey, Kind
 
 SUM = Arithmetic(torch.float32, "sum")
-
-
-def net_of(world: int, **options: Any) -> MemoryNet:
-    """Ranks that write at once what is small, as over DDS."""
-    return MemoryNet(world, **{"inline": 1.0, **options})
-
-
-def gather(rank: int, payload: bytes = b"", world: int = 2) -> Operation:
-    return data_movement.AllGatherOperation(payload, rank, world, MAX_BYTES)
-
-
-def frame(**changes: Any) -> Frame:
-    """A frame of rank 1 for the all_gather "x"; ``changes`` of its key, and ``world``."""
-    world = changes.pop("world", 2)
-    key = {"job": GROUP_ID, "round_id": 0, "sender": 1, "incarnation": INCARNATION + 1, "transfer": 0,
-           "name": wire_name("x", "all_gather bytes", ""), **changes}  # fmt: skip
-    ((head, data),) = frames.split(FrameKey(Kind.COLLECTIVE, **key), b"payload", world=world)
-    return frames.parse(head + bytes(data))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
