@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gradbus.runtime.bus.raw_endpoints import Parts
 from gradbus.runtime.bus.sender import Job, Pause
@@ -27,8 +27,16 @@ POLLED_S = 2e-3
 _SHARED = int(frames.Flags.SHARED)
 
 
-def _no_mailbox(frame: Parts) -> bool:
-    return False
+class FrameRoute(Protocol):
+    """The way to some ranks."""
+
+    readers: tuple[int, ...]
+
+    def put(self, frame: Parts) -> bool:
+        """Send a frame through the mailbox. False: that is not possible now."""
+
+    def write(self, frame: Parts) -> bool:
+        """Send a frame through the mailbox, or else over DDS. False: neither takes it now."""
 
 
 class FrameTemplate(NamedTuple):
@@ -51,13 +59,13 @@ class ChunkSender:
     """
 
     def __init__(
-        self, template: FrameTemplate, payload: Bytes, numbers: Sequence[int], *,
-        slots: SlotPool | None, readers: tuple[int, ...], written: Callable[[int], None] | None, finished: Finished,
+        self, template: FrameTemplate, payload: Bytes, numbers: Sequence[int], route: FrameRoute, *,
+        slots: SlotPool | None, written: Callable[[int], None] | None, finished: Finished,
     ) -> None:  # fmt: skip
         """
         Args:
             numbers: of the chunks that are sent.
-            slots: where the data goes; None: it travels in the frames. readers: ranks that it is for.
+            slots: where the data goes; None: it travels in the frames.
             written, finished: as :meth:`.operation.Transport.send` has them.
         """
         self.bytes = sum(min(CHUNK_BYTES, len(payload) - number * CHUNK_BYTES) for number in numbers)
@@ -65,7 +73,7 @@ class ChunkSender:
         self._payload = payload
         self._numbers = numbers
         self._slots = slots
-        self._readers = readers
+        self._route = route
         self._on_written = written
         self._finished: Finished | None = finished
         self._next = 0
@@ -81,7 +89,7 @@ class ChunkSender:
         """Whether there is nothing more to do: all is written, or it has failed, or it was called off."""
         return self._finished is None
 
-    def advance(self, write: Callable[[Parts], bool]) -> bool:
+    def advance(self) -> bool:
         """Write the next chunk here. False: nothing is left, or it cannot be done now."""
         with self._lock:
             taken = self._take(waits=self._slots is not None)
@@ -89,7 +97,7 @@ class ChunkSender:
                 return False
             numbers, frame = taken
             try:
-                written = write(frame)
+                written = self._route.write(frame)
             except BaseException:  # a signal, for one. To write it once more does no harm
                 self._deferred, self._may_be_known = taken, True
                 raise
@@ -99,15 +107,9 @@ class ChunkSender:
         self._note_written(numbers)
         return True
 
-    def samples(
-        self, wait: Callable[[], bool], put_in_mailbox: Callable[[Parts], bool] = _no_mailbox
-    ) -> Iterator[Parts | Pause]:
-        """What is left, for the writer thread, which asks for a frame when it has written the one before.
-
-        Args:
-            wait: whether a thread that polls sends the chunks just now.
-            put_in_mailbox: send a frame past DDS. False: that is not possible.
-        """
+    def samples(self, wait: Callable[[], bool]) -> Iterator[Parts | Pause]:
+        """What is left, for the writer thread, which asks for a frame when it has written the one before. ``wait``:
+        whether a thread that polls sends the chunks just now."""
         backoff, look_s = None if self._slots is None else _Backoff(self._slots), LOOK_S
         while self._is_left():
             waits = backoff is not None and not backoff.is_over(self._written, self._in_slots)
@@ -115,16 +117,15 @@ class ChunkSender:
                 yield POLLED_S
                 continue
             with self._lock:
-                taken = self._take(
-                    waits=waits, most=ANNOUNCED_AT_ONCE if self._next else 1
-                )  # the readers can begin soon
+                # One at first: the readers can begin soon.
+                taken = self._take(waits=waits, most=ANNOUNCED_AT_ONCE if self._next else 1)
             if taken is None:  # no slot is free
                 yield look_s
                 look_s = min(2 * look_s, LONG_LOOK_S)
                 continue
             look_s = LOOK_S
             numbers, frame = taken
-            if put_in_mailbox(frame):
+            if self._route.put(frame):
                 self._note_written(numbers)
                 yield 0.0  # it is others' turn
                 continue
@@ -196,7 +197,7 @@ class ChunkSender:
                 if number != first + len(descriptors):
                     break
                 try:
-                    descriptor = self._slots.put(self._readers, self._chunk(number))
+                    descriptor = self._slots.put(self._route.readers, self._chunk(number))
                 except BaseException:
                     self._slots.reclaim(b"".join(descriptors))
                     raise

@@ -60,22 +60,21 @@ class GroupLink(ProgressEngine):
         self._port = port
         self._group = group
         self._shared = shared
-        self._others = tuple(other for other in range(world) if other != identity.sender)
         self.inline_bytes = INLINE_BYTES
         self.inline_shared_bytes = INLINE_SHARED_BYTES
-        self._pushing: deque[tuple[ChunkSender, Callable[[Parts], bool]]] = deque()
+        self._pushing: deque[ChunkSender] = deque()
         self._identity = identity
         self._world = world
         self._group_id = 0
         self._flags = int(frames.Flags.NONE if port.needs_crc else frames.Flags.HEAD_CRC)
-        rank = identity.sender
         self._readers: list[Channel] = []
-        self._all = port.open_writer(collective_topic(group), retained_samples=RETAINED)
-        self._inboxes: dict[int, Writer] = {
-            other: port.open_writer(collective_topic(f"{group}/{other}"), retained_samples=RETAINED)
-            for other in range(world)
-            if other != rank
-        }
+        others = tuple(other for other in range(world) if other != identity.sender)
+        self._routes: dict[int | None, _Route] = {None: self._route(others, group)}  # by receiver; None: all others
+        self._routes |= {other: self._route((other,), f"{group}/{other}") for other in others}
+
+    def _route(self, readers: tuple[int, ...], topic: str) -> _Route:
+        writer = self._port.open_writer(collective_topic(topic), retained_samples=RETAINED)
+        return _Route(self, readers, writer)
 
     def listen(self, take: Callable[[Frame], None]) -> None:
         """Open the readers. ``take`` gets frames from now on, on another thread."""
@@ -91,65 +90,52 @@ class GroupLink(ProgressEngine):
         """Whether every topic has as many readers and writers as there are other ranks. DDS says so from its own view:
         it may still count one that is dead, and the other side may not have noticed yet. Hence the probes."""
         others = self._world - 1
-        return (
-            all(channel.reader.matched >= others for channel in self._readers)
-            and self._all.matched >= others
-            and all(writer.matched >= 1 for writer in self._inboxes.values())
+        return all(channel.reader.matched >= others for channel in self._readers) and all(
+            route.writer.matched >= len(route.readers) for route in self._routes.values()
         )
 
     def probe(self, ranks: Sequence[int], *, to_all: bool) -> None:
         """Send empty frames over the topics of some ranks, and over that of all. What does not leave now is sent again
         next time."""
         key = OperationKey(0, 0, "")
-        inboxes = [self._inboxes[rank] for rank in ranks]
-        for part, writers in ((PROBE_ALL, [self._all] if to_all else []), (PROBE_INBOX, inboxes)):
-            for writer in writers:
-                (frame,) = frames.split(self._frame_key(key, part, ""), b"", flags=self._flags, world=self._world)
-                self._port.write(writer, frame)
+        for to in [None, *ranks] if to_all else ranks:
+            part = PROBE_ALL if to is None else PROBE_INBOX
+            (frame,) = frames.split(self._frame_key(key, part, ""), b"", flags=self._flags, world=self._world)
+            self._port.write(self._routes[to].writer, frame)
 
     def send(
         self, key: OperationKey, to: int | None, part: int, payload: Bytes, *, signature: str, meta: str = "",
         only: Sequence[int] | None = None, written: Callable[[int], None] | None = None, finished: Finished,
     ) -> Sending | None:  # fmt: skip
         """See :class:`.operation.Transport`."""
-        readers = self._others if to is None else (to,)
-        writer = self._all if to is None else self._inboxes[to]
+        route = self._routes[to]
         size = len(payload)
         slots = self._slots if size >= SHARED_BYTES else None
-        if slots is not None and not slots.reaches(readers):
+        if slots is not None and not slots.reaches(route.readers):
             slots = None
         frame_key = self._frame_key(key, part, wire_name(key.name, signature, meta))
         if slots is None and only is None and size <= min(self.inline_bytes, frames.CHUNK_BYTES):
             data = payload.data
             head = frames.head(frame_key, data, 0, size, flags=self._flags, world=self._world)
-            if self._put_in_mailbox(readers, (head, data)) or self._port.write(writer, (head, data)):
+            if route.write((head, data)):
                 if written is not None:
                     written(0)
                 finished(size)
                 return None
         numbers = range(frames.chunk_count(size)) if only is None else only
         template = FrameTemplate(frame_key, self._flags, self._world)
-        sender = ChunkSender(
-            template, payload, numbers, slots=slots, readers=readers, written=written, finished=finished
-        )
-
-        def put(frame: Parts) -> bool:
-            return self._put_in_mailbox(readers, frame)
-
-        def write(frame: Parts) -> bool:
-            return put(frame) or self._port.write(writer, frame)
-
+        sender = ChunkSender(template, payload, numbers, route, slots=slots, written=written, finished=finished)
         if sender.bytes <= (self.inline_bytes if slots is None else self.inline_shared_bytes):
             # What has many readers, one by one, is sent to all of them alike, see :meth:`push`.
-            at_once = len(numbers) if slots is None else max(1, SLOTS // len(self._others))
-            while at_once and sender.advance(write):
+            at_once = len(numbers) if slots is None else max(1, SLOTS // len(self._routes[None].readers))
+            while at_once and sender.advance():
                 at_once -= 1
             if sender.done:
                 return None
         if slots is not None and self._mailbox is not None:
             self._forget_done()
-            self._pushing.append((sender, write))
-        sender.job = self._port.submit(writer, sender.samples(self._is_polled, put), sender.outcome)
+            self._pushing.append(sender)
+        sender.job = self._port.submit(route.writer, sender.samples(self._is_polled), sender.outcome)
         return sender
 
     def stop_sharing(self) -> None:
@@ -217,42 +203,61 @@ class GroupLink(ProgressEngine):
         progress, in_vain = False, 0  # so many payloads, one after the other
         while in_vain < min(len(self._pushing), _IN_VAIN):
             try:
-                sender, write = self._pushing.popleft()
+                sender = self._pushing.popleft()
             except IndexError:
                 break
             sent = False
             try:
-                sent = sender.advance(write)
+                sent = sender.advance()
             except Exception as error:  # of DDS
                 sender.outcome(error)
             progress |= sent
             in_vain = 0 if sent or sender.done else in_vain + 1
             if not sender.done:
-                self._pushing.append((sender, write))
+                self._pushing.append(sender)
         return progress
 
     def _forget_done(self) -> None:
         """Forget what was sent, or called off, by other threads; others may be at the same here."""
         with contextlib.suppress(IndexError):
-            while self._pushing[0][0].done:
+            while self._pushing[0].done:
                 first = self._pushing.popleft()
-                if not first[0].done:  # another thread has taken the one that was
+                if not first.done:  # another thread has taken the one that was
                     self._pushing.append(first)
 
     def _is_polled(self) -> bool:
         mailbox = self._mailbox
         return mailbox is not None and mailbox.has_working_poller
 
-    def _put_in_mailbox(self, readers: Sequence[int], frame: Parts) -> bool:
-        """Send a frame through the mailbox. False: it is too large, or its readers take none now."""
-        mailbox = self._mailbox
-        if mailbox is None or not mailbox.put(readers, frame):
-            return False
-        mailbox.call(readers)
-        return True
-
     def _frame_key(self, key: OperationKey, part: int, name: str) -> FrameKey:
         return FrameKey(
             Kind.COLLECTIVE, self._group_id, key.round_id, self._identity.sender, self._identity.incarnation, key.call,
             name, part,
         )  # fmt: skip
+
+
+class _Route:
+    """The way to some ranks: see :class:`.chunk_sender.FrameRoute`.
+
+    Attributes:
+        writer: of their topic.
+    """
+
+    __slots__ = ("_link", "readers", "writer")
+
+    def __init__(self, link: GroupLink, readers: tuple[int, ...], writer: Writer) -> None:
+        self._link = link
+        self.readers = readers
+        self.writer = writer
+
+    def put(self, frame: Parts) -> bool:
+        """Send a frame through the mailbox. False: it is too large, or its readers take none now."""
+        mailbox = self._link._mailbox
+        if mailbox is None or not mailbox.put(self.readers, frame):
+            return False
+        mailbox.call(self.readers)
+        return True
+
+    def write(self, frame: Parts) -> bool:
+        """Send a frame through the mailbox, or else over DDS."""
+        return self.put(frame) or self._link._port.write(self.writer, frame)

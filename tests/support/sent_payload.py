@@ -23,13 +23,17 @@ class Payload:
         self, slots: SlotPool | None, chunks: int = 3, written: Callable[[int], None] | None = None, to: int = 1,
         only: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
+        self.readers = (to,)
         self.data = np.arange(chunks * CHUNK_BYTES, dtype=np.uint32).astype(np.uint8)
         self.sent: list[Parts] = []
         self.outcomes: list[int | Exception] = []
         self.sender = ChunkSender(
-            FrameTemplate(key(), int(Flags.HEAD_CRC), 2), self.data, only or range(chunks), slots=slots, readers=(to,),
+            FrameTemplate(key(), int(Flags.HEAD_CRC), 2), self.data, only or range(chunks), self, slots=slots,
             written=written, finished=self.outcomes.append,
         )  # fmt: skip
+
+    def put(self, frame: Parts) -> bool:
+        return False
 
     def write(self, frame: Parts) -> bool:
         self.sent.append(frame)

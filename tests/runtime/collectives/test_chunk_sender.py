@@ -39,9 +39,9 @@ def full(_: Parts) -> bool:
 def test_each_chunk_is_written_once_and_the_end_is_told_once(ranks: Ranks) -> None:
     written: list[int] = []
     payload = Payload(ranks.shared[0].slots, written=written.append)
-    assert payload.sender.advance(payload.write)
+    assert payload.sender.advance()
     payload.write_rest()
-    assert not payload.sender.advance(payload.write)
+    assert not payload.sender.advance()
     assert payload.numbers() == written == [0, 1, 2]
     assert payload.outcomes == [3 * CHUNK_BYTES]
     assert payload.sender.done
@@ -80,7 +80,7 @@ def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ra
     payload = Payload(ranks.shared[0].slots, chunks=4)
 
     def visitor_sends_one_more() -> bool:
-        payload.sender.advance(payload.write)
+        payload.sender.advance()
         return True
 
     assert payload.write_rest(visitor_sends_one_more) == 0
@@ -88,18 +88,23 @@ def test_the_writer_thread_leaves_all_chunks_to_a_visitor_who_is_at_it(ranks: Ra
     assert payload.outcomes == [4 * CHUNK_BYTES]
 
 
-def test_what_dds_does_not_take_now_is_written_next(ranks: Ranks) -> None:
+def test_what_dds_does_not_take_now_is_written_next(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     payload = Payload(ranks.shared[0].slots)
-    assert not payload.sender.advance(full)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload, "write", full)
+        assert not payload.sender.advance()
     assert free_slots(ranks.shared[0].slots) == SLOTS - 1
-    assert payload.sender.advance(payload.write)
+    assert payload.sender.advance()
     assert payload.numbers() == [0]
 
 
-def test_a_slot_that_nobody_was_told_of_is_free_when_the_payload_is_called_off(ranks: Ranks) -> None:
+def test_a_slot_that_was_not_announced_is_free_when_the_payload_is_cancelled(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2 * SLOTS):
         payload = Payload(ranks.shared[0].slots)
-        assert not payload.sender.advance(full)
+        monkeypatch.setattr(payload, "write", full)
+        assert not payload.sender.advance()
         payload.sender.cancel()
         assert payload.sender.done
     assert free_slots(ranks.shared[0].slots) == SLOTS
@@ -133,31 +138,38 @@ def test_all_slots_of_a_frame_that_tells_of_some_chunks_are_free_when_nobody_get
     assert free_slots(ranks.shared[0].slots) == SLOTS - 1  # one was told of
 
 
-def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks) -> None:
+def test_a_frame_that_could_not_be_written_is_not_lost(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, or a signal, in the midst of writing."""
     payload = Payload(ranks.shared[0].slots)
 
     def interrupted(_: Parts) -> bool:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        payload.sender.advance(interrupted)
-    while payload.sender.advance(payload.write):
+    with monkeypatch.context() as patch:
+        patch.setattr(payload, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            payload.sender.advance()
+    while payload.sender.advance():
         pass
     assert payload.numbers() == [0, 1, 2]
     assert payload.outcomes == [3 * CHUNK_BYTES]
 
 
-def test_the_writer_thread_takes_over_what_another_thread_could_not_write(ranks: Ranks) -> None:
+def test_the_writer_thread_takes_over_what_another_thread_could_not_write(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when that finds out after the writer thread has seen that nothing else is left."""
     payload = Payload(ranks.shared[0].slots, chunks=1)
-    writing, go_on = threading.Event(), threading.Event()
+    write, writing, go_on = payload.write, threading.Event(), threading.Event()
 
-    def slow_and_full(_: Parts) -> bool:
+    def slow_and_full_at_first(frame: Parts) -> bool:
+        if writing.is_set():
+            return write(frame)
         writing.set()
         return not go_on.wait(WAIT_S)
 
-    threads = [threading.Thread(target=payload.sender.advance, args=(slow_and_full,))]
+    monkeypatch.setattr(payload, "write", slow_and_full_at_first)
+    threads = [threading.Thread(target=payload.sender.advance)]
     threads[0].start()
     assert writing.wait(WAIT_S)
     threads.append(threading.Thread(target=payload.write_rest))
@@ -182,7 +194,7 @@ def test_who_is_told_that_a_chunk_is_written_may_call_the_rest_off(ranks: Ranks)
 
     payload = Payload(ranks.shared[0].slots, chunks=4, written=call_off)
     at_work, job_ended = threading.Event(), threading.Event()
-    visitor = threading.Thread(target=payload.sender.advance, args=(payload.write,), daemon=True)
+    visitor = threading.Thread(target=payload.sender.advance, daemon=True)
     writer: Any = None
     job = payload.sender.job = Job(writer, iter(()), lambda _: None, 1.0)
 
@@ -205,7 +217,7 @@ def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks) -> None:
         next(samples)
         payload.sender.cancel()
         assert list(samples) == []
-        assert not payload.sender.advance(payload.write)
+        assert not payload.sender.advance()
         assert (payload.sent, payload.outcomes) == ([], [])
         assert len(payload.sender._payload) == 0
         assert payload.sender._slots is None
@@ -214,7 +226,7 @@ def test_nothing_reads_the_payload_when_it_is_called_off(ranks: Ranks) -> None:
 # Whoever waits sends meanwhile
 
 
-def link_with(*pushing: tuple[ChunkSender, Callable[[Parts], bool]]) -> GroupLink:
+def link_with(*pushing: ChunkSender) -> GroupLink:
     """One that has these to push, and is not on any bus."""
     link = GroupLink.__new__(GroupLink)
     link._pushing = deque(pushing)
@@ -223,7 +235,7 @@ def link_with(*pushing: tuple[ChunkSender, Callable[[Parts], bool]]) -> GroupLin
 
 def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
     payloads = [Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)]
-    link = link_with(*((payload.sender, payload.write) for payload in payloads))
+    link = link_with(*(payload.sender for payload in payloads))
     assert link.push()
     assert [payload.outcomes for payload in payloads] == [[3 * CHUNK_BYTES]] * 2
     assert link.idle
@@ -232,7 +244,7 @@ def test_who_pushes_goes_on_with_the_next_payload(ranks: Ranks) -> None:
 def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
     """Ranks hold the slots of a chunk until it has come from all: one payload must not take them from the others."""
     payloads = [Payload(ranks.shared[0].slots, chunks=SLOTS) for _ in range(2)]
-    link = link_with(*((payload.sender, payload.write) for payload in payloads))
+    link = link_with(*(payload.sender for payload in payloads))
     assert link.push()
     assert [len(payload.sent) for payload in payloads] == [SLOTS // 2] * 2
     assert not link.push()
@@ -242,7 +254,7 @@ def test_payloads_take_turns_for_the_slots(ranks: Ranks) -> None:
 def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goes(is_left: bool) -> None:
     ranks, woken = Ranks(), list[int]()
     payload = Payload(ranks.shared[0].slots)
-    link = link_with(*[(payload.sender, payload.write)] * is_left)
+    link = link_with(*[payload.sender] * is_left)
     link._shared = ranks.shared[0]
     link._port = SimpleNamespace(wake_sender=lambda: woken.append(1))  # type: ignore[assignment]
     link.poll_inline(lambda: True, time.monotonic() + WAIT_S)
@@ -252,19 +264,20 @@ def test_who_has_pushed_wakes_the_writer_thread_if_something_is_left_when_he_goe
 def test_a_payload_whose_reader_gets_no_more_slots_does_not_hold_up_the_next_one() -> None:
     slots = Ranks(3).shared[0].slots
     payloads = [Payload(slots, chunks=SLOTS, to=to) for to in (1, 2)]
-    link = link_with(*((payload.sender, payload.write) for payload in payloads))
-    while payloads[0].sender.advance(payloads[0].write):
+    link = link_with(*(payload.sender for payload in payloads))
+    while payloads[0].sender.advance():
         pass
     assert link.push()
     assert [len(payload.sent) for payload in payloads] == [SLOTS - 1, 1]
 
 
-def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks) -> None:
+def test_an_error_while_pushing_ends_that_payload_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Parts) -> bool:
         raise BusError("DDS write returned -1")
 
     ill, well = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
-    link = link_with((ill.sender, broken), (well.sender, well.write))
+    monkeypatch.setattr(ill, "write", broken)
+    link = link_with(ill.sender, well.sender)
     while link.push():
         pass
     assert [type(outcome) for outcome in ill.outcomes] == [BusError]
@@ -287,7 +300,7 @@ def test_payloads_that_are_through_are_forgotten_also_when_two_threads_do_so(ran
 
     done, left = Payload(ranks.shared[0].slots), Payload(ranks.shared[0].slots)
     done.sender.cancel()
-    entries = [(done.sender, done.write), (left.sender, left.write)]
+    entries = [done.sender, left.sender]
     for count in (1, 2):
         link = link_with()
         raced = link._pushing = Raced(entries[:count])

@@ -115,4 +115,4 @@ def test_who_advances_a_payload_waits_for_slots_while_the_writer_thread_does_not
     for sample in payload.sender.samples(lambda: False):
         if not isinstance(sample, Pause):
             break
-    assert not payload.sender.advance(payload.write)
+    assert not payload.sender.advance()
