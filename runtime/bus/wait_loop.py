@@ -116,14 +116,15 @@ class WaitLoop(threading.Thread):
         now_s = time.monotonic()
         spin_until_s = now_s + SPINNING.budget_s(now_s, SPIN_S)
         turn_until_s = math.inf if may_sleep else until_s
+        has_looked = False
         while not self.stopping and not done() and (left_s := until_s - now_s) > 0:
-            if now_s >= spin_until_s:
+            if now_s >= spin_until_s and (may_sleep or has_looked):
                 if not may_sleep:
                     break
                 self._turn(min(left_s, INLINE_SLEEP_S))
                 now_s = time.monotonic()
                 continue
-            found = self._turn(0.0, turn_until_s)
+            found, has_looked = self._turn(0.0, turn_until_s), True
             now_s = time.monotonic()
             # To DDS's own threads, which bring what is waited for. Not when it is here.
             if not found and not SPINNING.yield_core():

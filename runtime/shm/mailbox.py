@@ -234,11 +234,10 @@ class Mailbox:
                 known = len(self._afterwards)
                 try:
                     found |= self._read_all()
+                    for _ in range(known):  # here, so that they are called in their order
+                        self._afterwards.popleft()()
                 finally:
-                    ready = [self._afterwards.popleft() for _ in range(known)]
                     self._threads.pop("reader", None)
-                for then in ready:
-                    then()
         finally:
             if self._threads.get("reader") == reader:
                 del self._threads["reader"]
