@@ -161,7 +161,7 @@ class Choices(Generic[T]):
             ValueError: there is no such choice, or one of its options is wrong.
         """
         if isinstance(value, Choice):
-            return {"name": value.name, **value.options}
+            value = value.model_dump()
         given = dict(value) if isinstance(value, Mapping) else {"name": value}
         name = given.pop("name", self.default.name)
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS:

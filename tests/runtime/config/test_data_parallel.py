@@ -106,6 +106,8 @@ def test_a_choice_is_given_by_its_name_or_with_options_and_another_one_drops_tho
 
 
 def test_a_name_alone_means_the_same_in_a_program() -> None:
+    again = DataParallelConfig(exchange=DataParallelConfig(exchange={"name": "dgc", "warmup": [0.5]}).exchange)
+    assert again.exchange.options == {"warmup": (0.5,)}
     assert DataParallelConfig(exchange="dense") == DataParallelConfig()
     assert DataParallelConfig(exchange="dgc") == DataParallelConfig(exchange={"name": "dgc"})
 
