@@ -8,6 +8,7 @@ What torch's own stores do, it does, with these limits: keys of 1 KiB, values of
 from __future__ import annotations
 
 import operator
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -64,10 +65,12 @@ class DdsStore(Store):
         timeout: timedelta | float | None = None,
     ) -> StoreAnswer:  # fmt: skip
         """See :meth:`StoreLink.call`. ``timeout``: by default that of the handle."""
+        return self._link.call(op, keys, values, number, waits=waits, timeout_s=self._limit_s(timeout))
+
+    def _limit_s(self, timeout: timedelta | float | None = None) -> float:
         limit = cast(Any, self).timeout if timeout is None else timeout
         limit_s = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
-        timeout_s = min(limit_s, _FOREVER_S) if limit_s > 0 else _FOREVER_S
-        return self._link.call(op, keys, values, number, waits=waits, timeout_s=timeout_s)
+        return min(limit_s, _FOREVER_S) if limit_s > 0 else _FOREVER_S
 
     # Values
 
@@ -152,9 +155,11 @@ class DdsStore(Store):
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of a queue; ``block``: wait for it. Raises QueueEmptyError."""
+        until_s = time.monotonic() + self._limit_s()
         while True:
             if block:
-                self._call("queue_wait", [_key(key)], waits=True)
+                left_s = max(0.001, until_s - time.monotonic())
+                self._call("queue_wait", [_key(key)], waits=True, timeout=left_s)
             try:
                 return self._call("pop", [_key(key)]).values[0]
             except QueueEmptyError:  # another rank was faster
