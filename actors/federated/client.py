@@ -338,7 +338,7 @@ class Client:
         misconfiguration = self._bus.misconfiguration
         self._session.check_controller(misconfiguration, self._bus.reach.advice(one=True))
         self._waiting.look(
-            f"the controller of job {self._bus.job!r}", began_s=self._session.heard_s, misconfiguration=misconfiguration
+            f"the controller of job {self._bus.job!r}", began_s=self._session.seen_s, misconfiguration=misconfiguration
         )
 
     async def _train_and_send(

@@ -34,7 +34,7 @@ class ClientRecord:
     Attributes:
         hello: its newest Hello, and ``number``: of that message.
         from_round: the first round it takes part in.
-        heard_s: when it sent last, and ``excused_s``: for how long since then the controller could not receive.
+        seen_s: when it sent last, and ``excused_s``: for how long since then the controller could not receive.
         model_round: the round of the newest model that it is known to have held in this session; -1: none.
         out_until: before this round it must not take part.
         silent: nothing came for longer than ``dead_after_s``, and it does not train: it is not waited for.
@@ -45,7 +45,7 @@ class ClientRecord:
     client_id: int
     incarnation: int
     hello: Hello
-    heard_s: float
+    seen_s: float
     from_round: int
     number: int
     model_round: int = -1
@@ -57,12 +57,12 @@ class ClientRecord:
 
     def observe(self, now_s: float) -> None:
         """Something came from it: it is alive."""
-        self.heard_s, self.excused_s = now_s, 0.0
+        self.seen_s, self.excused_s = now_s, 0.0
         self.silent = self.quiet = self.is_doubted = False
 
     def silent_for_s(self, now_s: float) -> float:
         """Seconds without a message of it, as far as the controller could receive."""
-        return now_s - self.heard_s - self.excused_s
+        return now_s - self.seen_s - self.excused_s
 
     @property
     def is_busy(self) -> bool:
@@ -130,7 +130,7 @@ class ClientRegistry:
     def last_seen_at_s(self, client_id: int) -> float | None:
         """The time of this client's last message."""
         member = self._members.get(client_id)
-        return None if member is None else member.heard_s
+        return None if member is None else member.seen_s
 
     def shares_memory(self, client_id: int) -> bool:
         """Whether this client reads the controller's memory."""
@@ -215,7 +215,7 @@ class ClientRegistry:
             known = self._duplicates[client_id] = newcomer
         if now_s - known.since_s < self._duplicate_after_s:
             return HelloAnswer.NOTHING, ""  # the older one may yet send something
-        if member.heard_s > known.since_s + self._duplicate_after_s / 2:
+        if member.seen_s > known.since_s + self._duplicate_after_s / 2:
             del self._duplicates[client_id]
             return HelloAnswer.REFUSE, f"client id {client_id} is in use by {member.hello.host}: give each its own id"
         if not (member.silent or member.is_doubted) and member.silent_for_s(now_s) <= self._dead_after_s:
@@ -265,13 +265,13 @@ class ClientRegistry:
         """A client is reported as gone, which may be wrong: from now on it has its full time to send something."""
         member = self.get(client_id, incarnation)
         if member is not None:
-            member.excused_s = now_s - member.heard_s
+            member.excused_s = now_s - member.seen_s
             member.is_doubted = True
 
     def excuse_silence(self, seconds: float, now_s: float) -> None:
         """The controller stood still for so long: its clients' messages of that time are not handled yet."""
         for member in self._members.values():
-            member.excused_s = min(member.excused_s + seconds, now_s - member.heard_s)
+            member.excused_s = min(member.excused_s + seconds, now_s - member.seen_s)
 
     def ready(self, round_id: int) -> list[int]:
         """Ids of the clients that can take part in the round, ascending: neither silent ones, nor those without a

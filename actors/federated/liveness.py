@@ -56,8 +56,8 @@ def make_status(
 
 
 def _silent_s(members: ClientRegistry, client_id: int, now_s: float) -> float:
-    heard_s = members.last_seen_at_s(client_id)
-    return 0.0 if heard_s is None else max(0.0, now_s - heard_s)
+    seen_s = members.last_seen_at_s(client_id)
+    return 0.0 if seen_s is None else max(0.0, now_s - seen_s)
 
 
 LISTEN_S = 0.25  # where no writer of commands is seen: discovery takes some tens of milliseconds
@@ -72,7 +72,7 @@ class DuplicateControllers:
     def __init__(self, job: str, identity: Identity) -> None:
         self._job = job
         self._identity = identity
-        self._heard: dict[int, int] = {}
+        self._statuses: dict[int, int] = {}
 
     def observe(self, message: Message) -> JobInUse | None:
         """The error that names the holder of the job, once another controller is certain."""
@@ -82,11 +82,11 @@ class DuplicateControllers:
         if other == self._identity.incarnation:
             return None
         if isinstance(message.body, RunEnded):
-            self._heard.pop(other, None)
+            self._statuses.pop(other, None)
         if not isinstance(message.body, Status):
             return None
-        self._heard = {other: self._heard.get(other, 0) + 1}
-        if self._heard[other] < _TIMES:
+        self._statuses = {other: self._statuses.get(other, 0) + 1}
+        if self._statuses[other] < _TIMES:
             return None
         status = message.body
         return JobInUse(
@@ -115,19 +115,19 @@ async def claim_job(bus: Bus, identity: Identity, heartbeat_s: float, *, hangs_a
     duplicates = DuplicateControllers(bus.job, identity)
     own = int(bus.writes(TrainCmd))  # of an earlier controller on this bus
     looked_s = time.monotonic()
-    heard_s = 0.0  # for how long this process has listened
+    listened_s = 0.0  # for how long this process has listened
     until_s, longest_s = LISTEN_S, max(LISTEN_S, HEARTBEATS * heartbeat_s, hangs_after_s)
     with bus.subscribe(Control, TrainCmd) as inbox:
         while True:
             bus.access_policy.check_controller()
             now_s = time.monotonic()
-            heard_s, looked_s = heard_s + min(now_s - looked_s, _TICK_S), now_s
-            if heard_s >= until_s:  # also where clients talk without a pause
-                if heard_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
+            listened_s, looked_s = listened_s + min(now_s - looked_s, _TICK_S), now_s
+            if listened_s >= until_s:  # also where clients talk without a pause
+                if listened_s >= longest_s or bus.matched_writers(TrainCmd) <= own:
                     return
-                until_s = min(longest_s, heard_s + LISTEN_S)  # for one that has died it is over when DDS knows
+                until_s = min(longest_s, listened_s + LISTEN_S)  # for one that has died it is over when DDS knows
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(until_s - heard_s, _TICK_S)):
+                async with asyncio.timeout(min(until_s - listened_s, _TICK_S)):
                     if (taken := duplicates.observe(await inbox.get())) is not None:
                         raise taken
 

@@ -161,9 +161,9 @@ class LocalTraining:
 
     def train(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
-        heard_s: float,
+        commanded_s: float,
     ) -> EncodedUpdate:  # fmt: skip
-        """Train from ``base``, float32, shape (D,), and encode the result. ``heard_s``: when the command came, by
+        """Train from ``base``, float32, shape (D,), and encode the result. ``commanded_s``: when the command came, by
         ``time.perf_counter``. Clients that share a process take turns (runtime/compute_limiter.py).
 
         Raises:
@@ -172,11 +172,11 @@ class LocalTraining:
                 And whatever the task raises.
         """
         with TRAINING.take(should_stop):
-            return self._train(welcome, command, base, transfer, should_stop, heard_s)
+            return self._train(welcome, command, base, transfer, should_stop, commanded_s)
 
     def _train(
         self, welcome: Welcome, command: TrainCmd, base: Tensor, transfer: int, should_stop: Callable[[], bool],
-        heard_s: float,
+        commanded_s: float,
     ) -> EncodedUpdate:  # fmt: skip
         identity = self._identity
         self._probe.reached("before_training", command.round_id)
@@ -209,7 +209,7 @@ class LocalTraining:
             num_samples=int(outcome.num_samples), train_s=trained_s - started_s,
             loss=math.nan if outcome.loss is None else float(outcome.loss),
             encode_s=encoded_s - trained_s, memory="" if sealed is None else sealed.place,
-            wait_s=max(0.0, started_s - heard_s), update_norm=update_norm,
+            wait_s=max(0.0, started_s - commanded_s), update_norm=update_norm,
             residual_norm=0.0 if residual is None else l2_norm(residual),
         )  # fmt: skip
         self._probe.note(

@@ -33,9 +33,9 @@ class ControllerSession:
         """``controller_timeout_s``: without a message of a controller for so long, this client gives up."""
         self._controller_timeout_s = controller_timeout_s
         self._handled = False  # the command has been answered, without success
-        self._session_heard_s = 0.0
+        self._session_seen_s = 0.0
         self._turn_s = LISTENED_S
-        self._heard_s = self._listened_s = time.monotonic()
+        self._seen_s = self._listened_s = time.monotonic()
         self.welcome: Welcome | None = None
         self.command: TrainCmd | None = None
         self.commanded_s = 0.0
@@ -52,26 +52,26 @@ class ControllerSession:
 
     def begin(self) -> None:
         """Start to wait for the controller."""
-        self._heard_s = self._listened_s = time.monotonic()
+        self._seen_s = self._listened_s = time.monotonic()
 
     def listen(self, again_within_s: float | None = None) -> None:
         """Note that this process runs, and will again within ``again_within_s``, by default as before. If it is late,
         it was stopped, or its interpreter held: that time is not counted as the controller's silence."""
         now_s = time.monotonic()
-        deaf_s = max(0.0, now_s - self._listened_s - self._turn_s)
+        late_s = max(0.0, now_s - self._listened_s - self._turn_s)
         self._turn_s = self._turn_s if again_within_s is None else again_within_s
         self._listened_s = now_s
-        self._heard_s += deaf_s
-        self._session_heard_s += deaf_s
+        self._seen_s += late_s
+        self._session_seen_s += late_s
 
     def accepts_session(self, session: int) -> bool:
         """Whether a message of this controller counts: not the last ones of a controller that has been replaced."""
         now_s = time.monotonic()
-        if session < self.incarnation and now_s - self._session_heard_s < OLD_SESSION_S:
+        if session < self.incarnation and now_s - self._session_seen_s < OLD_SESSION_S:
             return False
-        self._heard_s = now_s
+        self._seen_s = now_s
         if session == self.incarnation:
-            self._session_heard_s = now_s
+            self._session_seen_s = now_s
         return True
 
     def start_session(self, session: int, welcome: Welcome) -> None:
@@ -79,7 +79,7 @@ class ControllerSession:
         committed."""
         if session != self.incarnation:  # else its command still holds: it is not repeated
             self.command, self.counted_round, self.failure = None, 0, None
-        self.incarnation, self._session_heard_s, self.run_id = session, time.monotonic(), welcome.run_id
+        self.incarnation, self._session_seen_s, self.run_id = session, time.monotonic(), welcome.run_id
 
     def take(self, command: TrainCmd) -> bool:
         """Take a command. Whether it is another one than before, so that training for that one stops. One of an earlier
@@ -118,16 +118,16 @@ class ControllerSession:
         return self.incarnation == session and self.welcome is not None and self.ended is None
 
     @property
-    def heard_s(self) -> float:
+    def seen_s(self) -> float:
         """When a controller's message came last, by ``time.monotonic``; before that, when the wait began."""
-        return self._heard_s
+        return self._seen_s
 
     def check_controller(self, misconfiguration: str, hint: str = "") -> None:
         """Raises BarrierTimeout: no controller for too long. ``misconfiguration``: the likely reason, for its text,
         and ``hint``: what to do."""
         self.listen()
         limit_s = self._controller_timeout_s
-        if time.monotonic() - self._heard_s > limit_s:
+        if time.monotonic() - self._seen_s > limit_s:
             raise BarrierTimeout(
                 "controller", missing=(), ready=0, needed=1, timeout_s=limit_s, misconfiguration=misconfiguration,
                 hint=hint,

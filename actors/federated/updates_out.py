@@ -37,7 +37,7 @@ class UpdateSender:
         self._receipt: Receipt | None = None
         self._sending: asyncio.Task[None] | None = None
         self._has_sent = False
-        self._heard = asyncio.Event()
+        self._answered = asyncio.Event()
         self.phase = "idle"
         self.bytes_up = 0
 
@@ -59,13 +59,13 @@ class UpdateSender:
                     return self._receipt
                 if not check():
                     return None
-                self._heard.clear()
+                self._answered.clear()
                 with contextlib.suppress(BusError):
                     await self._bus.publish(self._identity, update.request)
                     self._probe.reached("after_offer", update.key.round_id)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REPEAT_AFTER_S):
-                        await self._heard.wait()
+                        await self._answered.wait()
         finally:
             self._update, self.phase = None, "idle"
             if self._sending is not None:
@@ -84,7 +84,7 @@ class UpdateSender:
         match body:
             case Receipt():
                 self._receipt = body
-                self._heard.set()
+                self._answered.set()
             case Grant():
                 self._start(update, None, group)
             case RetransmitRequest():
@@ -92,7 +92,7 @@ class UpdateSender:
 
     def interrupt(self) -> None:
         """Check at once whether the update is still wanted."""
-        self._heard.set()
+        self._answered.set()
 
     def _start(self, update: EncodedUpdate, only: Sequence[int] | None, group: asyncio.TaskGroup) -> None:
         """Send, unless frames are being sent: those that are missing then will be requested again."""

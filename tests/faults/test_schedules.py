@@ -278,7 +278,7 @@ class Schedules(RuleBasedStateMachine):
         self.now_s += seconds
         self.words_arrive(clients)  # in the meantime
         for member in self.members.find_silent(self.now_s):
-            assert self.now_s - member.heard_s > DEAD_AFTER_S
+            assert self.now_s - member.seen_s > DEAD_AFTER_S
             self.gone(member.client_id)
 
     # Always
