@@ -302,8 +302,8 @@ class CheckpointStore:
 def load_weights(path: Path, *, assemble: Callable[[Mapping[str, Tensor]], Tensor] | None = None) -> Tensor:
     """The weights in a safetensors file, as one float32 vector: for starting from given weights.
 
-    Takes a checkpoint of ours, which has one tensor ``weights``, or whatever ``assemble`` makes a vector of: a module's
-    named tensors, as a rule.
+    Takes one of our own checkpoints, which has one tensor ``weights``, or whatever ``assemble`` makes a vector of: as a
+    rule, a module's named tensors.
 
     Raises:
         CheckpointError: no such file, not safetensors, or nothing in it that can be used.

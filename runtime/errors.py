@@ -141,8 +141,8 @@ class PeerLost(CollectiveError):
     def __init__(self, group: str, reasons: Mapping[int, str]) -> None:
         self.ranks = tuple(sorted(reasons))
         self.reasons = dict(reasons)
-        told = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in self.ranks)
-        super().__init__(f"group {group!r} has lost {told}. Form the group anew to go on, from the last checkpoint")
+        lost = "; ".join(f"rank {rank}: {self.reasons[rank]}" for rank in self.ranks)
+        super().__init__(f"group {group!r} has lost {lost}. Form the group anew to go on, from the last checkpoint")
 
 
 class ReplicasDiverged(GradbusError):

@@ -51,7 +51,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text file. One that is longer than any of ours comes in pieces, of which none is JSON.
+    """The lines of a text file. One that is longer than any of our own comes in pieces, of which none is JSON.
 
     Raises:
         OSError: the file cannot be read.

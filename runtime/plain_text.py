@@ -27,7 +27,7 @@ def plain_line(text: str) -> str:
 
 
 def plain_but_colours(text: str) -> str:
-    """The same for text that a program of ours has coloured: sequences that set colours stay, all others go."""
+    """The same for text that one of our own programs has coloured: sequences that set colours stay, all others go."""
     pieces = _COLOUR.split(text)
     pieces[::2] = map(plain_text, pieces[::2])
     return "".join(pieces)

@@ -74,27 +74,27 @@ def readable_traceback(error: BaseException, *, full: bool = False) -> str:
 
     Where none of the lines is the user's, or with ``full``, nothing is left out.
     """
-    told = traceback.TracebackException.from_exception(error)
+    report = traceback.TracebackException.from_exception(error)
     if not full and user_error(error).is_own:
-        _shorten(told)
-    return "".join(told.format())
+        _shorten(report)
+    return "".join(report.format())
 
 
 def traceback_with_place(error: BaseException, *, full: bool = False) -> str:
     """The same, with the place in its last line, which then says it all."""
-    told = readable_traceback(error, full=full).rstrip("\n")
+    report = readable_traceback(error, full=full).rstrip("\n")
     what = user_error(error)
-    head, line_end, last = told.rpartition("\n")
+    head, line_end, last = report.rpartition("\n")
     if last == what.what:
-        told = head
-    return f"{told}{line_end}{what}"
+        report = head
+    return f"{report}{line_end}{what}"
 
 
-def _shorten(told: traceback.TracebackException) -> None:
-    kept = [frame for frame in told.stack if _whose(frame.filename) != _LIBRARY]
+def _shorten(report: traceback.TracebackException) -> None:
+    kept = [frame for frame in report.stack if _whose(frame.filename) != _LIBRARY]
     if kept:
-        told.stack = traceback.StackSummary.from_list(kept)
-    for inner in (told.__cause__, told.__context__):
+        report.stack = traceback.StackSummary.from_list(kept)
+    for inner in (report.__cause__, report.__context__):
         if inner is not None:
             _shorten(inner)
 

@@ -3,10 +3,10 @@
 Three know something. The *kernel* knows the processes of this machine, without fail. The sender itself says so when its
 bus closes. *DDS* says that a writer is gone: when its lease ran out, which is also so where a process was stopped, had
 no turn or was cut off; when its process said goodbye; and when anybody has sent the 84 bytes of such a goodbye in its
-name, for discovery is not sealed. So what DDS says is a doubt, and becomes a fact when nothing is heard for a lease.
+name, for discovery is not sealed. So what DDS says is a doubt, and becomes a fact when nothing comes for a lease.
 
 Who is on this machine is gone when the kernel says so. DDS counts only where such a process lives on and has left the
-bus without a word: then nothing is heard for a good while, although it runs.
+bus without announcing it: then nothing comes for a good while, although it runs.
 
 Time is what this process has spent listening. While it was stopped itself, or had no turn, it could not hear anybody.
 """
@@ -79,7 +79,7 @@ class Liveness:
     ) -> None:  # fmt: skip
         """Args:
         lease_s: after so long a silence a sender whose writers DDS has lost is gone.
-        watch: have the end of a process told to :meth:`ended`; whether that can be. unwatch: no more.
+        watch: have the end of a process reported to :meth:`ended`; returns whether that can be. unwatch: no more.
         is_stopped: whether a process stands still because somebody wants it to.
         """
         self._lease_s = lease_s
@@ -137,7 +137,7 @@ class Liveness:
     def _watches(self, claim: str) -> bool:
         if claim in self._of_process:
             return True
-        self._of_process[claim] = set()  # first: the end may be told at once
+        self._of_process[claim] = set()  # first: the end may be reported at once
         if self._watch(claim):
             return True
         del self._of_process[claim]

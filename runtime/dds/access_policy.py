@@ -41,7 +41,7 @@ class AccessPolicy:
         return ""
 
     def when_refused(self, tell: Callable[[GradbusError], None]) -> Callable[[], None]:
-        """Have the error told, on the receive thread or here, when a rank must not go on. Returns what undoes this."""
+        """Have ``tell`` called, on the receive thread or here, when a rank must not go on. Returns what undoes this."""
         return lambda: None
 
     def check_controller(self) -> None:

@@ -1,7 +1,7 @@
-"""Discovery of DDS: which processes its participants are in, and what it is told of those that have ended.
+"""Discovery of DDS: which processes its participants are in, and how it learns of those that have ended.
 
 Each participant says in its user data which process it is in (:mod:`.peer_processes`). When the kernel says that this
-one has ended, DDS is told by the message that the process itself sends when it leaves in order, which goes to this
+one has ended, DDS gets the message that the process itself sends when it leaves gracefully, which goes to this
 process's own sockets alone. Else DDS would keep the dead one until its lease ends, and a writer that waits for a reader
 of it would wait as long; so a lease can be long where processes share a machine, and a stopped process lose nothing.
 
@@ -153,7 +153,7 @@ class Discovery:
             return
         others = self._of_process.setdefault(claim, set())
         others.add(prefix)
-        self._processes[prefix] = claim  # first: the end may be told at once
+        self._processes[prefix] = claim  # first: the end may be reported at once
         if len(others) > 1:  # one listener for all of a process, which may announce thousands
             if peer_processes.has_ended(claim):
                 self._dismiss([prefix])

@@ -1,6 +1,6 @@
 """DDS domains and participants of this process, which its buses share; and topics, which readers and writers share.
 
-A domain is one per process and id: that is DDS, not us. Participants are shared for a reason of ours. With two in one
+A domain is one per process and id: that is DDS, not us. Participants are shared for another reason. With two in one
 process of which one goes while a third comes elsewhere, Cyclone 11.0 may take what the newcomer says about its readers
 and writers for received, when the one that has asked for it is gone: the endpoints are never found, and those who wait
 for each other wait for ever. So no participant is taken down before the last bus of its domain.

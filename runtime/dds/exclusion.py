@@ -124,7 +124,7 @@ def describe(claim: Claim) -> dict[str, object]:
         ``host``, ``process``, ``pid`` and ``address`` as announced; of a process on this machine ``user``, the number
         of the user whose socket it is, and ``pid`` and ``process`` as the kernel has them, if this process may see it.
     """
-    told: dict[str, object] = {
+    facts: dict[str, object] = {
         "host": claim.host[:64], "process": claim.process[:64], "pid": claim.pid[:16], "address": claim.addresses[:80],
     }  # fmt: skip
     for address, port in _ADDRESS.findall(claim.addresses):
@@ -133,10 +133,10 @@ def describe(claim: Claim) -> dict[str, object]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             listening = next((one for one in _udp_sockets() if one.port == int(port)), None)
             if listening is not None:
-                told["user"] = listening.user
-                told.update(_process_of(listening.inode, claim.pid))
+                facts["user"] = listening.user
+                facts.update(_process_of(listening.inode, claim.pid))
         break
-    return told
+    return facts
 
 
 def _is_here(address: str) -> bool:

@@ -328,7 +328,7 @@ class _Owner:
 
 def is_ours_alone(view: memoryview) -> bool:
     """Whether what was taken may be written over: it lies in memory of DDS's own, and nobody else has it. Other readers
-    in this process would, and the writer, if it is here. False also where that cannot be told."""
+    in this process would, and the writer, if it is here. False also where that is unknown."""
     owner = getattr(view.obj, "_owner", None)
     return _count_is_known and isinstance(owner, _Owner) and owner.references == 2
 

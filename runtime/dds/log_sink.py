@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from gradbus.runtime.logs import get_logger
 
 READ_BYTES = 16 << 10  # at a time; buses read once a second
-LINES, WINDOW_S = 5, 60.0  # so many are told in such a time
+LINES, WINDOW_S = 5, 60.0  # so many are logged in such a time
 MAX_LINE = 300
 _HEADER = re.compile(r"^\s*\d+\.\d+ \[\d*\]\s+\S+: ")
 

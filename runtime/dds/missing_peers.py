@@ -2,7 +2,7 @@
 
 Processes that wait for others (a rank for the others of its group, a controller for its clients, a client for its
 controller, a store for those who join) say so every ten seconds, and an error at the end of the wait says the same.
-Mostly the others were not started, or the bus cannot reach them: it is on ``lo`` unless it is told otherwise.
+Mostly the others were not started, or the bus cannot reach them: it is on ``lo`` unless configured otherwise.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class WaitLog:
         Args:
             missing: who. began_s: when the wait began, by ``time.monotonic``, where that changes.
             elsewhere: as for :meth:`Reach.advice`. reason: what is known of why.
-            misconfiguration: what was heard of others that are set up in another way, see ``Bus.misconfiguration``.
+            misconfiguration: what is known of others that are set up in another way, see ``Bus.misconfiguration``.
         """
         if began_s is not None and began_s != self._began_s:
             self._began_s, self._next_s = began_s, began_s + EVERY_S

@@ -67,11 +67,11 @@ def describe(participant: Any, idl_type: Any) -> int:
 
 
 def _describe(participant: Any, topic: Any) -> int:
-    told, made = ct.c_void_p(), ct.c_void_p()
-    code = _get_typeinfo(topic._ref, ct.byref(told))
+    described, made = ct.c_void_p(), ct.c_void_p()
+    code = _get_typeinfo(topic._ref, ct.byref(described))
     if code == libddsc.RETCODE_OK:
-        code = _create_descriptor(_LOCAL_DOMAIN, participant._ref, told, 0, ct.byref(made))
-        _free_typeinfo(told)
+        code = _create_descriptor(_LOCAL_DOMAIN, participant._ref, described, 0, ct.byref(made))
+        _free_typeinfo(described)
     if code != libddsc.RETCODE_OK or not made.value:
         raise OSError(f"libddsc cannot describe type {topic.data_type.__idl__.idl_transformed_typename}: {code}")
     return made.value

@@ -1,6 +1,6 @@
 """Processes of this machine, as the kernel knows them: whether one that others know by its claim still runs.
 
-A lease says that nothing was heard for so long. That is no death where a machine is busy, or where a process was
+A lease says that nothing has come for so long. That is no death where a machine is busy, or where a process was
 stopped and goes on. The kernel knows: a pidfd becomes readable when its process has ended, however it ended, within a
 millisecond, and at no other time.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from gradbus.runtime import fast_paths
 from gradbus.runtime.logs import get_logger
 
-SETTLE_S = 0.02  # after the end of a process until it is told of: what it sent last is on its way through DDS
+SETTLE_S = 0.02  # after the end of a process until it is reported: what it sent last is on its way through DDS
 MAX_WATCHED = 4096  # processes; a descriptor each
 _CLAIM = re.compile(r"([0-9a-f]{16}) ([1-9]\d{0,9}) (\d{1,19})")
 

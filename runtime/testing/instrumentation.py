@@ -30,7 +30,7 @@ class Probe:
         self.history.note(event, **facts)
 
     def end(self, **facts: Any) -> None:
-        """The process, or its part in the run, ends in order."""
+        """The process, or its part in the run, ends gracefully."""
         self.history.note("ended", **facts)
         self.history.close()
 
