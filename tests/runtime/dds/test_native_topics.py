@@ -40,7 +40,7 @@ def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_cyclones_own(bus: Bus) -> bool:
     with bus.subscribe(Control):
-        (kind,) = {isinstance(used.entity, native_topics.CTopic) for used in bus._participant.topics._used.values()}
+        (kind,) = {isinstance(one, native_topics.CTopic) for one in bus._participant.topics._entities.values()}
         return kind
 
 
