@@ -312,7 +312,7 @@ class Membership:
         def end() -> None:
             for lost in leave.lost:  # before: it is what the others want to know
                 if lost < self.formation.world and lost not in (rank, self.identity.sender):
-                    self._lose(lost, f"gone, as rank {rank} says")
+                    self._lose(lost, f"gone, as rank {rank} says, which {leave.reason}")
             how = f"left: {DONE}" if leave.ok and leave.reason == DONE else leave.reason
             (self.engine.leave if leave.ok else self._lose)(rank, how)
 
