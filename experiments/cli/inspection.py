@@ -19,6 +19,7 @@ from gradbus.experiments.cli.options import (
     add_current_directory_to_path,
     addresses_of,
     command,
+    print_text,
 )
 from gradbus.experiments.run.lifecycle import run_loop
 from gradbus.runtime.fast_paths import LOOPBACK
@@ -91,8 +92,7 @@ def check(
         lines.append(f"{run.cut_short} lines are left out: cut short where a process was killed, or damaged")
     if run.without_start:
         lines.append(f"{run.without_start} events are left out: no start of their process was noted")
-    for line in lines:
-        print(plain_line(line))
+    print_text("".join(f"{plain_line(line)}\n" for line in lines))
     return ExitCode.HISTORY if any(result.violations for result in results) else ExitCode.OK
 
 

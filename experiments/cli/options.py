@@ -93,6 +93,14 @@ def settings_of(
     ]
 
 
+def print_text(text: str) -> None:
+    """Print a text whose reader, such as ``head`` or a pager, may end before its end."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the interpreter's last flush must not fail as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def addresses_of(text: str) -> tuple[str, ...]:
     """The addresses in an option that lists them, separated by commas."""
     return tuple(address.strip() for address in text.split(",") if address.strip())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated
 
 import typer
 
 from gradbus.experiments.cli.choices import FileKind
-from gradbus.experiments.cli.options import command
+from gradbus.experiments.cli.options import command, print_text
 
 config = typer.Typer(
     name="config",
@@ -26,7 +24,7 @@ def reference(
     """Print every setting of controller, client and worker: name, default, type, and what it does."""
     from gradbus.experiments.settings_reference import as_markdown, as_text
 
-    _print(as_markdown() if markdown else as_text())
+    print_text(as_markdown() if markdown else as_text())
 
 
 @config.command()
@@ -38,14 +36,7 @@ def schema(
     from gradbus.experiments.rundir.directory import json_text
     from gradbus.experiments.settings_reference import json_schema
 
-    _print(json_text(json_schema(kind), indent=2) + "\n")
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # `head` or a pager has ended; the interpreter's last flush must not fail as well
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_text(json_text(json_schema(kind), indent=2) + "\n")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import resource
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,6 +270,14 @@ def test_every_round_of_a_real_run_is_computed_again_to_the_last_bit(rules: dict
     damaged.write_bytes(payload)
     assert broken(tmp_path) == ["I3"]
     assert len(set(crcs)) == 3
+
+
+def test_a_reader_of_the_check_may_end_before_it(tmp_path: Path) -> None:
+    write(tmp_path / "history", "controller", started())
+    program = Path(sys.executable).parent / "gradbus"
+    command = f"set -o pipefail; {program} check {tmp_path} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 BOTH_WAYS = {"codec": "s4", "downlink_codec": "q8"}
