@@ -273,6 +273,7 @@ def test_every_round_of_a_real_run_is_computed_again_to_the_last_bit(rules: dict
 
 
 def test_a_reader_of_the_check_may_end_before_it(tmp_path: Path) -> None:
+    (tmp_path / "history").mkdir()
     write(tmp_path / "history", "controller", started())
     program = Path(sys.executable).parent / "gradbus"
     command = f"set -o pipefail; {program} check {tmp_path} | true"
