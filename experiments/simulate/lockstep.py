@@ -47,7 +47,7 @@ class Cost:
     Attributes:
         bytes_out: of each rank, as the shortest way of each request needs: 2 (N - 1) / N of a tensor that is reduced
             (reduce-scatter and gather), a payload once to each rank that gets it.
-        messages: of each rank. phases: how often a rank waited for others, the most of all ranks.
+        messages: of each rank. phases: how often each rank waited for others.
     """
 
     bytes_out: list[int]
@@ -192,6 +192,9 @@ class Lockstep:
         size = total.numel() * total.element_size()
         for rank in range(self.world):
             self._count(rank, 2 * (self.world - 1) * size // self.world, 2 * (self.world - 1))
+        for rank, one in enumerate(requests):
+            if one.out is not None and (one.out.shape, one.out.dtype) != (total.shape, total.dtype):
+                raise Mismatch(f"{first.name!r}: out of rank {rank} does not fit the tensor")
         return [total.clone() if one.out is None else one.out.copy_(total) for one in requests]
 
     def _reduce_scatter(self, requests: Sequence[ReduceScatter]) -> list[Tensor]:
@@ -204,6 +207,8 @@ class Lockstep:
     def _reduced(self, requests: Sequence[AllReduce | ReduceScatter], divisor: int | None) -> Tensor:
         first = requests[0]
         for rank, one in enumerate(requests):
+            if getattr(one, "divisor", None) != getattr(first, "divisor", None):
+                raise Mismatch(f"{first.name!r}: the ranks divide by different numbers")
             if (one.op, one.tensor.shape, one.tensor.dtype) != (first.op, first.tensor.shape, first.tensor.dtype):
                 raise Mismatch(
                     f"{first.name!r}: rank 0 asks for {first.op} of {tuple(first.tensor.shape)} {first.tensor.dtype}, "
@@ -217,7 +222,10 @@ class Lockstep:
         return [[one.payload.detach().clone() for one in requests] for _ in requests]
 
     def _broadcast(self, requests: Sequence[Broadcast]) -> list[Tensor]:
-        root = requests[0].root
+        root, first = requests[0].root, requests[0].tensor
+        for one in requests:
+            if (one.root, one.tensor.shape, one.tensor.dtype) != (root, first.shape, first.dtype):
+                raise Mismatch(f"{one.name!r}: the ranks differ in root, shape or dtype")
         source = requests[root].tensor.detach().clone()
         self._count(root, source.numel() * source.element_size() * (self.world - 1), self.world - 1)
         for one in requests:

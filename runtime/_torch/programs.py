@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,9 +21,12 @@ from gradbus.runtime.algorithms.requests import (
     joined_results,
     simple_requests,
 )
+from gradbus.runtime.errors import CollectiveError
 
 R = TypeVar("R")
 Finish = Callable[[], Any]  # waits, and returns the result of a request
+
+MAX_PAYLOAD_BYTES = 1 << 32  # of one rank, of those that are gathered
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -79,20 +83,25 @@ def _after(works: Sequence[Any], result: Callable[[], Any]) -> Finish:
 
 
 def _all_reduce(request: AllReduce, group: dist.ProcessGroup | None) -> Finish:
-    """Half precision is added in float32, as gradbus does: other backends round after each addition."""
-    tensor = request.tensor.detach()
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = tensor.float() if is_half else tensor.clone(memory_format=torch.contiguous_format)
-    if request.out is tensor is request.tensor and not is_half and tensor.is_contiguous():
+    """Half precision travels as such on "dds", which adds it in float32. Other backends would round after each
+    addition: there it travels in float32."""
+    tensor, is_dds = request.tensor.detach(), dist.get_backend(group) == "dds"
+    widens = tensor.dtype in (torch.float16, torch.bfloat16) and not is_dds
+    if request.out is request.tensor and tensor.is_contiguous() and not widens:
         total = tensor
-    work = dist.all_reduce(total, op=_OPS[request.op], group=group, async_op=True)
+    else:
+        total = tensor.float() if widens else tensor.clone(memory_format=torch.contiguous_format)
+    world = dist.get_world_size(group)
+    divides = request.op == "mean" and is_dds and request.divisor in (None, world)  # rounds once, at the end
+    op = dist.ReduceOp.AVG if divides else _OPS[request.op]
+    work = dist.all_reduce(total, op=op, group=group, async_op=True)
 
     def result() -> Tensor:
-        if request.op == "mean":
-            total.mul_(1 / (request.divisor or dist.get_world_size(group)))
+        if request.op == "mean" and not divides:
+            total.mul_(1 / (request.divisor or world))
         if request.out is None:
             return total.to(tensor.dtype)
-        return request.out if request.out is total else request.out.copy_(total)
+        return request.out if total is tensor else request.out.copy_(total)
 
     return _after([work], result)
 
@@ -104,7 +113,11 @@ def _all_gather(payload: Tensor, group: dist.ProcessGroup | None) -> Finish:
     shape = torch.tensor(payload.shape, dtype=torch.int64)
     shapes = [torch.empty_like(shape) for _ in range(world)]
     dist.all_gather(shapes, shape, group=group)
-    sizes = [int(one.prod()) for one in shapes]
+    if any(int(one.min()) < 0 for one in shapes if one.numel()):
+        raise CollectiveError(f"all_gather: ranks announce the shapes {[one.tolist() for one in shapes]}")
+    sizes = [math.prod(one.tolist()) for one in shapes]
+    if max(sizes) * payload.element_size() > MAX_PAYLOAD_BYTES:
+        raise CollectiveError(f"all_gather: a rank announces {max(sizes)} entries, at most {MAX_PAYLOAD_BYTES} bytes")
     sent = torch.zeros(max(sizes), dtype=payload.dtype)
     sent[: payload.numel()] = payload.reshape(-1)
     parts = [torch.empty_like(sent) for _ in range(world)]

@@ -160,8 +160,13 @@ def one_bit(x: Tensor) -> Tensor:
 
 
 def decoded_bit(message: Tensor, numel: int) -> Tensor:
-    """The inverse: float32, shape (numel,); all NaN if the vector was not finite."""
+    """The inverse: float32, shape (numel,); all NaN if the vector was not finite.
+
+    Raises:
+        CodecError: a message of another length.
+    """
+    bits = signs(message[4:], numel)
     scale = float(message[:4].clone().view(torch.float32))
     if not message[4]:
         return torch.full((numel,), math.nan)
-    return signs(message[4:], numel).float().mul_(scale)
+    return bits.float().mul_(scale)

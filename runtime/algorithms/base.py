@@ -15,10 +15,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.requests import Program
 from gradbus.runtime.choices import ALGORITHMS as ALGORITHMS
 from gradbus.runtime.choices import Choice
 from gradbus.runtime.choices import Options as Options
+from gradbus.runtime.errors import ConfigError
 
 Scope: TypeAlias = Literal["bucket", "weights"]
 
@@ -105,13 +107,15 @@ class Memory:
         """Replace all tensors of these kinds by copies.
 
         Raises:
-            ValueError: one has another kind.
+            ValueError: one has another kind, or NaN or infinity in it.
         """
         loaded: dict[tuple[str, str], Tensor] = {}
         for full_name, tensor in tensors.items():
             kind, _, name = full_name.partition("/")
             if kind not in kinds:
                 raise ValueError(f"state {full_name!r}: expected one of {sorted(kinds)} before the first '/'")
+            if not are_finite([tensor.detach()]):
+                raise ValueError(f"state {full_name!r} has NaN or infinity in it")
             loaded[kind, name] = tensor.detach().clone()
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in kinds} | loaded
         self._staged.clear()
@@ -124,8 +128,8 @@ class Algorithm(ABC):
         choice: its name.
         scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``weights``: one for all
             weights.
-        overlaps: of scope ``weights``: the weights at the beginning of a step are exchanged while its gradients are
-            computed, and replaced before the optimizer's step; else they are exchanged after it.
+        overlaps: of scope ``weights``: the weights that the gradients were computed with are exchanged, and replaced
+            before the optimizer's step, so that this may go on while gradients are computed; else after that step.
         makes_steps: what the exchange leaves in a bucket is a step, to be multiplied by the learning rate, not a
             gradient: the optimizer that follows is SGD without momentum.
         equal_replicas: whether all ranks have bit-equal weights after each step.
@@ -180,6 +184,8 @@ class Algorithm(ABC):
 def make_algorithm(name: str, place: Place, options: Mapping[str, Any] | None = None) -> Algorithm:
     """An algorithm by its name. Raises ConfigError: there is none, or the options do not fit; names the nearest."""
     kind = ALGORITHMS.find(name)
+    if not issubclass(kind, Algorithm):
+        raise ConfigError(f"{ALGORITHMS.key}: {name!r} is no Algorithm: inherit from gradbus.runtime.algorithms.base")
     checked = ALGORITHMS.options(Choice.model_validate({**(options or {}), "name": name}))
     algorithm: Algorithm = kind(place, kind.Options(**checked))
     return algorithm

@@ -5,7 +5,7 @@ algorithm 1; the choice of peers and the low-precision ring of Gan et al., "BAGU
 Koloskova, Stich and Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed communication",
 ICML 2019 (arXiv:1902.00340), algorithm 2 (CHOCO-SGD).
 
-The weights at the beginning of a step are averaged while its gradients are computed; then the optimizer takes its step:
+The weights that the gradients of a step were computed with are averaged, then the optimizer takes its step:
 x_{t+1} = average(x_t) - lr g(x_t). The model of a run is the mean of all ranks' weights.
 
 Differs from the sources: with an odd number of ranks one of them sits a step out in ``shift-one`` (circle method: all
@@ -20,9 +20,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradbus.codecs import CodecError
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
-from gradbus.runtime.algorithms.parts import decode_sparse, dequantized, quantized, take_largest
+from gradbus.runtime.algorithms.parts import decode_sparse, dequantized, max_sparse_bytes, quantized, take_largest
 from gradbus.runtime.algorithms.requests import AllReduce, Program, Swap
 from gradbus.runtime.errors import ConfigError
 
@@ -89,9 +90,7 @@ class Decentralized(Algorithm):
             came = yield self._both(x, left, right)
             self.memory.stage("left", key, came[left].clone())
             self.memory.stage("right", key, came[right].clone())
-            average = (x + came[left] + came[right]) / 3
-            self.memory.stage("replica", key, x.clone())
-            x.copy_(average)
+            self.memory.stage("replica", key, x.clone())  # the first average is the next step's, of these
             return
         w, at_left, at_right = (one for one in known.values() if one is not None)
         residual = self.memory.find_or_zeros("residual", key, x)
@@ -124,6 +123,10 @@ class Decentralized(Algorithm):
         message, rest = take_largest(difference.clone(), [x.numel()], self.options.density)
         sizes = yield self._both(torch.tensor([message.numel()]), left, right)
         peers = sorted({left, right})
+        most = max_sparse_bytes([x.numel()], self.options.density)
+        for peer in peers:
+            if not 0 < int(sizes[peer]) <= most:
+                raise CodecError(f"rank {peer} announces a message of {int(sizes[peer])} bytes, at most {most}")
         receive = {peer: torch.empty(int(sizes[peer]), dtype=torch.uint8) for peer in peers}
         came = yield Swap("changes", dict.fromkeys(peers, message), receive)
         x_hat = x_hat + (difference - rest)

@@ -29,7 +29,7 @@ from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, s
 
 
 class EF21(Algorithm):
-    """Compressed differences of gradients; ``momentum`` below 1 is EF21-SGDM."""
+    """Compressed differences of gradients; ``eta`` below 1 is EF21-SGDM."""
 
     choice = "ef21"
     own = frozenset({"known", "momentum"})
@@ -64,9 +64,9 @@ class EF21(Algorithm):
             before = self.memory.find_or_zeros("momentum", name, known)
             average = before * (1 - self.options.eta) + gradient * self.options.eta
             difference = average - known
-            message, rest = take_largest(difference, [difference.numel()], self.options.density)
+            message, rest = take_largest(difference.clone(), [difference.numel()], self.options.density)
             messages = yield AllGather(f"sparse/{name}", message)
-            self.memory.stage("known", name, average - rest)
+            self.memory.stage("known", name, known + (difference - rest))  # what the others decode, bit by bit
             self.memory.stage("momentum", name, average)
             change = torch.zeros_like(mean)
             sum_sparse(messages, change)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradbus.codecs import CodecError, decode_indices, encode_indices, top_k
 from gradbus.codecs.base import are_finite
 from gradbus.codecs.bytegrad import MinMax, dequantize_min_max, quantize_min_max
+from gradbus.codecs.index_coding import max_index_bytes
 from gradbus.codecs.quantize import num_chunks
 from gradbus.runtime.algorithms.requests import AllReduce, Program
 
@@ -52,8 +53,8 @@ def copy_into(tensors: Mapping[str, Tensor], flat: Tensor) -> None:
 
 
 def entries_of(density: float, numel: int) -> int:
-    """How many of ``numel`` entries are sent: at least one."""
-    return max(1, math.ceil(numel * density))
+    """How many of ``numel`` entries are sent: at least one, if there is one."""
+    return min(numel, max(1, math.ceil(round(numel * density, 9))))  # 100 * 0.07 is 7.000000000000001
 
 
 @torch.no_grad()
@@ -88,6 +89,12 @@ def encode_sparse(indices: Tensor, values: Tensor, dim: int) -> Tensor:
     coding, packed = encode_indices(indices, dim)
     head = _HEAD.pack(1, coding, 0, len(packed), indices.numel())
     return torch.frombuffer(bytearray(head + packed + values.contiguous().numpy().tobytes()), dtype=torch.uint8)
+
+
+def max_sparse_bytes(sizes: Sequence[int], density: float) -> int:
+    """Length of the longest message of :func:`take_largest` with these sizes: a limit for receivers."""
+    k = sum(entries_of(density, size) for size in sizes)
+    return _HEAD.size + max_index_bytes(sum(sizes), k) + 4 * k
 
 
 def decode_sparse(message: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
@@ -131,8 +138,10 @@ def quantized(values: Tensor, chunk_elems: int) -> Tensor:
 
 
 def dequantized(message: Tensor, numel: int, chunk_elems: int) -> Tensor:
-    """The inverse: float32, shape (numel,)."""
+    """The inverse: float32, shape (numel,). Raises CodecError: a message of another length."""
     count = 4 * num_chunks(numel, chunk_elems)
+    if message.numel() != 2 * count + numel:
+        raise CodecError(f"{message.numel()} bytes for {numel} values in chunks, expected {2 * count + numel}")
     lows, steps, q = message.split_with_sizes([count, count, numel])
     # Cloned: a view as float32 needs an aligned start.
     parts = MinMax(lows.clone().view(torch.float32), steps.clone().view(torch.float32), q)

@@ -10,8 +10,9 @@ A tensor is the matrix (shape[0], rest). It is compressed if (rows + columns) * 
 others go dense, together with P.
 
 Differs from the paper and the hook: orthonormal is Gram-Schmidt in float64 with a fixed order, and P Q^T is a sum of
-outer products in a fixed order, not fused. So all ranks get the same bits from the same sums, whatever processors they
-have, where QR and matrix products differ between libraries. ``max_rank`` lets the rank follow the loss.
+outer products in a fixed order, not fused: ranks with processors of one kind get the same bits, and others nearly
+always, where QR and matrix products differ between libraries. A column of Q that has become zero, as after a step
+without a gradient, is drawn anew: it would stay zero.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import copy_into, flattened, mean_of
 from gradbus.runtime.algorithms.requests import AllReduce, Program, side_by_side
 
-_TINY = 1e-12  # a column that is shorter is zero: the matrix has a smaller rank
+_TINY = 1e-10  # a column of which so little is left, of its length, depends on those before it: the rest is rounding
 
 
 class PowerSGD(Algorithm):
@@ -86,8 +87,7 @@ class PowerSGD(Algorithm):
         for name, tensor in tensors.items():
             gradient = tensor.reshape(tensor.shape[0], -1) * (self.place.world / step.active)
             ms[name] = gradient + self.memory.find_or_zeros("error", name, gradient)
-            q = self.memory.find("q", name)
-            qs[name] = orthonormal(self._first_q(name, gradient.shape) if q is None else q)
+            qs[name] = orthonormal(self._q(name, gradient.shape))
         ps = {name: m @ qs[name] for name, m in ms.items()}
         copy_into(ps, (yield AllReduce("p", flattened(ps), "sum")))  # no mean: it is made orthonormal
         ps = {name: orthonormal(p) for name, p in ps.items()}
@@ -99,6 +99,11 @@ class PowerSGD(Algorithm):
             self.memory.stage("q", name, qs[name])
             self.memory.stage("error", name, ms[name] - approximation)
             tensor.copy_(approximation.view(tensor.shape))
+
+    def _q(self, name: str, shape: torch.Size) -> Tensor:
+        """The Q of the step before, equal on all ranks; columns of zeros are drawn anew."""
+        first, q = self._first_q(name, shape), self.memory.find("q", name)
+        return first if q is None or q.shape != first.shape else q.where((q != 0).any(0), first)
 
     def _first_q(self, name: str, shape: torch.Size) -> Tensor:
         rank = self.rank_of(shape)
@@ -112,16 +117,18 @@ class PowerSGD(Algorithm):
 def orthonormal(matrix: Tensor) -> Tensor:
     """Make the columns orthonormal from left to right: Gram-Schmidt in float64, in a fixed order.
 
-    Sums of columns are taken by torch in float64 and differ between processors by less than a rounding of float32, with
-    rare exceptions, which the comparison of the ranks' weights finds. A column of zeros stays zero.
+    A column that depends on those before it becomes zero. Sums over a column are torch's, in float64: processors of
+    other kinds differ by far less than a rounding of float32.
 
     Args:
         matrix: float32, shape (rows, rank).
     """
     columns = list(matrix.double().unbind(1))
+    before = [math.sqrt(float((column * column).sum())) for column in columns]
     for i, column in enumerate(columns):
         length = math.sqrt(float((column * column).sum()))
-        columns[i] = column = column / length if length > _TINY or math.isnan(length) else torch.zeros_like(column)
+        is_new = length > _TINY * before[i] or math.isnan(length)
+        columns[i] = column = column / length if is_new else torch.zeros_like(column)
         for j in range(i + 1, len(columns)):
             columns[j] = columns[j] - column * float((column * columns[j]).sum())
     return torch.stack(columns, 1).float()

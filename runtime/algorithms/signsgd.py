@@ -5,8 +5,9 @@ tolerant", ICLR 2019 (arXiv:1810.05291), algorithm 1.
 
     gradient = sign(sum over the ranks of sign(g))
 
-Differs from the paper: sign(0) counts as 1, as a bit has no third value; a tie of the votes gives 0. The step has the
-length of the learning rate in each entry, so that has to be much smaller than that of SGD (0.0001 to 0.001).
+Differs from the paper: a bit has no third value, so an entry that is 0 votes 1 and -1 by turns; a rank whose gradient
+is 0 everywhere, as one without data, does not vote; a tie gives 0. The step has the length of the learning rate in each
+entry, so that has to be much smaller than that of SGD (0.0001 to 0.001).
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import math
 import torch
 from torch import Tensor
 
+from gradbus.codecs import CodecError
 from gradbus.codecs.base import are_finite
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllGather, Program
+
+_NOT_FINITE, _FINITE, _ABSTAINS = range(3)
 
 
 class SignSGD(Algorithm):
@@ -29,24 +33,34 @@ class SignSGD(Algorithm):
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         flat = bucket.flat
-        ballots = yield AllGather("signs", ballot(flat))
+        turns = (torch.arange(flat.numel()) + step.number) % 2 * 2.0 - 1
+        ballots = yield AllGather("signs", ballot(flat.where(flat != 0, turns), votes=bool(flat.any())))
         votes = torch.zeros(flat.numel(), dtype=torch.int32)
         for one in ballots:
-            if not one[0]:
+            cast = signs(one, flat.numel())
+            if one[0] == _NOT_FINITE:
                 flat.fill_(math.nan)
                 return
-            votes += signs(one, flat.numel())
+            if one[0] == _FINITE:
+                votes += cast
         flat.copy_(votes.sign())
 
 
-def ballot(flat: Tensor) -> Tensor:
-    """A byte that is 1 if all entries are finite, then a bit for each entry: uint8, shape (1 + ceil(n / 8),)."""
+def ballot(flat: Tensor, *, votes: bool = True) -> Tensor:
+    """A byte (0: not all entries are finite, 1: they are, 2: this rank does not vote), then a bit for each entry.
+
+    Returns:
+        uint8, shape (1 + ceil(n / 8),). The bit of 0 is 1.
+    """
     bits = torch.nn.functional.pad((flat >= 0).to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
     packed = (bits << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-    return torch.cat([torch.tensor([are_finite([flat])], dtype=torch.uint8), packed])
+    kind = (_FINITE if votes else _ABSTAINS) if are_finite([flat]) else _NOT_FINITE
+    return torch.cat([torch.tensor([kind], dtype=torch.uint8), packed])
 
 
 def signs(ballot: Tensor, numel: int) -> Tensor:
-    """The inverse: int32, shape (numel,), of 1 and -1."""
+    """The inverse: int32, shape (numel,), of 1 and -1. Raises CodecError: a ballot of another length."""
+    if ballot.numel() != 1 + -(-numel // 8):
+        raise CodecError(f"a ballot of {ballot.numel()} bytes for {numel} entries, expected {1 + -(-numel // 8)}")
     bits = (ballot[1:].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits.reshape(-1)[:numel].to(torch.int32) * 2 - 1

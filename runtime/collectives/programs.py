@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from gradbus.runtime.algorithms.requests import (
     AllGather,
     AllReduce,
@@ -22,6 +24,7 @@ from gradbus.runtime.algorithms.requests import (
 )
 from gradbus.runtime.collectives.group import Group
 from gradbus.runtime.collectives.handle import CollectiveHandle
+from gradbus.runtime.errors import CollectiveError
 
 R = TypeVar("R")
 
@@ -50,6 +53,7 @@ class ProgramRun(Generic[R]):
         self._name = name
         self._options: dict[str, Any] = {"round_id": round_id, "timeout_s": timeout_s}
         self._request: Request | None = None
+        self._is_cancelled = False
         self.handles = ()
 
     def start(self) -> bool:
@@ -68,10 +72,13 @@ class ProgramRun(Generic[R]):
         return self._advance(joined_results(self._request, answers))
 
     def cancel(self) -> None:
-        """Give up: buffers are given back, what has ended stays as it is."""
+        """Give up: buffers are given back, what has ended stays as it is. A phase that is being computed starts no
+        more requests."""
+        self._is_cancelled = True
         for handle in self.handles:
             handle.cancel()
-        self._program.close()
+        if not getattr(self._program, "gi_running", False):  # of a generator, not of all that act like one
+            self._program.close()
 
     def _advance(self, answer: Any) -> bool:
         self.handles = ()
@@ -79,6 +86,8 @@ class ProgramRun(Generic[R]):
             self._request = self._program.send(answer)
         except StopIteration as end:
             self.value = end.value
+            return False
+        if self._is_cancelled:
             return False
         started: list[CollectiveHandle[Any]] = []
         try:
@@ -115,7 +124,16 @@ class ProgramRun(Generic[R]):
         if not isinstance(request, Swap):
             return results.pop(0)
         del results[: len(request.send)]
-        return {source: memory.copy_(results.pop(0)) for source, memory in request.receive.items()}
+        for source, memory in request.receive.items():
+            came = results.pop(0)
+            if not isinstance(came, Tensor) or (came.shape, came.dtype) != (memory.shape, memory.dtype):
+                what = f"{came.dtype} {tuple(came.shape)}" if isinstance(came, Tensor) else type(came).__name__
+                raise CollectiveError(
+                    f"{self._called(request.name)}: expected {memory.dtype} {tuple(memory.shape)} from rank {source}, "
+                    f"got {what}"
+                )
+            memory.copy_(came)
+        return dict(request.receive)
 
 
 async def run_program(

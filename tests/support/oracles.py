@@ -120,10 +120,25 @@ def powersgd(gradients: Gradients, rank: int, first_q: Callable[[str], Array | N
 
 
 def signsgd(gradients: Gradients) -> Means:
-    def one(name: str, steps: list[list[Array]]) -> list[Array]:
-        return [np.sign(sum(np.where(gradient >= 0, 1, -1) for gradient in step)) for step in steps]
+    """Entries of 0 vote 1 and -1 by turns: by their place in the vector of all tensors, plus the step."""
+    results = []
+    for number, step in enumerate(gradients):
+        votes = []
+        for rank in step:
+            flat = np.concatenate([tensor.reshape(-1) for tensor in rank.values()])
+            turns = np.where((np.arange(flat.size) + number) % 2 == 1, 1, -1)
+            votes.append(np.where(flat == 0, turns, np.sign(flat)))
+        results.append(split(np.sign(sum(votes)), step[0]))
+    return results
 
-    return each_tensor(gradients, one)
+
+def split(flat: Array, like: dict[str, Array]) -> dict[str, Array]:
+    """A vector as tensors, one after the other."""
+    found, start = {}, 0
+    for name, tensor in like.items():
+        found[name] = flat[start : start + tensor.size].reshape(tensor.shape)
+        start += tensor.size
+    return found
 
 
 def bytes_of(x: Array, chunk: int) -> tuple[Array, float]:
@@ -149,9 +164,5 @@ def bytegrad(gradients: Gradients, chunk: int) -> tuple[Means, float]:
             final, last_step = bytes_of(total.astype(np.float32), chunk)
             largest_step = max(largest_step, last_step, *(step for _, step in decoded))
             parts.append(final)
-        flat, start, found = np.concatenate(parts), 0, {}
-        for name, tensor in step[0].items():
-            found[name] = flat[start : start + tensor.size].reshape(tensor.shape)
-            start += tensor.size
-        results.append(found)
+        results.append(split(np.concatenate(parts), step[0]))
     return results, largest_step

@@ -21,19 +21,27 @@ from gradbus.runtime.algorithms.requests import (
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (60, 33)}
 STEPS = 3
+# Algorithms with options in which all they do is done within these steps.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ALGORITHMS.table},
+    "dense fp16": ("dense", {"wire": "fp16"}),
+    "qadam": ("qadam", {"warmup_steps": 1}),
+    "onebit-adam": ("onebit-adam", {"warmup_steps": 1}),
+    **{f"decentralized {peers}": ("decentralized", {"peers": peers}) for peers in ("all", "ring", "choco")},
+}
 
 
 def every_algorithm(rank: int, world: int) -> Program[dict[str, Tensor]]:
     """What this rank has after the last step, by algorithm."""
     found = {}
-    for name in ALGORITHMS.table:
-        algorithm = make_algorithm(name, Place(rank, world))
+    for case, (name, options) in CASES.items():
+        algorithm = make_algorithm(name, Place(rank, world), options)
         for number in range(STEPS):
             random = torch.Generator().manual_seed(1000 * number + rank)  # ranks may be threads of one process
             bucket = bucket_of({key: torch.randn(shape, generator=random) for key, shape in SHAPES.items()})
             yield from algorithm.exchange(bucket, Step(number, active=world))
             algorithm.commit()
-        found[name] = bucket.flat
+        found[case] = bucket.flat
     return found
 
 

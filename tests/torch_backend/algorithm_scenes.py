@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 from torch_node import RankLocation
 
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.powersgd import PowerSGD
 from gradbus.runtime.choices import ALGORITHMS
 from gradbus.runtime.errors import ConfigError
@@ -113,9 +114,10 @@ def spoilt_steps(place: RankLocation) -> dict[str, Any]:
     """Weights of a run in which the loss of the last rank is not finite twice, and of one without these steps."""
     place.start()
     found: dict[str, Any] = {}
-    for name in ("dense", "topk", "ef21", "powersgd", "signsgd", "bytegrad"):
-        undisturbed = Training(place.rank, name).steps(4).weights
-        training = Training(place.rank, name).steps(2)
+    for name in ALGORITHMS.table:
+        options = OPTIONS.get(name, {})
+        undisturbed = Training(place.rank, name, **options).steps(4).weights
+        training = Training(place.rank, name, **options).steps(2)
         for _ in range(2):
             training.step(spoilt=place.rank == place.world - 1, counts=False)
         assert training.hook is not None
@@ -142,6 +144,60 @@ def resumed(place: RankLocation) -> dict[str, Any]:
     return found
 
 
+def in_the_midst_of_other_calls(place: RankLocation) -> dict[str, Any]:
+    """Weights where DDP has calls of its own in a backward pass, and where two models share one."""
+    place.start()
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = net(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, uses: bool) -> Tensor:
+            found: Tensor = self.always(x)
+            return self.sometimes(found) if uses else found
+
+    model = DistributedDataParallel(Sometimes(), find_unused_parameters=True, **SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with_algorithm(model, [optimizer], "powersgd", rank=2)
+    for number in range(4):
+        x, wanted = batch(place.rank, number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, number % 2 == 0), wanted).backward()
+        optimizer.step()
+    found = {"unused": [parameter.detach().clone() for parameter in model.parameters()]}
+    both = [DistributedDataParallel(net(), **SMALL_BUCKETS) for _ in range(2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.02) for one in both]
+    for one, its in zip(both, optimizers, strict=True):
+        with_algorithm(one, [its], "topk")
+    for number in range(3):
+        x, wanted = batch(place.rank, number)
+        for its in optimizers:
+            its.zero_grad()
+        nn.functional.cross_entropy(both[0](x) + both[1](x), wanted).backward()
+        for its in optimizers:
+            its.step()
+    found["two"] = [parameter.detach().clone() for one in both for parameter in one.parameters()]
+    return found
+
+
+def a_failing_program(place: RankLocation) -> dict[str, Any]:
+    """What backward() raises where an algorithm fails, and what its memory is after that."""
+    place.start()
+    training = Training(place.rank, f"{__name__}:Fails")
+    with pytest.raises(RuntimeError) as caught:
+        training.step()
+    return {"error": str(caught.value)}
+
+
+class Fails(Algorithm):
+    """Fails in the first bucket."""
+
+    def exchange(self, bucket: TensorBucket, step: Step) -> Any:
+        raise ZeroDivisionError("nothing to divide by")
+        yield
+
+
 def refusals(place: RankLocation) -> dict[str, str]:
     """What is refused at the start, and why."""
     place.start()
@@ -161,5 +217,9 @@ def refusals(place: RankLocation) -> dict[str, str]:
     refused("plain", net(), sgd, "topk")
     refused("dtype", DistributedDataParallel(net().double()), sgd, "dense")
     refused("differs", model, sgd, "topk", density=0.1 * (1 + place.rank))
+    refused("one rank", model, sgd, "topk" if place.rank else "tokp")
+    patterns = {"^0": "dense", "weight": "topk"}
+    order = dict(reversed(patterns.items())) if place.rank else patterns
+    refused("order", model, sgd, "hybrid", patterns=order)
     dist.barrier()
     return told

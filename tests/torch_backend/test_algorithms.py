@@ -67,6 +67,18 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits() -> None:
             assert largest_difference(of_one["weights"], of_one["as"]) <= limit, name
 
 
+@pytest.mark.parametrize("backend", ["dds", "gloo"])
+def test_exchanges_do_not_mix_with_other_calls_of_a_backward_pass(backend: str) -> None:
+    first, *others = play("algorithm_scenes", "in_the_midst_of_other_calls", 3, backend)
+    for name, weights in first.items():
+        assert all(largest_difference(weights, other[name]) == 0.0 for other in others), name
+
+
+def test_a_program_that_fails_ends_the_backward_pass_with_its_error() -> None:
+    for told in play("algorithm_scenes", "a_failing_program", 2, "dds"):
+        assert "ZeroDivisionError: nothing to divide by" in told["error"]
+
+
 def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
     for told in play("algorithm_scenes", "refusals", 2, "dds"):
         assert "did you mean 'powersgd'?" in told["unknown"]
@@ -75,5 +87,7 @@ def test_what_cannot_work_is_refused_at_the_start_with_the_reason() -> None:
         assert "needs torch.optim.SGD without momentum, got SGD" in told["momentum"]
         assert "wrap the model in DistributedDataParallel first" in told["plain"]
         assert "is torch.float64 on cpu, expected float32 on the CPU" in told["dtype"]
-        assert "all ranks need the same options: rank 0 has {'density': 0.1" in told["differs"]
-        assert "rank 1 {'density': 0.2" in told["differs"]
+        assert 'all ranks need the same options: rank 0 has {"density": 0.1' in told["differs"]
+        assert 'rank 1 {"density": 0.2' in told["differs"]
+        assert "did you mean 'topk'?" in told["one rank"]
+        assert "all ranks need the same options" in told["order"]

@@ -130,6 +130,49 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
     check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
 
 
+def test_powersgd_recovers_from_steps_without_a_gradient() -> None:
+    shapes = {"w": (40, 30)}
+    ranks = Ranks("powersgd", 2, rank=2, min_rate=1)
+    matrix = torch.outer(torch.arange(40.0), torch.ones(30))
+    for own in (torch.zeros(shapes["w"]), torch.zeros(shapes["w"]), matrix):
+        found = ranks.exchange([{"w": own}] * 2)
+    assert torch.allclose(found[0]["w"], matrix, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-14, 1.0, 1e5])
+def test_powersgd_does_not_depend_on_the_scale_of_a_matrix_of_smaller_rank(scale: float) -> None:
+    torch.manual_seed(1)
+    matrix = torch.zeros(40, 30)
+    matrix[:2] = torch.randn(2, 30) * scale
+    ranks = Ranks("powersgd", 2, rank=4, min_rate=1)
+    for _ in range(3):
+        found = ranks.exchange([{"w": matrix}] * 2)
+    assert float((found[0]["w"] - matrix).norm() / matrix.norm()) < 1e-3
+
+
+def test_what_ef21_knows_of_a_rank_is_what_the_others_have_decoded() -> None:
+    ranks = Ranks("ef21", 3, density=0.02)
+    torch.manual_seed(2)
+    for _ in range(200):
+        ranks.exchange([{"w": torch.randn(40, 30) * 10 ** torch.randint(-2, 2, ()).item()} for _ in range(3)])
+    known = torch.stack([a.memory.find("known", "w") for a in ranks.algorithms]).double().mean(0)  # type: ignore[misc]
+    mean = ranks.algorithms[0].memory.find("mean", "w")
+    assert mean is not None
+    assert float((known - mean).abs().max()) < 1e-5
+
+
+def test_ranks_without_data_do_not_vote() -> None:
+    own = [{"w": torch.tensor([-1.0, -1.0, 1.0, 1.0])}, {"w": torch.zeros(4)}, {"w": torch.zeros(4)}]
+    found = Ranks("signsgd", 3).exchange(own, active=1)[0]["w"]
+    assert found.tolist() == [-1, -1, 1, 1]
+
+
+def test_entries_that_stay_zero_do_not_drift_with_signsgd() -> None:
+    ranks = Ranks("signsgd", 3)
+    own = [{"w": torch.cat([torch.zeros(6), torch.ones(1)])} for _ in range(3)]
+    assert (ranks.exchange(own)[0]["w"] + ranks.exchange(own)[0]["w"])[:6].tolist() == [0.0] * 6
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_signsgd_is_the_vote_of_the_majority(world: int) -> None:
     run = gradients(world)
@@ -268,6 +311,16 @@ class Doubled(Algorithm):
         bucket.flat.mul_(2)
         return
         yield
+
+
+def test_what_is_no_algorithm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no Algorithm"):
+        make_algorithm("collections:OrderedDict", Place(0, 1))
+
+
+def test_a_tensor_without_entries_is_sent_by_all() -> None:
+    for name in ("topk", "randomk", "ef21", "hybrid", "powersgd"):
+        Ranks(name, 2).exchange([{"w": torch.ones(2, 2), "none": torch.zeros(0, 3)} for _ in range(2)])
 
 
 def test_an_algorithm_of_ones_own_is_named_by_its_module() -> None:
