@@ -26,7 +26,7 @@ class Keys(ABC):
     @property
     @abstractmethod
     def current(self) -> SharedKey:
-        """See :class:`.EncryptionKeys`."""
+        """See :class:`.streams.EncryptionKeys`."""
 
     @abstractmethod
     def of(self, header: EnvelopeHeader) -> SharedKey:

@@ -84,7 +84,7 @@ class SharedKey:
     """A secret of several processes that the keys of their streams are derived from.
 
     Attributes:
-        level: PSK, GROUP or MEMBER, see :class:`.EnvelopeHeader`.
+        level: PSK, GROUP or MEMBER, see :class:`.envelope.EnvelopeHeader`.
         epoch: its number among those of its kind; 0 for PSK and MEMBER.
         secret: 32 bytes.
         key_id: public identifier of the key.

@@ -141,7 +141,7 @@ def parse_node_key(text: str, where: str) -> NodeKey:
 
 
 def load_node_key(path: Path | None) -> NodeKey:
-    """Return the key of this node, from :func:`.key_file`.
+    """Return the key of this node, from :func:`gradbus.runtime.security.job_key.key_file`.
 
     Raises:
         ConfigError: there is none, or it is not one, or its file is open to others.
