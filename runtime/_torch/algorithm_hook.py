@@ -111,19 +111,14 @@ class AlgorithmHook:
         if not self._parameters:
             raise ConfigError(f"{name}: the model has no parameter that requires a gradient")
         for key, parameter in self._parameters.items():
-            if parameter.dtype != torch.float32 or not parameter.is_cpu:
-                raise ConfigError(
-                    f"{name}: parameter {key} is {parameter.dtype} on {parameter.device}, expected float32 on the CPU"
-                )
+            if not parameter.is_cpu:
+                raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
+        if self.algorithm.scope == "step":
+            raise ConfigError(f"{name} exchanges the gradients of a whole step, which this hook cannot yet")
         if self.algorithm.scope == "bucket" and not is_ddp:
             raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
-        for optimizer in optimizers if self.algorithm.makes_steps else ():
-            is_sgd = isinstance(optimizer, torch.optim.SGD)
-            if not is_sgd or any(group["momentum"] for group in optimizer.param_groups):
-                raise ConfigError(
-                    f"{name} computes the steps itself: it needs torch.optim.SGD without momentum, got "
-                    f"{type(optimizer).__name__}"
-                )
+        for optimizer in optimizers:
+            self.algorithm.check(self._parameters, optimizer)
 
     def _compare(self, own: Mapping[str, Any]) -> None:
         shapes = {name: list(parameter.shape) for name, parameter in self._parameters.items()}

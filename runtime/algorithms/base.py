@@ -6,6 +6,7 @@ A new algorithm is a file in this folder with a class that has a ``choice``, its
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from gradbus.runtime.choices import Choice
 from gradbus.runtime.choices import Options as Options
 from gradbus.runtime.errors import ConfigError
 
-Scope: TypeAlias = Literal["bucket", "weights"]
+Scope: TypeAlias = Literal["bucket", "step", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,14 @@ class Step:
     Attributes:
         number: counts from 0 over the whole run. epoch: from 0.
         active: ranks that have data in this step; means of gradients are over these.
+        loss: the mean over these ranks of the last step that was not skipped, with equal bits on all ranks; NaN before
+            the first one, and for algorithms without ``needs_loss``.
     """
 
     number: int
     epoch: int = 0
     active: int = 1
+    loss: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,13 +130,19 @@ class Algorithm(ABC):
 
     Attributes:
         choice: its name.
-        scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``weights``: one for all
-            weights.
+        scope: ``bucket``: a program for each bucket of gradients, as soon as it is computed. ``step``: one for all
+            gradients, bucket 0, when the backward pass of a step has ended. ``weights``: one for all weights, bucket 0.
         overlaps: of scope ``weights``: the weights that the gradients were computed with are exchanged, and replaced
             before the optimizer's step, so that this may go on while gradients are computed; else after that step.
         makes_steps: what the exchange leaves in a bucket is a step, to be multiplied by the learning rate, not a
             gradient: the optimizer that follows is SGD without momentum.
         equal_replicas: whether all ranks have bit-equal weights after each step.
+        clips: the algorithm limits norms by itself, by the ``clip_norm`` that :meth:`make_optimizer` gets; else the
+            driver clips what the exchange leaves in the buckets.
+        needs_loss: whether :class:`Step` is to have the loss.
+        delay_steps: number of steps after which the result of an exchange is applied, where the run sets none. With 1
+            the exchange of a step goes on while the next one is computed. Of gradients: the optimizer steps with those
+            of the step before. Of weights: what the exchange has changed is added to the weights of then.
         own, shared: the kinds of tensors in ``memory`` that belong to this rank alone, and that are equal on all ranks.
     """
 
@@ -141,6 +151,9 @@ class Algorithm(ABC):
     overlaps: ClassVar[bool] = False
     makes_steps: ClassVar[bool] = False
     equal_replicas: ClassVar[bool] = True
+    clips: ClassVar[bool] = False
+    needs_loss: ClassVar[bool] = False
+    delay_steps: ClassVar[int] = 0
     own: ClassVar[frozenset[str]] = frozenset()
     shared: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[BaseModel]] = Options
@@ -150,6 +163,51 @@ class Algorithm(ABC):
         self.place = place
         self.options = options
         self.memory = Memory()
+        self.not_finite: tuple[int, ...] = ()
+        """Ranks whose tensors of the newest step were not finite, where the messages tell; set by :meth:`exchange`."""
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that a rank sends in a step, for reports."""
+        return 1.0
+
+    def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what the algorithm cannot work with, before a run starts.
+
+        Args:
+            parameters: those that are trained, by name, in the order of the model.
+            optimizer: that follows the exchange; one call for each where there are several.
+
+        Raises:
+            ConfigError: with the reason, and what to do.
+        """
+        for name, parameter in parameters.items():
+            if parameter.dtype != torch.float32:
+                raise ConfigError(f"{self.choice}: parameter {name} is {parameter.dtype}, expected torch.float32")
+        if not self.makes_steps:
+            return
+        is_sgd = isinstance(optimizer, torch.optim.SGD)
+        if not is_sgd or any(group["momentum"] for group in optimizer.param_groups):
+            raise ConfigError(
+                f"{self.choice} computes the steps itself: it needs torch.optim.SGD without momentum, got "
+                f"{type(optimizer).__name__}" + (" with momentum" if is_sgd else "")
+            )
+
+    def make_optimizer(self, parameters: Mapping[str, Tensor], settings: Any) -> torch.optim.Optimizer | None:
+        """The optimizer that follows the exchange, of these parameters. None: the one that the run names.
+
+        Args:
+            settings: of the optimizer, as ``parallel.optimizer`` has them: ``lr``, ``momentum``, ``nesterov``,
+                ``weight_decay``, ``clip_norm``.
+        """
+        return None
+
+    def is_due(self, step: Step) -> bool:
+        """Of scope ``weights``: whether there is an exchange in this step, equal on all ranks.
+
+        A step without one sends nothing at all. A rank whose gradients are not finite skips such a step by itself.
+        """
+        return True
 
     @abstractmethod
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
