@@ -43,8 +43,9 @@ class WaitLoop(threading.Thread):
         self._handle = handle
         self._failed = failed
         self._ended = ended
-        self._polling = threading.Lock()  # held by the thread whose turn it is
-        self._inline_lock = threading.Lock()  # held by the thread that waits inline
+        # A signal may come right after a thread has taken one of these. They know their owner, so they are given back.
+        self._polling = threading.RLock()  # held by the thread whose turn it is
+        self._inline_lock = threading.RLock()  # held by the thread that waits inline
         self._inline_thread = 0
         self._was_inline = False  # a thread has waited inline since this one has asked
         self._wanted = threading.Event()
@@ -93,24 +94,36 @@ class WaitLoop(threading.Thread):
             may_sleep: False on the thread of an event loop, which must not be held: return where another would sleep,
                 and leave to others what would go on beyond ``until_s``.
         """
-        if self.stopping or not self._inline_lock.acquire(blocking=False):
+        thread = threading.get_ident()
+        if self.stopping or self._inline_thread == thread:
             return
         try:
-            self._inline_thread = threading.get_ident()
+            if self._inline_lock.acquire(blocking=False):
+                self._inline_thread = thread
+                self._poll_in_turn(done, until_s, may_sleep)
+        finally:
+            if self._inline_thread == thread:
+                self._inline_thread = 0
+            try:  # noqa: SIM105 - in a call of suppress() the signal would come before the release
+                self._inline_lock.release()
+            except RuntimeError:  # it was not taken
+                pass
+
+    def _poll_in_turn(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
+        try:
             if not self._polling.acquire(blocking=False):
                 self._waiter.wake()
                 if not self._polling.acquire(timeout=max(0.0, min(until_s - time.monotonic(), INLINE_SLEEP_S))):
                     return
-            try:
-                self._poll(done, until_s, may_sleep)
-            except Exception as error:  # of DDS: it is the bus that cannot go on, not the caller
-                self._fail(error)
-            finally:
-                self._was_inline = True
-                self._polling.release()
+            self._poll(done, until_s, may_sleep)
+        except Exception as error:  # of DDS: it is the bus that cannot go on, not the caller
+            self._fail(error)
         finally:
-            self._inline_thread = 0
-            self._inline_lock.release()
+            self._was_inline = True
+            try:  # noqa: SIM105
+                self._polling.release()
+            except RuntimeError:  # it was not taken
+                pass
 
     def _poll(self, done: Callable[[], bool], until_s: float, may_sleep: bool) -> None:
         now_s = time.monotonic()

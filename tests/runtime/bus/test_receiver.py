@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -60,6 +63,64 @@ def test_who_waits_gives_its_core_to_others_until_what_it_waits_for_is_here(monk
 
     assert looks.count == 3
     assert yields == [1, 2]
+
+
+class SignalAt:
+    """Stands in for a signal that comes at the n-th moment when Python handles signals: as a function begins, or as a C
+    function has returned. For :func:`sys.setprofile`."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, frame: object, event: str, argument: object) -> None:
+        if event in ("call", "c_return"):
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+
+
+def test_wherever_a_signal_ends_an_inline_wait_other_threads_can_wait_and_work_afterwards() -> None:
+    class Waits(Looks):
+        def wait(self, timeout_s: float) -> list[int]:
+            time.sleep(min(timeout_s, 0.001))
+            return super().wait(timeout_s)
+
+        def wake(self) -> None:
+            pass
+
+    def is_interrupted(loop: WaitLoop, looks: Looks, moment: int) -> bool:
+        sys.setprofile(SignalAt(moment))
+        try:
+            loop.poll_inline(lambda: looks.count >= 3, time.monotonic() + 60.0)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    for moment in range(1, 200):
+        looks, looked, handled = Waits(news_at=0), list[int](), list[threading.Event]()
+
+        def handle(numbers: list[int], until_s: float, handled: list[threading.Event] = handled) -> bool:
+            for event in handled:
+                event.set()
+            return False
+
+        loop = WaitLoop(cast("Any", looks), handle, failed=lambda: None, ended=lambda: None)
+        was_interrupted = is_interrupted(loop, looks, moment)
+        done = cast("Callable[[], bool]", partial(looked.append, 1))
+        another = threading.Thread(target=loop.poll_inline, args=(done, time.monotonic() + 0.01))
+        another.start()
+        another.join(10.0)
+        assert looked, f"no other thread can wait after a signal at moment {moment}"
+        handled.append(threading.Event())  # a new one: the signal may come while its own lock is held
+        loop.start()
+        assert handled[0].wait(10.0), f"the thread cannot work after a signal at moment {moment}"
+        loop.stop()
+        loop.join(10.0)
+        if not was_interrupted:
+            break
+    assert 10 < moment < 199
 
 
 def test_what_fails_while_somebody_does_the_work_of_the_thread_is_a_fault_of_the_bus(run: Run) -> None:
