@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -91,7 +91,8 @@ class AlgorithmHook:
             raise
         self._compare(own)
         self.skipped_steps = 0
-        self._number = 0
+        self._number, self._epoch = 0, 0
+        self._ready: list[tuple[TensorBucket, torch.futures.Future[Tensor]]] = []  # buckets that wait for the others
         self._finite: list[bool] = []  # of the buckets of the step, so far
         self._has_failed = False  # an exchange of this step
         self._is_exchanged = True  # the weights, since the last forward pass
@@ -113,9 +114,7 @@ class AlgorithmHook:
         for key, parameter in self._parameters.items():
             if not parameter.is_cpu:
                 raise ConfigError(f"{name}: parameter {key} is on {parameter.device}, expected on the CPU")
-        if self.algorithm.scope == "step":
-            raise ConfigError(f"{name} exchanges the gradients of a whole step, which this hook cannot yet")
-        if self.algorithm.scope == "bucket" and not is_ddp:
+        if self.algorithm.scope != "weights" and not is_ddp:
             raise ConfigError(f"{name} exchanges gradients: wrap the model in DistributedDataParallel first")
         for optimizer in optimizers:
             self.algorithm.check(self._parameters, optimizer)
@@ -150,21 +149,39 @@ class AlgorithmHook:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         tensors = TensorBucket(bucket.index(), flat, dict(zip(names, bucket.gradients(), strict=True)))
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._queue.submit(self._run, tensors, done)
+        self._ready.append((tensors, done))
+        if self.algorithm.scope == "bucket" or bucket.is_last():
+            self._queue.submit(self._run, self._ready)
+            self._ready = []
         return done.then(lambda future: future.value())  # an error keeps its type and traceback so
 
-    def _run(self, bucket: TensorBucket, done: torch.futures.Future[Tensor]) -> None:
+    def _run(self, ready: Sequence[tuple[TensorBucket, torch.futures.Future[Tensor]]]) -> None:
+        """Exchange a bucket; of scope ``step`` all of them as one, in the order of the parameters, which does not
+        depend on how DDP forms buckets."""
         try:
             if self._has_failed:
                 raise CollectiveError("an exchange of this step has failed before")
-            step = Step(self._number, active=self.algorithm.place.world)
-            run_program(self.algorithm.exchange(bucket, step), self._group)
-            self._finite.append(are_finite([bucket.flat]))
-            done.set_result(bucket.flat)
+            whole, step = ready[0][0], Step(self._number, self._epoch, active=self.algorithm.place.world)
+            if self.algorithm.scope == "step":
+                gradients = {name: gradient for bucket, _ in ready for name, gradient in bucket.tensors.items()}
+                whole = bucket_of({name: gradients[name] for name in self._parameters})
+            run_program(self.algorithm.exchange(whole, step), self._group)
+            self._finite.append(are_finite([whole.flat]))
+            if self.algorithm.scope == "step":
+                for name, mean in whole.tensors.items():
+                    gradients[name].copy_(mean)
+            for bucket, done in ready:
+                done.set_result(bucket.flat)
         except Exception as error:
             self._has_failed = True
             self._finite.append(False)
-            done.set_exception(error)  # type: ignore[arg-type]  # raised by backward()
+            for _, done in ready:
+                done.set_exception(error)  # type: ignore[arg-type]  # raised by backward()
+
+    def start_epoch(self, epoch: int) -> None:
+        """An epoch begins, counted from 0. Call it on all ranks, between two steps, for algorithms whose options change
+        from epoch to epoch, such as the warm-up of ``dgc``."""
+        self._epoch = epoch
 
     def _settle(self) -> bool:
         """The buckets of a step have been exchanged: it counts, or all ranks take it back. Returns which."""

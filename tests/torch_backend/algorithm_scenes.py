@@ -23,7 +23,9 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.02}
 OPTIONS: dict[str, dict[str, Any]] = {
     "qadam": {"warmup_steps": 3, "eps": 1e-3},
     "onebit-adam": {"warmup_steps": 3, "eps": 1e-3},
+    "dgc": {"warmup": "none", "density": 0.05, "momentum": 0.5},
 }
+WITHOUT_MOMENTUM = {"qadam", "onebit-adam", "dgc"}  # the optimizer
 
 
 def net() -> nn.Module:
@@ -45,7 +47,7 @@ class Training:
         self.rank = rank
         self.step_number = 0
         self.model = DistributedDataParallel(net(), **SMALL_BUCKETS)
-        momentum = 0.0 if algorithm in ("qadam", "onebit-adam") else 0.9
+        momentum = 0.0 if algorithm in WITHOUT_MOMENTUM else 0.9
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=momentum)
         self.hook: AlgorithmHook | None = None
         if algorithm:
