@@ -7,22 +7,30 @@ Rank r is sent part r of every rank's gradient as bytes, adds the parts up in ra
 to all as bytes: 2 (N - 1) / N bytes for each entry, a quarter of the dense 8 (N - 1) / N at any N. All ranks decode the
 same bytes, those of their own part too, so that replicas stay equal.
 
+With ``hierarchical`` ranks of one host add up in float32, and bytes go between hosts alone: 2 (M - 1) / M / n bytes for
+each entry, rank and host, with M hosts of n ranks. Where all ranks are on one host nothing is quantized.
+
 Differs from the authors' code: the distance from the smallest value is rounded, not the value (see
-:mod:`gradbus.codecs.bytegrad`), and there is a smallest and largest value for each ``chunk_elems`` entries.
+:mod:`gradbus.codecs.bytegrad`), and there is a smallest and largest value for each ``chunk_elems`` entries; with
+``hierarchical``, which is off here by default, each rank of a host quantizes and sends 1 / n of the vector, where they
+have one leader of a host do all of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from gradbus.codecs.bytegrad import min_max_bytes
 from gradbus.runtime.algorithms import base
-from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.base import Algorithm, Place, Step, TensorBucket
 from gradbus.runtime.algorithms.parts import dequantized, quantized
-from gradbus.runtime.algorithms.requests import AllGather, Program, Swap
+from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, Swap
+from gradbus.runtime.algorithms.routes import hierarchical, known_hosts
 
 
 class ByteGrad(Algorithm):
@@ -35,22 +43,51 @@ class ByteGrad(Algorithm):
 
         chunk_elems: int = Field(default=8192, ge=1, le=1 << 24)
         """Number of entries that share a smallest and a largest value."""
+        hierarchical: bool = False
+        """Whether ranks of one host add up in float32, so that bytes go between hosts alone."""
 
     options: Any
 
+    def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        super().check(parameters, optimizer)
+        if self.options.hierarchical:
+            known_hosts(self.place)
+
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        flat = bucket.flat
+        if not self.options.hierarchical:
+            total = yield from self._in_bytes(self.place, flat, range(self.place.world), "bytes")
+        elif len(set(known_hosts(self.place))) > 1:
+            total = yield from hierarchical(self.place, flat, outermost=self._in_bytes)
+        else:
+            yield AllReduce("mean", flat, "mean", out=flat, divisor=step.active)
+            return
+        torch.mul(total, 1 / step.active, out=flat)
+
+    def _in_bytes(self, place: Place, x: Tensor, members: Sequence[int], name: str) -> Program[Tensor]:
+        """The sum of the vectors of some ranks, quantized before and after it."""
         chunk = self.options.chunk_elems
-        flat, (rank, world) = bucket.flat, (self.place.rank, self.place.world)
-        parts = list(flat.tensor_split(world))
-        others = [peer for peer in range(world) if peer != rank]
-        own = parts[rank]
+        parts = x.tensor_split(len(members))
+        others = [peer for peer in members if peer != place.rank]
+        own = parts[members.index(place.rank)]
         memory = {peer: torch.empty(min_max_bytes(own.numel(), chunk), dtype=torch.uint8) for peer in others}
-        came = yield Swap("parts", {peer: quantized(parts[peer], chunk) for peer in others}, memory)
-        messages = {**came, rank: quantized(own, chunk)}
-        total = dequantized(messages[0], own.numel(), chunk)
-        for peer in range(1, world):
-            total += dequantized(messages[peer], own.numel(), chunk)
-        means = yield AllGather("means", quantized(total.mul_(1 / step.active), chunk))
-        for part, message in zip(parts, means, strict=True):
-            part.copy_(dequantized(message, part.numel(), chunk))
+        sent = {peer: quantized(part, chunk) for peer, part in zip(members, parts, strict=True)}
+        came = yield Swap(f"{name} parts", {peer: sent[peer] for peer in others}, memory)
+        came[place.rank] = sent[place.rank]
+        total = dequantized(came[members[0]], own.numel(), chunk)
+        for peer in members[1:]:
+            total += dequantized(came[peer], own.numel(), chunk)
+        message = quantized(total, chunk)
+        if len(members) == place.world:
+            sums = yield AllGather(f"{name} sums", message)
+        else:
+            memory = {
+                peer: torch.empty(min_max_bytes(part.numel(), chunk), dtype=torch.uint8)
+                for peer, part in zip(members, parts, strict=True)
+                if peer != place.rank
+            }
+            came = yield Swap(f"{name} sums", dict.fromkeys(others, message), memory)
+            came[place.rank] = message
+            sums = [came[peer] for peer in members]
+        return torch.cat([dequantized(one, part.numel(), chunk) for one, part in zip(sums, parts, strict=True)])

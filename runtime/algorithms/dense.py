@@ -1,14 +1,19 @@
-"""Whole gradients: the mean over all ranks, in float32 or in half precision on the wire."""
+"""Whole gradients: the mean over all ranks, in float32 or in half precision on the wire, by a way of one's choice."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import WithJsonSchema, model_validator
+from torch import Tensor
 
 from gradbus.runtime.algorithms import base
 from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
 from gradbus.runtime.algorithms.requests import AllReduce, Program
+from gradbus.runtime.algorithms.routes import ROUTES, hierarchical, known_hosts
+from gradbus.runtime.algorithms.topology import Topology
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -28,16 +33,45 @@ class Dense(Algorithm):
 
         wire: Literal["fp32", "fp16", "bf16"] = "fp32"
         """Format of the values on the wire."""
+        route: Literal["auto", "direct", "shards", "star", "ring", "halving-doubling", "hierarchical"] = "auto"
+        """How the sum is made: `auto` takes `direct` or `shards` by size, which add in rank order, to the same bits.
+        The others add in an order of their own (docs/algorithms.md), and are for float32."""
+        topology: Annotated[Topology, WithJsonSchema({"type": ["string", "object"]})] | None = None
+        """For route hierarchical: a JSON file with the host, rack and rail of each rank, or its content. null: the
+        hosts that the ranks have told each other."""
+
+        @model_validator(mode="after")
+        def _fit_together(self) -> Dense.Options:
+            if self.route in ROUTES and self.wire != "fp32":
+                raise ValueError(
+                    f"route {self.route!r} rounds half precision at each hop: set wire=fp32, or route=auto"
+                )
+            if self.topology is not None and self.route != "hierarchical":
+                raise ValueError(f"topology is for route 'hierarchical', this is {self.route!r}")
+            return self
 
     options: Any
 
+    def check(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        super().check(parameters, optimizer)
+        if self.options.topology is not None:
+            self.options.topology.check_world(self.place.world)
+        elif self.options.route == "hierarchical":
+            known_hosts(self.place)
+
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        flat = bucket.flat
+        flat, route, topology = bucket.flat, self.options.route, self.options.topology
         dtype = _DTYPES[self.options.wire]
-        if dtype is torch.float32:
-            yield AllReduce("mean", flat, "mean", out=flat, divisor=step.active)
-            return
-        half = flat.to(dtype)
-        yield AllReduce("mean", half, "mean", out=half, divisor=step.active)
-        flat.copy_(half)
+        if route in ROUTES:
+            if topology is not None:
+                total = yield from hierarchical(self.place, flat, topology.levels, topology.order)
+            else:
+                total = yield from ROUTES[route](self.place, flat)
+            torch.mul(total, 1 / step.active, out=flat)
+        elif dtype is torch.float32:
+            yield AllReduce("mean", flat, "mean", out=flat, divisor=step.active, route=route)
+        else:
+            half = flat.to(dtype)
+            yield AllReduce("mean", half, "mean", out=half, divisor=step.active, route=route)
+            flat.copy_(half)

@@ -66,7 +66,7 @@ class Hybrid(Algorithm):
         for name, tensor in bucket.tensors.items():
             chosen[self.method_of(name, tensor)][name] = tensor
         yield from side_by_side(
-            self._powersgd._factors(chosen["powersgd"], step),
+            self._powersgd.factors(chosen["powersgd"], step),
             self._topk._sparse(chosen["topk"], step),
             mean_of("dense", chosen["dense"], step.active),
         )

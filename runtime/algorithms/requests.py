@@ -40,6 +40,8 @@ class AllReduce:
         op: ``mean`` is the sum, multiplied by 1 / divisor once. float16 and bfloat16 are added in float32.
         out: memory for the result, of the same shape and dtype; may be ``tensor``. None: new memory.
         divisor: of the mean; None: the number of ranks.
+        route: how a driver that has the choice has parts travel; all of them add in rank order, to the same bits.
+            ``direct``: everybody to everybody; ``shards``: each rank adds up a part, and sends it to all.
     """
 
     name: str
@@ -47,6 +49,7 @@ class AllReduce:
     op: ReduceOp = "sum"
     out: Tensor | None = None
     divisor: int | None = None
+    route: Literal["auto", "direct", "shards"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

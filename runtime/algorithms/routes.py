@@ -4,18 +4,22 @@ Each is a program that returns the sum of float32 vectors of equal length, bit-e
 in another order than that of the ranks its last bits differ from the bus's; no way here is chosen by itself. K is the
 size of the vector, N the number of ranks.
 
+A program names ranks, not network interfaces: which one a message leaves by is up to the transport of a rank. Where a
+host has several, give it a rank for each: the ways between hosts ("rails") are then one for each rank of a host, and
+``rail`` in a topology file says which ranks are on a common one.
+
 | way | steps | bytes that the busiest rank sends | order of the sum |
 |---|---|---|---|
 | star | 2 | (N - 1) K | that of the ranks |
 | ring | 2 (N - 1) | 2 (N - 1) / N K | of part j: rank j, j + 1, ... around the ring |
-| halving | 2 log2 N | 2 (N - 1) / N K, for powers of two | pairs, then pairs of pairs |
-| hierarchical | 2 + 2 (M - 1) | between M hosts of n ranks 2 (M - 1) / M K / n | within hosts, then around them |
+| halving-doubling | 2 log2 N | 2 (N - 1) / N K, for powers of two | pairs, then pairs of pairs |
+| hierarchical | 2 + 2 (M - 1) | between M hosts of n ranks 2 (M - 1) / M K / n | within hosts, (racks,) then around |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +28,14 @@ from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import Program, Swap
 from gradbus.runtime.errors import ConfigError
 
-Route: TypeAlias = Literal["star", "ring", "halving", "hierarchical"]
+Route: TypeAlias = Literal["star", "ring", "halving-doubling", "hierarchical"]
+
+
+class OuterRoute(Protocol):
+    """An all-reduce among some ranks."""
+
+    def __call__(self, place: Place, x: Tensor, members: Sequence[int], name: str) -> Program[Tensor]:
+        """``members``: these ranks, this one among them. ``name``: of all requests."""
 
 
 def star(place: Place, x: Tensor) -> Program[Tensor]:
@@ -67,7 +78,7 @@ def ring(place: Place, x: Tensor, members: Sequence[int] | None = None, name: st
     return torch.cat(parts)
 
 
-def halving(place: Place, x: Tensor) -> Program[Tensor]:
+def halving_doubling(place: Place, x: Tensor) -> Program[Tensor]:
     """Recursive halving and doubling: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
     operations in MPICH", IJHPCA 2005, section 4.4.
 
@@ -110,44 +121,65 @@ def halving(place: Place, x: Tensor) -> Program[Tensor]:
     return total
 
 
-def hierarchical(place: Place, x: Tensor) -> Program[Tensor]:
-    """Reduce-scatter within each host, a ring between hosts for each part, gather within each host.
+def known_hosts(place: Place) -> tuple[str, ...]:
+    """The host of each rank. Raises ConfigError: they are not known."""
+    if len(place.hosts) != place.world:
+        raise ConfigError(
+            f"a way by hosts needs the host of each of the {place.world} ranks, {len(place.hosts)} are known: form a "
+            f"group, or give a topology file"
+        )
+    return place.hosts
+
+
+def hierarchical(
+    place: Place, x: Tensor, levels: Sequence[Sequence[str]] | None = None, members: Sequence[int] | None = None,
+    outermost: OuterRoute = ring, name: str = "hierarchical",
+) -> Program[Tensor]:  # fmt: skip
+    """Reduce-scatter within each host, an all-reduce between hosts for each part, gather within each host.
 
     With n ranks on each of M hosts each rank has a ring ("rail") of its own between the hosts, for 1 / n of the vector.
     Hosts with other numbers of ranks share the rails of the smallest host. The order: within the host by rank, then
     around the ring of the hosts, which are in the order of their first rank.
 
+    Args:
+        levels: the host of each rank; then, if need be, the rack of each rank: between hosts of a rack goes what goes
+            between ranks of a host, and only between racks a ring. None: the hosts of ``place``.
+        members: the ranks, in the order that they are taken in within a host; None: all.
+        outermost: the all-reduce between those that the last level leaves.
+
     Raises:
         ConfigError: the hosts of the ranks are not known.
     """
-    if len(place.hosts) != place.world:
-        raise ConfigError("route 'hierarchical' needs the host of each rank: form a group, or give a topology file")
-    hosts = [[rank for rank, host in enumerate(place.hosts) if host == one] for one in dict.fromkeys(place.hosts)]
-    mine = next(ranks for ranks in hosts if place.rank in ranks)
-    rails = min(len(ranks) for ranks in hosts)
+    levels = (known_hosts(place),) if levels is None else levels
+    members = range(place.world) if members is None else members
+    if len(members) == 1:
+        return x.clone()
+    if not levels:
+        return (yield from outermost(place, x, members, name))
+    labels = levels[0]
+    groups = [[r for r in members if labels[r] == one] for one in dict.fromkeys(labels[r] for r in members)]
+    mine = next(ranks for ranks in groups if place.rank in ranks)
+    rails = min(len(ranks) for ranks in groups)
     parts = list(x.tensor_split(rails))
     owners, rail = mine[:rails], mine.index(place.rank)
     # To the rail's owner within the host.
     send = {owner: parts[number] for number, owner in enumerate(owners) if owner != place.rank}
     others = [rank for rank in mine if rank != place.rank]
     receive = {peer: torch.empty_like(parts[rail]) for peer in others} if rail < rails else {}
-    came = yield Swap("within", send, receive)
+    came = yield Swap(f"{name} within", send, receive)
+    total = x  # of an owner its part
     if rail < rails:
-        total = torch.zeros_like(parts[rail])
-        for number, rank in enumerate(mine):
-            part = parts[rail] if rank == place.rank else came[rank]
-            total = part.clone() if number == 0 else total + part
-        if len(hosts) > 1:
-            total = yield from ring(place, total, [ranks[rail] for ranks in hosts], name="between")
-        own = dict.fromkeys(others, total)
-    else:
-        own = {}
+        came[place.rank] = parts[rail]
+        total = came[mine[0]].clone()
+        for rank in mine[1:]:
+            total += came[rank]
+        between = [ranks[rail] for ranks in groups]
+        total = yield from hierarchical(place, total, levels[1:], between, outermost, f"{name} between")
     back = {owner: torch.empty_like(parts[number]) for number, owner in enumerate(owners) if owner != place.rank}
-    came = yield Swap("back", own, back)
-    found = [total if owner == place.rank else came[owner] for owner in owners]
-    return torch.cat(found)
+    came = yield Swap(f"{name} back", dict.fromkeys(others, total) if rail < rails else {}, back)
+    return torch.cat([total if owner == place.rank else came[owner] for owner in owners])
 
 
 ROUTES: dict[Route, Callable[[Place, Tensor], Program[Tensor]]] = {
-    "star": star, "ring": ring, "halving": halving, "hierarchical": hierarchical,
+    "star": star, "ring": ring, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
 }  # fmt: skip

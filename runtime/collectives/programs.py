@@ -103,8 +103,9 @@ class ProgramRun(Generic[R]):
     def _start(self, request: Request) -> list[CollectiveHandle[Any]]:
         group, options = self._group, self._options
         match request:
-            case AllReduce(name, tensor, op, out, divisor):
-                return [group.all_reduce(self._called(name), tensor, op=op, out=out, divisor=divisor, **options)]
+            case AllReduce(name, tensor, op, out, divisor, route):
+                options = {**options, "divisor": divisor, "algorithm": route}
+                return [group.all_reduce(self._called(name), tensor, op=op, out=out, **options)]
             case ReduceScatter(name, tensor, op):
                 return [group.reduce_scatter(self._called(name), tensor, op=op, **options)]
             case AllGather(name, payload):

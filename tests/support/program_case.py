@@ -18,6 +18,7 @@ from gradbus.runtime.algorithms.requests import (
     Together,
     side_by_side,
 )
+from gradbus.runtime.algorithms.routes import ROUTES
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "matrix": (60, 33)}
 STEPS = 3
@@ -25,6 +26,8 @@ STEPS = 3
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ALGORITHMS.table},
     "dense fp16": ("dense", {"wire": "fp16"}),
+    **{f"dense {route}": ("dense", {"route": route}) for route in ("direct", "shards", *ROUTES)},
+    "bytegrad hierarchical": ("bytegrad", {"hierarchical": True, "chunk_elems": 64}),
     "qadam": ("qadam", {"warmup_steps": 1}),
     "onebit-adam": ("onebit-adam", {"warmup_steps": 1}),
     **{f"decentralized {peers}": ("decentralized", {"peers": peers}) for peers in ("all", "ring", "choco")},
@@ -34,8 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def every_algorithm(rank: int, world: int) -> Program[dict[str, Tensor]]:
     """What this rank has after the last step, by algorithm."""
     found = {}
+    hosts = tuple(f"host {rank // 2}" for rank in range(world))
     for case, (name, options) in CASES.items():
-        algorithm = make_algorithm(name, Place(rank, world), options)
+        algorithm = make_algorithm(name, Place(rank, world, hosts), options)
         for number in range(STEPS):
             random = torch.Generator().manual_seed(1000 * number + rank)  # ranks may be threads of one process
             bucket = bucket_of({key: torch.randn(shape, generator=random) for key, shape in SHAPES.items()})

@@ -51,8 +51,8 @@ def as_arrays(run: Run) -> oracles.Gradients:
 class Ranks:
     """One algorithm on all ranks."""
 
-    def __init__(self, name: str, world: int, **options: Any) -> None:
-        self.algorithms = [make_algorithm(name, Place(rank, world), options) for rank in range(world)]
+    def __init__(self, name: str, world: int, *, hosts: tuple[str, ...] = (), **options: Any) -> None:
+        self.algorithms = [make_algorithm(name, Place(rank, world, hosts), options) for rank in range(world)]
         self.lockstep = Lockstep(world)
         self.step = 0
 
@@ -124,7 +124,7 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
         shape = torch.Size(SHAPES[name])
         if algorithm.rank_of(shape) is None:
             return None
-        return algorithm._first_q(name, torch.Size((shape[0], math.prod(shape[1:])))).numpy()
+        return algorithm._first_q(name, 2, math.prod(shape[1:])).T.numpy()
 
     assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix"]
     check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
@@ -186,6 +186,52 @@ def test_bytegrad_is_within_the_steps_of_both_quantizations(world: int) -> None:
     for here, there in zip(Ranks("bytegrad", world, chunk_elems=64).run(run), expected, strict=True):
         for name, tensor in here.items():
             assert np.abs(tensor.numpy() - there[name]).max() <= 1.01 * step  # a value in the middle of two may go up
+
+
+def test_bytegrad_by_hosts_quantizes_the_sums_of_hosts() -> None:
+    for hosts in (("a", "b"), ("a", "a", "b", "b"), ("a", "b", "a", "b"), ("a", "b", "b", "c", "c")):
+        run = gradients(len(hosts), steps=2)
+        flats = [[np.concatenate([t.reshape(-1) for t in rank.values()]) for rank in step] for step in as_arrays(run)]
+        members = [[r for r, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+        found = Ranks("bytegrad", len(hosts), hosts=hosts, chunk_elems=64, hierarchical=True).run(run)
+        for step, tensors in enumerate(found):
+            sums = [sum(flats[step][rank].astype(np.float64) for rank in host) for host in members]
+            # A quantization of each host's sum, of what one step of it may be off at most, and one of the whole sum.
+            most = sum(float(one.max() - one.min()) for one in [*sums, sum(sums)]) / 255 / 2 / len(hosts)
+            flat = np.concatenate([tensor.numpy().reshape(-1) for tensor in tensors.values()])
+            assert np.abs(flat - sum(sums) / len(hosts)).max() <= 1.02 * most
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_bytegrad_on_one_host_is_dense_bit_by_bit(world: int) -> None:
+    run = gradients(world)
+    found = Ranks("bytegrad", world, hosts=("a",) * world, hierarchical=True).run(run)
+    check(found, oracles.dense(as_arrays(run)), tolerance=0)
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (4, 2), (2, 4)])
+def test_bytegrad_sends_a_byte_for_each_entry_twice_between_hosts(hosts: int, ranks: int) -> None:
+    world, numel, chunk = hosts * ranks, 64 * 1024, 1024
+    places = [Place(rank, world, tuple(f"host {r // ranks}" for r in range(world))) for rank in range(world)]
+    between = [0] * world
+
+    def counted(rank: int, program: Any) -> Any:
+        answer = None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration:
+                return
+            for peer, tensor in request.send.items():
+                if peer // ranks != rank // ranks:
+                    between[rank] += tensor.numel() * tensor.element_size()
+            answer = yield request
+
+    algorithms = [make_algorithm("bytegrad", one, {"hierarchical": True, "chunk_elems": chunk}) for one in places]
+    buckets = [bucket_of({"w": torch.randn(numel)}) for _ in places]
+    Lockstep(world).run([counted(r, one.exchange(buckets[r], Step(0))) for r, one in enumerate(algorithms)])
+    entries = 2 * (hosts - 1) * numel // hosts // ranks
+    assert between == [entries + 8 * entries // chunk] * world
 
 
 def test_randomk_takes_equal_entries_on_all_ranks_and_loses_nothing() -> None:

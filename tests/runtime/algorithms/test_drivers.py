@@ -18,7 +18,10 @@ from gradbus.runtime.collectives import Group
 from gradbus.runtime.collectives.programs import run_program
 from gradbus.runtime.compute import ComputeThread
 
-ROUNDED = {f"algorithms/{name}" for name in ("bytegrad", "qadam", "onebit-adam", "dense fp16", "decentralized ring")}
+ROUNDED = {
+    f"algorithms/{name}"
+    for name in ("bytegrad", "bytegrad hierarchical", "qadam", "onebit-adam", "dense fp16", "decentralized ring")
+}
 PROGRAMS = {"requests": program_case.every_request, "algorithms": program_case.every_algorithm}
 
 

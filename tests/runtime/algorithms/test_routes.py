@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradbus.experiments.simulate.lockstep import Lockstep
-from gradbus.runtime.algorithms.base import Place
+from gradbus.runtime.algorithms.base import Place, Step, bucket_of, make_algorithm
 from gradbus.runtime.algorithms.routes import ROUTES, Route
 from gradbus.runtime.errors import ConfigError
 
@@ -44,16 +46,23 @@ def halving_order(vectors: list[Array]) -> Array:
     return sums[0]
 
 
-def hierarchical_order(vectors: list[Array], hosts: tuple[str, ...]) -> Array:
+def hierarchical_order(vectors: list[Array], hosts: tuple[str, ...], racks: tuple[str, ...] = ()) -> Array:
+    """Within hosts; of the sums of hosts, rail by rail, within racks; then around the ring."""
     groups = [[r for r, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
     rails = min(map(len, groups))
     parts = [np.array_split(vector, rails) for vector in vectors]
-    return np.concatenate(
-        [ring_order([added([parts[r][rail] for r in group]) for group in groups]) for rail in range(rails)]
-    )
+    sums = [[added([parts[r][rail] for r in group]) for group in groups] for rail in range(rails)]
+    if racks:
+        of_hosts = tuple(racks[group[0]] for group in groups)
+        return np.concatenate([hierarchical_order(one, of_hosts) for one in sums])
+    return np.concatenate([ring_order(one) for one in sums])
 
 
-ORACLES: dict[Route, Callable[[list[Array]], Array]] = {"star": added, "ring": ring_order, "halving": halving_order}
+ORACLES: dict[Route, Callable[[list[Array]], Array]] = {
+    "star": added,
+    "ring": ring_order,
+    "halving-doubling": halving_order,
+}
 
 
 def run(route: Route, vectors: list[Tensor], hosts: tuple[str, ...] = ()) -> tuple[list[Tensor], Lockstep]:
@@ -103,7 +112,7 @@ def test_bytes_are_those_of_the_table() -> None:
     for world in (2, 4, 8):
         sent = {route: run(route, vectors_of(world, numel))[1].cost.bytes_out for route in ORACLES}
         assert max(sent["star"]) == (world - 1) * size
-        assert sent["ring"] == sent["halving"] == [2 * (world - 1) * size // world] * world
+        assert sent["ring"] == sent["halving-doubling"] == [2 * (world - 1) * size // world] * world
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (2, 4), (4, 2)])
@@ -128,6 +137,100 @@ def test_between_hosts_go_the_bytes_of_a_ring_over_the_rails(hosts: int, ranks: 
     assert between == world * 2 * (hosts - 1) * 4 * numel // (hosts * ranks)
 
 
+def ranks_of(racks: list[list[int]], *, rails: bool = False) -> list[dict[str, Any]]:
+    """The entries of a topology: numbers of ranks of each host, rack by rack."""
+    return [
+        {"host": f"host {rack} {host}", "rack": f"rack {rack}"} | ({"rail": count - 1 - rail} if rails else {})
+        for rack, hosts in enumerate(racks)
+        for host, count in enumerate(hosts)
+        for rail in range(count)
+    ]
+
+
+def mean_by(options: dict[str, Any], vectors: list[Tensor], hosts: tuple[str, ...] = ()) -> list[Array]:
+    """What dense leaves on each rank."""
+    world = len(vectors)
+    buckets = [bucket_of({"w": vector}) for vector in vectors]
+    ranks = [make_algorithm("dense", Place(rank, world, hosts), options) for rank in range(world)]
+    Lockstep(world).run([one.exchange(b, Step(0, active=world)) for one, b in zip(ranks, buckets, strict=True)])
+    return [bucket.flat.numpy() for bucket in buckets]
+
+
+@pytest.mark.parametrize("route", ["auto", "direct", "shards", *ROUTES])
+def test_dense_takes_the_way_of_its_option(route: str) -> None:
+    vectors, hosts = vectors_of(5, 23), ("a", "a", "b", "b", "b")
+    arrays = [vector.numpy() for vector in vectors]
+    by_hosts = route == "hierarchical"
+    total = hierarchical_order(arrays, hosts) if by_hosts else ORACLES.get(route, added)(arrays)  # type: ignore[call-overload]
+    for found in mean_by({"route": route}, vectors, hosts):
+        assert found.tobytes() == (total * np.float32(1 / 5)).tobytes()
+
+
+@pytest.mark.parametrize("racks", [[[1, 1], [1, 1]], [[2, 2], [2, 2]], [[2, 3], [2]], [[1], [1], [1]], [[4]]])
+@pytest.mark.parametrize("rails", [False, True])
+def test_a_topology_adds_rack_by_rack(racks: list[list[int]], rails: bool, tmp_path: Path) -> None:
+    ranks = ranks_of(racks, rails=rails)
+    order = sorted(range(len(ranks)), key=lambda rank: (ranks[rank].get("rail", 0), rank))
+    (tmp_path / "topology.json").write_text(json.dumps({"ranks": ranks}))
+    vectors = vectors_of(len(ranks), 29)
+    expected = hierarchical_order(
+        [vectors[rank].numpy() for rank in order],
+        tuple(ranks[rank]["host"] for rank in order),
+        tuple(ranks[rank]["rack"] for rank in order),
+    )
+    options = {"route": "hierarchical", "topology": str(tmp_path / "topology.json")}
+    for found in mean_by(options, vectors):
+        assert found.tobytes() == (expected * np.float32(1 / len(ranks))).tobytes()
+
+
+def test_ranks_with_other_topologies_have_other_options(tmp_path: Path) -> None:
+    """So they are told so before the first step, though the files may have equal names."""
+    path = tmp_path / "topology.json"
+    found = []
+    for host in ("a", "b"):
+        path.write_text(json.dumps({"ranks": [{"host": "a"}, {"host": host}]}))
+        options = {"route": "hierarchical", "topology": str(path)}
+        found.append(make_algorithm("dense", Place(0, 2), options).options.model_dump(mode="json"))
+    assert found[0] != found[1]
+    again = make_algorithm("dense", Place(0, 2), found[0]).options  # as settings that were saved
+    assert again.model_dump(mode="json") == found[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ('{"ranks": []}', "ranks"),
+        ('{"ranks": [{"host": "a", "rock": "b"}]}', "rock"),
+        ('{"ranks": [{"host": "a", "rack": "x"}, {"host": "b"}]}', "rank 1 has no rack, others have"),
+        ('{"ranks": [{"host": "a", "rack": "x"}, {"host": "a", "rack": "y"}]}', "host 'a' is in rack 'x' at rank 0"),
+        ('{"ranks": [{"host": "a", "rail": 0}, {"host": "a", "rail": 0}]}', r"rails \[0, 0\], expected 0 to 1"),
+        ('{"ranks": ', "topology.json"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_wrong_topology_is_refused_with_the_reason(content: str | None, error: str, tmp_path: Path) -> None:
+    path = tmp_path / "topology.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=error):
+        make_algorithm("dense", Place(0, 2), {"route": "hierarchical", "topology": str(path)})
+
+
+def test_what_a_route_cannot_work_with_is_refused_at_the_start() -> None:
+    sgd = torch.optim.SGD([torch.ones(2)], lr=0.1)
+    with pytest.raises(ConfigError, match="needs the host of each of the 2 ranks"):
+        make_algorithm("dense", Place(0, 2), {"route": "hierarchical"}).check({}, sgd)
+    topology = {"ranks": [{"host": "a"}] * 3}
+    with pytest.raises(ConfigError, match="the topology has 3 ranks, expected 2"):
+        make_algorithm("dense", Place(0, 2), {"route": "hierarchical", "topology": topology}).check({}, sgd)
+    with pytest.raises(ConfigError, match="rounds half precision at each hop"):
+        make_algorithm("dense", Place(0, 2), {"route": "ring", "wire": "fp16"})
+    with pytest.raises(ConfigError, match="topology is for route 'hierarchical'"):
+        make_algorithm("dense", Place(0, 2), {"topology": topology})
+    with pytest.raises(ConfigError, match="needs the host of each of the 2 ranks"):
+        make_algorithm("bytegrad", Place(0, 2), {"hierarchical": True}).check({}, sgd)
+
+
 def test_hierarchical_needs_the_hosts() -> None:
-    with pytest.raises(ConfigError, match="needs the host of each rank"):
+    with pytest.raises(ConfigError, match="needs the host of each of the 2 ranks, 0 are known"):
         run("hierarchical", vectors_of(2, 3))
