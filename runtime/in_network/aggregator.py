@@ -1,0 +1,274 @@
+"""The aggregator of RA-INA: adds what workers send for a group while it has slots for that, and tells all the sums.
+
+It may lie in the way of the ring's packets, as a switch does, and then takes a partial sum that passes if it has slots
+for its group; or workers ask it for slots (RESERVE), and their ring goes past it. It does not know which groups are
+finished: a packet that comes late makes it announce the group once more, all workers answer that they know the sums,
+and the slots are free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gradbus.runtime.in_network.packets import (
+    AGGREGATOR,
+    CARRIERS,
+    WORKERS,
+    Kind,
+    Packet,
+    RetransmissionTimes,
+    add_checked,
+)
+from gradbus.runtime.in_network.slots import Slots
+
+GroupKey = tuple[int, int]  # job, group
+
+
+@dataclass(slots=True)
+class JobState:
+    """A job on the aggregator.
+
+    Attributes:
+        world: its workers. epoch: the present one. groups: how many hold slots.
+    """
+
+    world: int
+    epoch: int
+    groups: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A group that has slots.
+
+    Attributes:
+        base: its first slot. contributors: by block, bits of the ranks in the sum. overflowed: bits of blocks.
+        known: by rank, bits of the blocks that it has acknowledged.
+        progress_s: when something came that was new. due_s, wait_s: when workers are to be reminded.
+    """
+
+    base: int
+    contributors: list[int]
+    known: list[int]
+    progress_s: float
+    due_s: float
+    wait_s: float
+    overflowed: int = 0
+
+
+class Aggregator:
+    """The protocol of an aggregator of several jobs, without I/O.
+
+    Packets whose destination is a rank are to be delivered to it; those for :data:`WORKERS` to all of the job.
+
+    Attributes:
+        violations: packets that contradict what is there: a worker that breaks the protocol, or is hostile.
+        dropped: packets of no job here, or that could not be of one.
+    """
+
+    def __init__(
+        self, slots: Slots, *, block_elems: int, max_groups_per_job: int = 1 << 20,
+        times: RetransmissionTimes | None = None,
+    ) -> None:  # fmt: skip
+        """``max_groups_per_job``: so many groups of one job may hold slots."""
+        self._slots = slots
+        self._block_elems = block_elems
+        self._max_groups = max_groups_per_job
+        self._times = times or RetransmissionTimes()
+        self._jobs: dict[int, JobState] = {}
+        self._held: dict[GroupKey, _Held] = {}
+        self.violations = 0
+        self.dropped = 0
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When :meth:`advance` has something to do."""
+        return min((held.due_s for held in self._held.values()), default=None)
+
+    def open_job(self, job: int, world: int, *, epoch: int = 0) -> None:
+        """Serve a job. Raises ValueError: it is served already, or its world is none."""
+        if job in self._jobs or world < 1:
+            raise ValueError(f"job {job}: expected a job that is not served yet, of at least 1 worker, got {world}")
+        self._jobs[job] = JobState(world, epoch)
+
+    def close_job(self, job: int) -> None:
+        """Serve it no more: all of its slots are free."""
+        if self._jobs.pop(job, None) is not None:
+            self._release_job(job)
+
+    def begin_epoch(self, job: int, epoch: int, world: int) -> list[Packet]:
+        """The job begins again with these workers, after one was lost: all of its slots are free, and packets of
+        earlier epochs change nothing."""
+        state = self._jobs[job]
+        ended, state.epoch, state.world = state.epoch, epoch, world
+        self._release_job(job)
+        return [Packet(Kind.ABORT, job, ended, 0, AGGREGATOR, WORKERS)]
+
+    def stalled_jobs(self, now_s: float, lease_s: float) -> set[int]:
+        """Jobs with a group that holds slots and got nothing new for this long. Whether a worker is gone, or only slow,
+        is for the membership to say."""
+        return {job for (job, _), held in self._held.items() if now_s - held.progress_s >= lease_s}
+
+    def receive(self, packet: Packet, now_s: float) -> list[Packet]:
+        """Take a packet that has reached the aggregator, for it or for a worker."""
+        state = self._jobs.get(packet.job)
+        if state is None or not self._is_possible(packet, state.world):
+            self.dropped += 1
+            return []
+        if packet.epoch != state.epoch:
+            return [Packet(Kind.STALE, packet.job, state.epoch, packet.group, AGGREGATOR, packet.source)]
+        key = packet.job, packet.group
+        held = self._held.get(key)
+        match packet.kind:
+            case Kind.REDUCE:
+                return list(self._reduce(packet, key, held, state, now_s))
+            case Kind.GATHER:
+                return [packet] if held is None else list(self._take(packet, key, held, now_s))
+            case Kind.CONTRIBUTION:
+                # Only a group that has had slots gets contributions. It gave them back when all workers knew its sums.
+                return [_acknowledgement(packet)] if held is None else list(self._take(packet, key, held, now_s))
+            case Kind.RESERVE:
+                granted = held is None and self._grab(key, state, now_s) is not None
+                return [self._announce(key, state.epoch)] if granted else []
+            case Kind.RESULT_ACK:
+                if held is not None:
+                    self._acknowledged(packet, key, held, state, now_s)
+                return []
+            case Kind.RING_ACK:
+                return [packet]
+            case _:
+                self.dropped += 1
+                return []
+
+    def advance(self, now_s: float) -> list[Packet]:
+        """Remind workers that have not acknowledged: of the sums that are there, or else that the group is here."""
+        packets: list[Packet] = []
+        for key, held in self._held.items():
+            if held.due_s <= now_s:
+                held.wait_s = min(2 * held.wait_s, self._times.max_s)
+                held.due_s = now_s + held.wait_s
+                for rank in range(self._jobs[key[0]].world):
+                    packets += self._reminders(key, held, rank)
+        return packets
+
+    def _is_possible(self, packet: Packet, world: int) -> bool:
+        full = (1 << world) - 1
+        values = None if packet.values is None else packet.values.shape
+        return (
+            0 <= packet.source < world
+            and AGGREGATOR <= packet.destination < world
+            and 0 <= packet.block < world
+            and packet.group >= 0
+            and 0 <= packet.bitmap <= full
+            and values == ((self._block_elems,) if packet.kind in CARRIERS else None)
+            and (packet.bitmap != 0) >= (packet.kind in CARRIERS)
+        )
+
+    # Slots
+
+    def _grab(self, key: GroupKey, state: JobState, now_s: float) -> _Held | None:
+        """Slots for all blocks of a group, or none: half a group would wait for others that hold the other half."""
+        if state.groups >= self._max_groups:
+            return None
+        base = self._slots.allocate((*key, state.epoch), state.world)
+        if base is None:
+            return None
+        state.groups += 1
+        wait_s = self._times.first_s
+        held = _Held(base, [0] * state.world, [0] * state.world, now_s, now_s + wait_s, wait_s)
+        self._held[key] = held
+        return held
+
+    def _release(self, key: GroupKey) -> None:
+        held, state = self._held.pop(key), self._jobs[key[0]]
+        self._slots.release(held.base, len(held.contributors))
+        state.groups -= 1
+
+    def _release_job(self, job: int) -> None:
+        for key in [key for key in self._held if key[0] == job]:
+            held = self._held.pop(key)
+            self._slots.release(held.base, len(held.contributors))
+        if job in self._jobs:
+            self._jobs[job].groups = 0
+
+    # Sums
+
+    def _reduce(
+        self, packet: Packet, key: GroupKey, held: _Held | None, state: JobState, now_s: float
+    ) -> Iterator[Packet]:
+        if held is None:
+            # Sent again: its first copy may have gone on along the ring, when there were no slots yet.
+            held = None if packet.is_repeated else self._grab(key, state, now_s)
+            if held is None:
+                yield packet
+                return
+            yield self._announce(key, state.epoch)
+        elif packet.is_repeated and packet.bitmap & ~held.contributors[packet.block]:
+            yield packet  # for the same reason: it is added by whoever gets it next
+            return
+        yield from self._take(packet, key, held, now_s)
+
+    def _take(self, packet: Packet, key: GroupKey, held: _Held, now_s: float) -> Iterator[Packet]:
+        """Add a carrier, unless its contributors are in the sum already."""
+        block, bitmap, full = packet.block, packet.bitmap, (1 << len(held.contributors)) - 1
+        assert packet.values is not None
+        if bitmap & held.contributors[block] not in (0, bitmap):
+            self.violations += 1
+            return
+        is_new = not bitmap & held.contributors[block]
+        if is_new:
+            overflows = add_checked(self._slots[held.base + block], packet.values)
+            held.overflowed |= (overflows or packet.has_overflowed) << block
+            held.contributors[block] |= bitmap
+            held.progress_s = now_s
+        yield _acknowledgement(packet)
+        if is_new and held.contributors[block] == full:
+            yield self._sum(key, packet.epoch, held, block, WORKERS)
+
+    def _acknowledged(self, packet: Packet, key: GroupKey, held: _Held, state: JobState, now_s: float) -> None:
+        full = (1 << state.world) - 1
+        if packet.bitmap & ~held.known[packet.source]:
+            held.known[packet.source] |= packet.bitmap
+            held.progress_s = now_s
+        if all(known == full for known in held.known):
+            self._release(key)
+
+    def _reminders(self, key: GroupKey, held: _Held, rank: int) -> Iterator[Packet]:
+        epoch, full = self._jobs[key[0]].epoch, (1 << len(held.contributors)) - 1
+        if held.known[rank] == full:
+            return
+        missing = [
+            block
+            for block, contributors in enumerate(held.contributors)
+            if contributors == full and not held.known[rank] >> block & 1
+        ]
+        for block in missing:
+            yield self._sum(key, epoch, held, block, rank)
+        if not missing:
+            yield Packet(Kind.START, key[0], epoch, key[1], AGGREGATOR, rank)
+
+    def _announce(self, key: GroupKey, epoch: int) -> Packet:
+        return Packet(Kind.START, key[0], epoch, key[1], AGGREGATOR, WORKERS)
+
+    def _sum(self, key: GroupKey, epoch: int, held: _Held, block: int, to: int) -> Packet:
+        return Packet(
+            Kind.RESULT, key[0], epoch, key[1], AGGREGATOR, to, block, bitmap=held.contributors[block],
+            # Not a copy: before the slot gets another group every worker has told that it knows this sum, and so
+            # ignores a packet that is sent, or sent again, after that.
+            values=self._slots[held.base + block],
+            has_overflowed=bool(held.overflowed >> block & 1),
+        )  # fmt: skip
+
+
+def _acknowledgement(packet: Packet) -> Packet:
+    return replace(
+        packet,
+        kind=Kind.AGGREGATOR_ACK,
+        source=AGGREGATOR,
+        destination=packet.source,
+        values=None,
+        acked=packet.kind,
+        is_repeated=False,
+        has_overflowed=False,
+    )

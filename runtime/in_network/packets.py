@@ -1,0 +1,139 @@
+"""What workers and aggregators of in-network aggregation send to each other, and when they send it again.
+
+A gradient is cut into blocks of int32 entries. N consecutive blocks, N being the number of workers, are a group: block
+``b`` of a group starts its way around the ring at rank ``b``. Groups are numbered over the whole run, so that no packet
+of one step can be taken for another step's.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Block = npt.NDArray[np.int32]
+"""int32, shape (E,): integers of a block, never changed once they are in a packet."""
+
+AGGREGATOR: Final = -1
+"""As a source or destination: the aggregator."""
+WORKERS: Final = -2
+"""As a destination: all workers."""
+
+
+class Kind(enum.Enum):
+    """Kinds of packets."""
+
+    REDUCE = "reduce"
+    """A partial sum on its way around the ring (reduce-scatter)."""
+    GATHER = "gather"
+    """A full sum on its way around the ring (all-gather)."""
+    CONTRIBUTION = "contribution"
+    """A partial sum for the aggregator."""
+    RESULT = "result"
+    """A full sum from the aggregator."""
+    RESERVE = "reserve"
+    """A worker asks for slots for a group."""
+    START = "start"
+    """The aggregator has slots for a group: contributions go to it from now on."""
+    RING_ACK = "ring ack"
+    """A worker has got a packet of the ring."""
+    AGGREGATOR_ACK = "aggregator ack"
+    """The aggregator has added the packet, or has it already."""
+    RESULT_ACK = "result ack"
+    """A worker knows these sums; the bitmap is of blocks."""
+    STALE = "stale"
+    """The packet is of another epoch of the job; ``epoch`` is the present one."""
+    ABORT = "abort"
+    """The aggregator has given up this epoch of the job."""
+
+
+RING_KINDS: Final = frozenset({Kind.REDUCE, Kind.GATHER})
+CARRIERS: Final = frozenset({Kind.REDUCE, Kind.GATHER, Kind.CONTRIBUTION})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packet:
+    """One packet.
+
+    Attributes:
+        job: the run it belongs to. epoch: counts the times that the run had to begin again at a common group.
+        group, block: which sum. step: hops of a packet of the ring before this one.
+        source, destination: a rank, or :data:`AGGREGATOR`; destination may be :data:`WORKERS`.
+        bitmap: bit r: the sum has the block of rank r. Of a RESULT_ACK: bit b: block b is known.
+        values: the sum; None where a packet has none.
+        acked: of an acknowledgement: the kind of packet that it is for.
+        is_repeated: whether it was sent before. has_overflowed: a sum in it has left the range of int32.
+    """
+
+    kind: Kind
+    job: int
+    epoch: int
+    group: int
+    source: int
+    destination: int
+    block: int = 0
+    step: int = 0
+    bitmap: int = 0
+    values: Block | None = None
+    acked: Kind | None = None
+    is_repeated: bool = False
+    has_overflowed: bool = False
+
+    @property
+    def carrier(self) -> CarrierId:
+        """Which carrier it is, or acknowledges. The bitmap is a part of that: a worker may have two contributions to
+        one block on their way, its own, and a partial sum that came around the ring."""
+        return (self.acked or self.kind, self.group, self.block, self.step, self.bitmap)
+
+
+class Sum(NamedTuple):
+    """A sum of blocks, full or not. ``has_overflowed``: an entry has left the range of int32, and means nothing."""
+
+    values: Block
+    has_overflowed: bool = False
+
+
+CarrierId = tuple[Kind, int, int, int, int]
+
+
+def add_checked(sum_: Block, values: Block) -> bool:
+    """Add to a sum, in place. Returns whether an entry has overflowed: both had one sign, and the sum has the other."""
+    before = sum_.copy()
+    np.add(sum_, values, out=sum_)
+    before ^= sum_
+    return bool(((sum_ ^ values) & before).min(initial=0) < 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RetransmissionTimes:
+    """When a packet that is not acknowledged is sent again.
+
+    Attributes:
+        first_s: after the first time. It has to be longer than any packet stays in the network, unless packets between
+            two nodes stay in order. Doubles with each time. max_s: upper bound.
+        max_tries: so often a packet is sent, before its sender gives up.
+    """
+
+    first_s: float = 0.02
+    max_s: float = 1.0
+    max_tries: int = 20
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A packet that is sent until it is acknowledged."""
+
+    packet: Packet
+    due_s: float
+    wait_s: float
+    tries: int = 1
+
+    def again(self, now_s: float, times: RetransmissionTimes) -> Packet:
+        """The packet, to be sent once more now."""
+        self.tries += 1
+        self.wait_s = min(2 * self.wait_s, times.max_s)
+        self.due_s = now_s + self.wait_s
+        return replace(self.packet, is_repeated=True)

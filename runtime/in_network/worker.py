@@ -1,0 +1,373 @@
+"""A worker of RA-INA: sums blocks around a ring, and through an aggregator where that has room for them.
+
+Each group of blocks starts on the ring. Where the aggregator gets slots for it, it announces that (START), and every
+worker sends to it what it has not put into a partial sum yet. The sums are of int32, so the results are the same bits
+whichever way was taken.
+
+Rules that keep a block from being added twice:
+
+1. A worker puts its block into one carrier, and never again: carriers of one block have disjoint contributors.
+2. A carrier that was sent before is not added by the aggregator, unless it waits for just this one.
+3. Acknowledgements name the carrier with its contributors.
+4. Packets from a worker to the aggregator stay in order.
+5. Acknowledgements of results are cumulative, and waits double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gradbus.runtime.in_network.packets import (
+    AGGREGATOR,
+    CARRIERS,
+    RING_KINDS,
+    CarrierId,
+    Kind,
+    Outstanding,
+    Packet,
+    RetransmissionTimes,
+    Sum,
+    add_checked,
+)
+
+
+class PeerSilent(Exception):
+    """A packet was sent ``max_tries`` times without an acknowledgement. ``node``: that it was for."""
+
+    def __init__(self, node: int, packet: Packet) -> None:
+        self.node = node
+        name = "the aggregator" if node == AGGREGATOR else f"rank {node}"
+        super().__init__(f"{name} does not acknowledge {packet.kind.value}, group {packet.group}, block {packet.block}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of a worker, equal on all ranks but for ``rank``.
+
+    Attributes:
+        block_elems: entries of a block.
+        window_groups: groups that are in flight at once.
+        reserves: whether workers ask the aggregator for slots. False: packets of the ring pass through the aggregator,
+            which takes what it has room for.
+    """
+
+    rank: int
+    world: int
+    job: int = 0
+    epoch: int = 0
+    block_elems: int = 64
+    window_groups: int = 4
+    reserves: bool = False
+    times: RetransmissionTimes = field(default_factory=RetransmissionTimes)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A group on this worker.
+
+    Attributes:
+        own: this rank's blocks, and out: where the sums go, int32, shape (N, E); None before they are there.
+        placed: bits of the blocks that this rank has put into a carrier.
+        seen: bits of the blocks whose partial sum has come around the ring. early: those that came before the start.
+        sums: what is known, by block.
+    """
+
+    own: npt.NDArray[np.int32] | None = None
+    out: npt.NDArray[np.int32] | None = None
+    is_started: bool = False
+    is_at_aggregator: bool = False
+    placed: int = 0
+    seen: int = 0
+    early: list[Packet] = field(default_factory=list)
+    sums: dict[int, Sum] = field(default_factory=dict)
+
+    @property
+    def known(self) -> int:
+        """Bits of the blocks whose sum is known."""
+        return sum(1 << block for block in self.sums)
+
+    def add_known(self, block: int, sum_: Sum) -> None:
+        """The sum of a block is known."""
+        assert self.out is not None
+        self.out[block] = sum_.values  # the packet's stay as they are: it may have to be sent on
+        self.sums[block] = sum_
+
+
+class RingWorker:
+    """The protocol of one worker, without I/O: every method returns the packets that are to be sent.
+
+        packets = worker.submit(blocks, sums, now_s)      # int32, shape (groups, N, E)
+        packets = worker.receive(packet, now_s)
+        packets = worker.advance(now_s)                   # at ``deadline_s``
+        if worker.first_unfinished == worker.end: ...     # ``sums`` is complete
+
+    Ranks submit the same number of groups, one after the other. A rank that has finished goes on receiving, as others
+    may still need it: until :attr:`is_idle`, and for as long as others have not finished.
+
+    Attributes:
+        first_unfinished: all groups before it are known. end: groups that were submitted.
+        overflowed: groups with a sum that has left the range of int32, the same on all ranks.
+        dropped: packets that could not be of this run.
+    """
+
+    def __init__(self, config: WorkerConfig, *, first_group: int = 0) -> None:
+        """``first_group``: where all ranks begin."""
+        if not 0 <= config.rank < config.world or config.window_groups < 1 or config.block_elems < 1:
+            raise ValueError(f"a worker needs 0 <= rank < world, a window and a block of at least 1, got {config}")
+        self._config = config
+        self._groups: dict[int, _Group] = {}
+        self._outstanding: dict[CarrierId, Outstanding] = {}
+        self._all = (1 << config.world) - 1
+        self._next_to_start = first_group
+        self.first_unfinished = first_group
+        self.end = first_group
+        self.overflowed: set[int] = set()
+        self.dropped = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for no acknowledgement."""
+        return not self._outstanding
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When :meth:`advance` has something to do; None: when something has been received."""
+        return min((one.due_s for one in self._outstanding.values()), default=None)
+
+    def submit(self, blocks: npt.NDArray[np.int32], out: npt.NDArray[np.int32], now_s: float) -> list[Packet]:
+        """Have the next groups summed.
+
+        Args:
+            blocks: int32, shape (groups, N, E), not to be changed before they are done.
+            out: memory of the same shape for the sums.
+
+        Raises:
+            ValueError: another shape or dtype.
+        """
+        shape = (len(blocks), self._config.world, self._config.block_elems)
+        for name, array in (("blocks", blocks), ("out", out)):
+            if array.dtype != np.int32 or array.shape != shape:
+                raise ValueError(f"{name}: expected int32 of shape {shape}, got {array.dtype} {array.shape}")
+        for own, sums in zip(blocks, out, strict=True):
+            group = self._group(self.end)
+            group.own, group.out = own, sums
+            self.end += 1
+        return list(self._start_groups(now_s))
+
+    def receive(self, packet: Packet, now_s: float) -> list[Packet]:
+        """Take a packet that was for this worker."""
+        if not self._is_possible(packet):
+            self.dropped += 1
+            return []
+        if packet.group < self.first_unfinished and packet.group not in self._groups:
+            return list(self._answer_for_finished(packet))
+        answers = list(self._dispatch(packet, self._group(packet.group), now_s))
+        return [*answers, *self._start_groups(now_s)]
+
+    def _is_possible(self, packet: Packet) -> bool:
+        config = self._config
+        values = None if packet.values is None else packet.values.shape
+        needs_values = packet.kind in CARRIERS or packet.kind is Kind.RESULT
+        return (
+            (packet.job, packet.epoch) == (config.job, config.epoch)
+            and 0 <= packet.block < config.world
+            and 0 <= packet.bitmap <= self._all
+            and -1 <= packet.source < config.world
+            # The others are at most one window ahead of this rank, and so start groups of up to two.
+            and 0 <= packet.group < self.first_unfinished + 2 * config.window_groups
+            and values == ((config.block_elems,) if needs_values else None)
+        )
+
+    def advance(self, now_s: float) -> list[Packet]:
+        """Send again what is due. Raises PeerSilent: a packet was sent too often."""
+        times, packets = self._config.times, []
+        for one in self._outstanding.values():
+            if one.due_s <= now_s:
+                if one.tries >= times.max_tries:
+                    raise PeerSilent(one.packet.destination, one.packet)
+                packets.append(one.again(now_s, times))
+        return packets
+
+    # Groups
+
+    def _group(self, number: int) -> _Group:
+        return self._groups.setdefault(number, _Group())
+
+    def _start_groups(self, now_s: float) -> Iterator[Packet]:
+        """Begin what the window allows, and end what is known."""
+        config = self._config
+        while True:
+            while self.first_unfinished < self._next_to_start and self._is_finished(self.first_unfinished):
+                if any(sum_.has_overflowed for sum_ in self._groups[self.first_unfinished].sums.values()):
+                    self.overflowed.add(self.first_unfinished)
+                # Who is a window behind may still need what this rank knows. Nobody is further behind.
+                self._groups.pop(self.first_unfinished - config.window_groups, None)
+                self.first_unfinished += 1
+            number = self._next_to_start
+            if number >= self.end or number >= self.first_unfinished + config.window_groups:
+                return
+            self._next_to_start += 1
+            yield from self._start(number, now_s)
+
+    def _is_finished(self, number: int) -> bool:
+        return len(self._groups[number].sums) == self._config.world
+
+    def _start(self, number: int, now_s: float) -> Iterator[Packet]:
+        config, group = self._config, self._group(number)
+        group.is_started = True
+        assert group.own is not None
+        if config.world == 1:
+            group.add_known(0, Sum(group.own[0]))
+            return
+        if group.is_at_aggregator:
+            yield from self._contribute(number, group, now_s)
+        else:
+            group.placed |= 1 << config.rank
+            own = Sum(group.own[config.rank])
+            yield self._send(Kind.REDUCE, number, config.rank, 1 << config.rank, own, now_s)
+            if config.reserves and number % config.world == config.rank:
+                yield self._plain(Kind.RESERVE, number, AGGREGATOR)
+        early, group.early = group.early, []
+        for packet in early:
+            yield from self._pass_on(packet, group, now_s)
+
+    def _contribute(self, number: int, group: _Group, now_s: float) -> Iterator[Packet]:
+        """The aggregator has slots for the group: it gets what is in no carrier yet, and the sums that are known."""
+        config = self._config
+        assert group.own is not None
+        for block in range(config.world):
+            if block in group.sums:
+                if config.rank == (block - 1) % config.world:  # where the block's way around the ring has ended
+                    yield self._send(Kind.CONTRIBUTION, number, block, self._all, group.sums[block], now_s)
+            elif not group.placed >> block & 1:
+                group.placed |= 1 << block
+                own = Sum(group.own[block])
+                yield self._send(Kind.CONTRIBUTION, number, block, 1 << config.rank, own, now_s)
+        if group.sums:
+            yield self._result_ack(number, group)
+
+    # What comes
+
+    def _dispatch(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
+        match packet.kind:
+            case Kind.REDUCE:
+                yield self._ring_ack(packet)
+                if not group.seen >> packet.block & 1 and packet.block not in group.sums:
+                    group.seen |= 1 << packet.block
+                    if group.is_started:
+                        yield from self._pass_on(packet, group, now_s)
+                    else:
+                        group.early.append(packet)
+            case Kind.GATHER:
+                yield self._ring_ack(packet)
+                if packet.block not in group.sums and group.is_started:
+                    yield from self._gathered(packet, group, now_s)
+            case Kind.START:
+                yield from self._at_aggregator(packet.group, group, now_s)
+            case Kind.RESULT:
+                yield from self._result(packet, group, now_s)
+            case Kind.RING_ACK:
+                self._outstanding.pop(packet.carrier, None)
+            case Kind.AGGREGATOR_ACK:
+                self._outstanding.pop(packet.carrier, None)
+                if not group.is_at_aggregator:
+                    yield from self._at_aggregator(packet.group, group, now_s)
+            case _:
+                self.dropped += 1
+
+    def _pass_on(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
+        """A partial sum has come around the ring: add this rank's block, unless it is in another carrier already."""
+        config, number, block = self._config, packet.group, packet.block
+        assert packet.values is not None
+        assert group.own is not None
+        values, bitmap, overflowed = packet.values, packet.bitmap, packet.has_overflowed
+        if not group.placed >> block & 1:
+            group.placed |= 1 << block
+            values = values.copy()  # that of the packet is the sender's
+            overflowed |= add_checked(values, group.own[block])
+            bitmap |= 1 << config.rank
+        sum_ = Sum(values, overflowed)
+        if bitmap == self._all:
+            group.add_known(block, sum_)
+        if group.is_at_aggregator:
+            yield self._send(Kind.CONTRIBUTION, number, block, bitmap, sum_, now_s)
+            if bitmap == self._all:
+                yield self._result_ack(number, group)
+        elif bitmap == self._all:
+            yield self._send(Kind.GATHER, number, block, bitmap, sum_, now_s)
+        else:
+            yield self._send(Kind.REDUCE, number, block, bitmap, sum_, now_s, step=packet.step + 1)
+
+    def _gathered(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
+        assert packet.values is not None
+        number, block, sum_ = packet.group, packet.block, Sum(packet.values, packet.has_overflowed)
+        group.add_known(block, sum_)
+        if group.is_at_aggregator:
+            yield self._result_ack(number, group)
+        elif packet.step < self._config.world - 2:
+            yield self._send(Kind.GATHER, number, block, self._all, sum_, now_s, step=packet.step + 1)
+
+    def _at_aggregator(self, number: int, group: _Group, now_s: float) -> Iterator[Packet]:
+        if group.is_at_aggregator:
+            yield self._result_ack(number, group)
+            return
+        group.is_at_aggregator = True
+        if group.is_started:
+            yield from self._contribute(number, group, now_s)
+
+    def _result(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
+        """The aggregator has a full sum. It has slots for the group then, even where that announcement was lost."""
+        if packet.values is None or not group.is_started:
+            self.dropped += 1  # a sum without this rank's block
+            return
+        if packet.block not in group.sums:
+            group.add_known(packet.block, Sum(packet.values, packet.has_overflowed))
+        for carrier in [key for key in self._outstanding if key[1:3] == (packet.group, packet.block)]:
+            del self._outstanding[carrier]
+        if group.is_at_aggregator:
+            yield self._result_ack(packet.group, group)
+        else:
+            yield from self._at_aggregator(packet.group, group, now_s)
+
+    def _answer_for_finished(self, packet: Packet) -> Iterator[Packet]:
+        """All sums of the group have been known here for long, and so everywhere."""
+        if packet.kind in RING_KINDS:
+            yield self._ring_ack(packet)
+        elif packet.kind in (Kind.START, Kind.RESULT):
+            yield self._plain(Kind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all)
+        elif packet.kind in (Kind.RING_ACK, Kind.AGGREGATOR_ACK):
+            self._outstanding.pop(packet.carrier, None)
+
+    # What goes
+
+    def _send(
+        self, kind: Kind, group: int, block: int, bitmap: int, sum_: Sum, now_s: float, *, step: int = 0
+    ) -> Packet:
+        """A carrier, which is sent until it is acknowledged."""
+        config = self._config
+        to = AGGREGATOR if kind is Kind.CONTRIBUTION else (config.rank + 1) % config.world
+        packet = Packet(
+            kind, config.job, config.epoch, group, config.rank, to, block, step, bitmap, sum_.values,
+            has_overflowed=sum_.has_overflowed,
+        )  # fmt: skip
+        wait_s = config.times.first_s
+        self._outstanding[packet.carrier] = Outstanding(packet, now_s + wait_s, wait_s)
+        return packet
+
+    def _plain(self, kind: Kind, group: int, to: int, *, bitmap: int = 0) -> Packet:
+        config = self._config
+        return Packet(kind, config.job, config.epoch, group, config.rank, to, bitmap=bitmap)
+
+    def _ring_ack(self, packet: Packet) -> Packet:
+        config = self._config
+        return Packet(
+            Kind.RING_ACK, config.job, config.epoch, packet.group, config.rank, packet.source, packet.block,
+            packet.step, packet.bitmap, acked=packet.kind,
+        )  # fmt: skip
+
+    def _result_ack(self, number: int, group: _Group) -> Packet:
+        return self._plain(Kind.RESULT_ACK, number, AGGREGATOR, bitmap=group.known)

@@ -1,0 +1,163 @@
+"""Every block is added exactly once, whatever the network does: many runs, each drawn from its seed."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import packet_network
+import pytest
+from packet_network import Conditions, PacketNetwork, Violation
+
+from gradbus.runtime.in_network import aggregator, packets, slots, worker
+
+RUNS = 160
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, 40))
+def test_all_workers_get_the_exact_sum_and_all_slots_come_back(first: int) -> None:
+    for seed in range(first, first + 40):
+        PacketNetwork(Conditions.drawn(seed), seed).run()
+
+
+def test_the_sums_do_not_depend_on_the_slots() -> None:
+    sums = []
+    for count in (0, 3, 6, 100):
+        network = PacketNetwork(Conditions(worlds=(3,), slots=count, loss=0.1), seed=1)
+        network.run()
+        sums.append(network.sums[0, 0])
+    assert all((sums[0] == other).all() for other in sums[1:])
+
+
+def test_one_worker_sends_nothing() -> None:
+    network = PacketNetwork(Conditions(worlds=(1,)), seed=0)
+    network.run()
+    assert not network.channels
+    assert (network.sums[0, 0] == network.inputs[0][0]).all()
+
+
+@pytest.mark.parametrize(
+    ("slots_", "expected"), [(0, {"reduce": 24, "gather": 24}), (100, {"contribution": 48, "result": 12})],
+)  # fmt: skip
+def test_without_loss_a_group_costs_what_the_model_says(slots_: int, expected: dict[str, int]) -> None:
+    """A group of N blocks: N (N - 1) packets twice around the ring, or N * N to the aggregator, and N sums from it."""
+    conditions = Conditions(worlds=(4,), groups=1 if slots_ else 2, slots=slots_, is_inline=True, eager_timers=0.0)
+    network = PacketNetwork(conditions, seed=3)
+    counted: dict[str, int] = {}
+    post = network._post
+
+    def counting(source: tuple[int, int], sent: Sequence[packets.Packet]) -> None:
+        for packet in sent:
+            if packet.source == source[1]:  # not what the aggregator passes on
+                counted[packet.kind.value] = counted.get(packet.kind.value, 0) + 1
+        post(source, sent)
+
+    network._post = counting  # type: ignore[method-assign]
+    network.run()
+    for kind, count in expected.items():
+        if kind == "contribution":
+            assert counted.get("contribution", 0) + counted.get("reduce", 0) <= 16
+        elif kind == "result":
+            assert counted["result"] == 4
+        else:
+            assert counted[kind] == count
+
+
+MUTATIONS = {
+    "a worker puts its block into two carriers (rule 1)": (
+        worker, "        if not group.placed >> block & 1:\n            group.placed |= 1 << block\n            values",
+        "        if True:\n            group.placed |= 1 << block\n            values",
+    ),
+    "a repeated packet of the ring is added (rule 2)": (aggregator, "elif packet.is_repeated and", "elif False and"),
+    "a repeated packet of the ring takes slots (rule 2)": (
+        aggregator, "held = None if packet.is_repeated else self._grab", "held = self._grab",
+    ),
+    "an acknowledgement does not name the contributors (rule 3)": (
+        packets, "self.block, self.step, self.bitmap)", "self.block, self.step, 0)",
+    ),
+    "slots are given back when one worker knows the sums": (aggregator, "if all(known == full", "if any(known == full"),
+    "a slot is not zeroed": (slots, "self._memory[base : base + count] = 0", "pass"),
+    "a worker adds into the packet that it got": (worker, "values = values.copy()", "values = values"),
+    "packets of another epoch count": (aggregator, "if packet.epoch != state.epoch:", "if False:"),
+    "a worker takes packets of another epoch": (
+        worker, "(packet.job, packet.epoch) == (config.job, config.epoch)", "packet.job == config.job",
+    ),
+    "a token that comes twice is passed on twice": (
+        worker, "if not group.seen >> packet.block & 1 and", "if",
+    ),
+    "a contribution that comes late is not acknowledged": (
+        aggregator, "[_acknowledgement(packet)] if held is None", "[] if held is None",
+    ),
+    "a worker keeps what it knows to itself when the aggregator takes over": (
+        worker, "if config.rank == (block - 1) % config.world:", "if False:",
+    ),
+    "a worker forgets a group as soon as it has finished": (
+        worker, "self._groups.pop(self.first_unfinished - config.window_groups, None)",
+        "self._groups.pop(self.first_unfinished, None)",
+    ),
+    "nobody is reminded": (aggregator, "if not missing:", "if False:"),
+    "a lost packet is not sent again": (worker, "packets.append(one.again(now_s, times))", "one.again(now_s, times)"),
+}  # fmt: skip
+
+
+FIRST_SEEDS = {"a worker forgets a group as soon as it has finished": 680}
+"""Where to begin to look, for a mutation that few seeds show."""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_the_protocol_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutated, before, after = MUTATIONS[name]
+    for module in (packets, slots, worker, aggregator, packet_network):  # each imports those before it
+        source = inspect.getsource(module)
+        if module is mutated:
+            assert source.count(before) == 1, f"the mutation no longer fits {module.__name__}"
+            source = source.replace(before, after)
+        file = tmp_path / f"{module.__name__}.py"
+        file.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(module.__name__, file)
+        assert spec is not None
+        assert spec.loader is not None
+        fresh: Any = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module.__name__, fresh)
+        spec.loader.exec_module(fresh)
+
+    def search() -> None:
+        first = FIRST_SEEDS.get(name, 0)
+        for seed in range(first, first + 400):
+            fresh.PacketNetwork(fresh.Conditions.drawn(seed), seed).run()
+
+    with pytest.raises((fresh.Violation, AssertionError, LookupError, ValueError)):
+        search()
+
+
+def test_a_network_that_changes_the_order_of_packets_to_an_inline_aggregator_is_noticed() -> None:
+    """Rule 4: what a worker sends to an aggregator in the way of the ring stays in order, and comes once."""
+
+    class Reordered(Conditions):
+        keeps_order = False  # type: ignore[assignment]
+
+    def search() -> None:
+        for seed in range(600):
+            drawn = Conditions.drawn(seed)
+            fields = {name: getattr(drawn, name) for name in drawn.__dataclass_fields__}
+            PacketNetwork(Reordered(**fields | {"is_inline": True, "reorders": True}), seed).run()
+
+    with pytest.raises(Violation):
+        search()
+
+
+def test_sums_that_leave_int32_are_marked_on_all_workers() -> None:
+    for slots_ in (0, 100):
+        network = PacketNetwork(Conditions(worlds=(3,), groups=2, slots=slots_), seed=5)
+        for rank in range(3):
+            network.inputs[0][rank, 1, 2, 0] = np.iinfo(np.int32).max
+        network._count = lambda *_: None  # type: ignore[method-assign]
+        network._check_aggregator = lambda *_: None  # type: ignore[method-assign]
+        network._check_end = lambda: None  # type: ignore[method-assign]
+        network.run()
+        assert [network.workers[0, rank].overflowed for rank in range(3)] == [{1}] * 3

@@ -1,0 +1,262 @@
+"""Workers and an aggregator of in-network aggregation in one process, on a network that a seed makes worse.
+
+Packets between two nodes are delivered in an order, or at a time, that a random number decides; they are lost and
+repeated. Time passes only when a timer is due. What must hold is checked after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradbus.runtime.in_network.aggregator import Aggregator
+from gradbus.runtime.in_network.packets import AGGREGATOR, CARRIERS, WORKERS, Packet, RetransmissionTimes
+from gradbus.runtime.in_network.slots import Allocation, Slots
+from gradbus.runtime.in_network.worker import PeerSilent, RingWorker, WorkerConfig
+
+TIMES = RetransmissionTimes(first_s=1.0, max_s=8.0, max_tries=500)
+Node = tuple[int, int]  # job, rank or AGGREGATOR
+
+MAX_STEPS = 60_000  # those that end take 900 on average, and at most 8,000
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a run is made of.
+
+    Attributes:
+        worlds: workers of each job. groups: of each job. window: groups in flight.
+        is_inline: packets of the ring pass through the aggregator; else workers reserve slots.
+        loss, repetition: probability of each, of a packet. eager_timers: probability that a timer comes before packets.
+        reorders: packets overtake each other.
+        crashes: so often the aggregator loses all it has, and the run begins another epoch where a worker has got to.
+    """
+
+    worlds: Sequence[int] = (3,)
+    groups: int = 4
+    window: int = 2
+    slots: int = 6
+    allocation: Allocation = "scan"
+    is_inline: bool = True
+    loss: float = 0.0
+    repetition: float = 0.0
+    eager_timers: float = 0.05
+    reorders: bool = False
+    block_elems: int = 2
+    crashes: int = 0
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether packets to the aggregator stay in order and come at most once, as those of one DDS writer do. An
+        aggregator in the way of the ring needs that (rule 4); one that the ring goes past does not."""
+        return self.is_inline
+
+    @classmethod
+    def drawn(cls, seed: int) -> Conditions:
+        """Conditions of a seed."""
+        draw = random.Random(seed)
+        worlds = [draw.choice((2, 3, 4, 5)) for _ in range(draw.choice((1, 1, 2)))]
+        return cls(
+            worlds=worlds,
+            groups=draw.choice((1, 3, 6)),
+            window=draw.choice((1, 2, 3)),
+            slots=draw.choice((0, 1, max(worlds), max(worlds) + 1, 2 * sum(worlds), 16)),
+            allocation=draw.choice(("scan", "hash")),
+            is_inline=draw.random() < 0.6,
+            loss=draw.choice((0.0, 0.01, 0.1, 0.3, 0.5)),
+            repetition=draw.choice((0.0, 0.1, 0.3)),
+            eager_timers=draw.choice((0.0, 0.02, 0.2)),
+            reorders=draw.random() < 0.5,
+            crashes=draw.choice((0, 0, 0, 1, 2)),
+        )
+
+
+class Violation(AssertionError):
+    """Something that must always hold does not."""
+
+
+@dataclass
+class PacketNetwork:
+    """One run. :meth:`run` returns when all workers of all jobs have all sums and the aggregator has no slot taken.
+
+    Attributes:
+        grabs: how often slots were taken. steps: what was delivered, lost, repeated, and timers.
+    """
+
+    conditions: Conditions
+    seed: int
+    epoch: int = 0
+    now_s: float = 0.0
+    steps: int = 0
+    channels: dict[tuple[Node, Node], deque[Packet]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        conditions, self.random = self.conditions, random.Random(self.seed)
+        self.slots = Slots(conditions.slots, conditions.block_elems, conditions.allocation)
+        self.aggregator = Aggregator(self.slots, block_elems=conditions.block_elems, times=TIMES)
+        self.workers: dict[Node, RingWorker] = {}
+        self.inputs: list[np.ndarray[Any, Any]] = []
+        self.sums: dict[Node, np.ndarray[Any, Any]] = {}
+        numbers = np.random.default_rng(self.seed)
+        for job, world in enumerate(conditions.worlds):
+            self.aggregator.open_job(job, world)
+            shape = (world, conditions.groups, world, conditions.block_elems)
+            self.inputs.append(numbers.integers(-(1 << 24), 1 << 24, shape, dtype=np.int32))
+            for rank in range(world):
+                self.workers[job, rank] = RingWorker(self._config(job, rank))
+                self.sums[job, rank] = np.zeros(shape[1:], dtype=np.int32)
+
+    def _config(self, job: int, rank: int, epoch: int = 0) -> WorkerConfig:
+        conditions = self.conditions
+        return WorkerConfig(
+            rank, conditions.worlds[job], job, epoch, block_elems=conditions.block_elems,
+            window_groups=conditions.window, reserves=not conditions.is_inline, times=TIMES,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Raises Violation: something that must hold does not, or the run does not end."""
+        try:
+            self._run()
+        except PeerSilent as error:
+            raise Violation(f"seed {self.seed}: {error}") from None
+
+    def _run(self) -> None:
+        waiting = list(self.workers)
+        self.random.shuffle(waiting)
+        crashes_at = {self.random.randrange(20, 600) for _ in range(self.conditions.crashes)}
+        while True:
+            self.steps += 1
+            if self.steps in crashes_at and not waiting:
+                self._crash()
+            if self.steps > MAX_STEPS:
+                raise Violation(f"seed {self.seed}: no end after {MAX_STEPS} steps: {self.state()}")
+            if waiting and (self.random.random() < 0.2 or not self.channels):
+                self._submit(waiting.pop())
+            elif self.channels and (self._is_busy() or self.random.random() >= self.conditions.eager_timers):
+                self._move()
+            elif not self._fire():
+                if self.channels:
+                    self._move()
+                elif not waiting:
+                    break
+        self._check_end()
+
+    def state(self) -> str:
+        """Where the run stands."""
+        return str({node: (worker.first_unfinished, worker.end) for node, worker in self.workers.items()})
+
+    # What happens
+
+    def _crash(self) -> None:
+        """The aggregator forgets everything. Packets of before stay under way. All workers of a job agree on the first
+        group that one of them does not have, and begin there: the sums of the others are the same bits again."""
+        self.epoch += 1
+        conditions = self.conditions
+        self.slots = Slots(conditions.slots, conditions.block_elems, conditions.allocation)
+        self.aggregator = Aggregator(self.slots, block_elems=conditions.block_elems, times=TIMES)
+        for job, world in enumerate(conditions.worlds):
+            self.aggregator.open_job(job, world, epoch=self.epoch)
+            ranks = [(job, rank) for rank in range(world)]
+            first = min(self.workers[node].first_unfinished for node in ranks)
+            for node in ranks:
+                self.workers[node] = RingWorker(self._config(*node, self.epoch), first_group=first)
+            for node in ranks:
+                rest = self.inputs[job][node[1], first:], self.sums[node][first:]
+                self._post(node, self.workers[node].submit(*rest, self.now_s))
+
+    def _submit(self, node: Node) -> None:
+        """In two parts, as in two steps of a training."""
+        job, rank = node
+        blocks, sums, half = self.inputs[job][rank], self.sums[node], self.conditions.groups // 2
+        for part in (slice(0, half), slice(half, None)):
+            self._post(node, self.workers[node].submit(blocks[part], sums[part], self.now_s))
+
+    def _is_busy(self) -> bool:
+        """Whether more packets are under way than a network holds for the time of a timer."""
+        return sum(map(len, self.channels.values())) > 8 * len(self.workers)
+
+    def _move(self) -> None:
+        """Deliver, lose or repeat a packet."""
+        source, to = self.random.choice(list(self.channels))
+        queue = self.channels[source, to]
+        is_exact = to[1] == AGGREGATOR and self.conditions.keeps_order
+        in_order = is_exact or not self.conditions.reorders
+        at = 0 if in_order else self.random.randrange(len(queue))
+        packet, fate = queue[at], self.random.random()
+        if is_exact or fate >= self.conditions.repetition:
+            del queue[at]
+            if not queue:
+                del self.channels[source, to]
+        if self.random.random() < self.conditions.loss:
+            return
+        if to[1] == AGGREGATOR:
+            self._post(to, self.aggregator.receive(packet, self.now_s))
+            self._check_aggregator(packet.job, packet.group)
+        else:
+            self._post(to, self.workers[to].receive(packet, self.now_s))
+
+    def _fire(self) -> bool:
+        """The next timer. Returns whether there is one."""
+        nodes = {**self.workers, (0, AGGREGATOR): self.aggregator}
+        due = {node: one.deadline_s for node, one in nodes.items() if one.deadline_s is not None}
+        if not due:
+            return False
+        # A timer is not long before others: they tick at one pace.
+        node = min(due, key=lambda one: (due[one], self.random.random()))
+        self.now_s = max(self.now_s, due[node])
+        self._post(node, nodes[node].advance(self.now_s))
+        return True
+
+    def _post(self, source: Node, packets: Sequence[Packet]) -> None:
+        for packet in packets:
+            self._count(source, packet)
+            is_aggregator = source[1] == AGGREGATOR
+            if packet.destination == WORKERS:
+                goes_to = [node for node in self.workers if node[0] == packet.job]
+            elif packet.destination == AGGREGATOR or (self.conditions.is_inline and not is_aggregator):
+                goes_to = [(packet.job, AGGREGATOR)]
+            else:
+                goes_to = [(packet.job, packet.destination)]
+            for node in goes_to:
+                self.channels.setdefault((source if not is_aggregator else (0, AGGREGATOR), node), deque()).append(
+                    packet
+                )
+
+    # What must hold
+
+    def _count(self, source: Node, packet: Packet) -> None:
+        """A sum that is sent is that of its contributors, each one once."""
+        if packet.values is None or packet.kind not in CARRIERS:
+            return
+        blocks = self.inputs[packet.job][:, packet.group, packet.block]
+        who = [rank for rank in range(len(blocks)) if packet.bitmap >> rank & 1]
+        if (blocks[who].sum(axis=0, dtype=np.int64) != packet.values).any():
+            raise Violation(f"seed {self.seed}: a carrier of {source} is not the sum of {who}")
+
+    def _check_aggregator(self, job: int, group: int) -> None:
+        held = sum(len(one.contributors) for one in self.aggregator._held.values())
+        if held + self.slots.free != self.conditions.slots:
+            raise Violation(f"seed {self.seed}: {held} slots held, {self.slots.free} free of {self.conditions.slots}")
+        if self.aggregator.violations:
+            raise Violation(f"seed {self.seed}: contributors overlap")
+        one = self.aggregator._held.get((job, group))
+        for block, contributors in enumerate([] if one is None else one.contributors):
+            who = [rank for rank in range(len(one.contributors)) if contributors >> rank & 1]
+            expected = self.inputs[job][who, group, block].sum(axis=0, dtype=np.int64)
+            if (self.slots[one.base + block] != expected).any():
+                raise Violation(f"seed {self.seed}: the slot of group {group}, block {block} is not {who}'s sum")
+
+    def _check_end(self) -> None:
+        for (job, rank), worker in self.workers.items():
+            if worker.first_unfinished != self.conditions.groups:
+                raise Violation(f"seed {self.seed}: rank {rank} of job {job} stopped: {self.state()}")
+            expected = self.inputs[job].sum(axis=0, dtype=np.int64)
+            if (self.sums[job, rank] != expected).any():
+                raise Violation(f"seed {self.seed}: rank {rank} of job {job} has another sum")
+        if self.slots.free != self.conditions.slots:
+            raise Violation(f"seed {self.seed}: {self.conditions.slots - self.slots.free} slots are not given back")
