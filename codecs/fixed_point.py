@@ -85,7 +85,7 @@ def linear_checksum(blocks: Tensor, seed: int) -> int:
     """
     generator = torch.Generator().manual_seed(seed)
     total = 0
-    for part in torch.split(blocks.reshape(-1), 1 << 20):  # type: ignore[no-untyped-call]
+    for part in torch.split(blocks.reshape(-1), 1 << 20):
         weights = torch.randint(1, CHECKSUM_PRIME, part.shape, generator=generator, dtype=torch.int64)
         products = part.to(torch.int64).remainder(CHECKSUM_PRIME) * weights  # below 2^62
         total = (total + int(products.remainder_(CHECKSUM_PRIME).sum())) % CHECKSUM_PRIME
