@@ -15,8 +15,8 @@ from gradbus.runtime.in_network.packets import (
     AGGREGATOR,
     CARRIERS,
     WORKERS,
-    Kind,
     Packet,
+    PacketKind,
     RetransmissionTimes,
     add_checked,
 )
@@ -103,7 +103,7 @@ class Aggregator:
         state = self._jobs[job]
         ended, state.epoch, state.world = state.epoch, epoch, world
         self._release_job(job)
-        return [Packet(Kind.ABORT, job, ended, 0, AGGREGATOR, WORKERS)]
+        return [Packet(PacketKind.ABORT, job, ended, 0, AGGREGATOR, WORKERS)]
 
     def stalled_jobs(self, now_s: float, lease_s: float) -> set[int]:
         """Jobs with a group that holds slots and got nothing new for this long. Whether a worker is gone, or only slow,
@@ -117,25 +117,25 @@ class Aggregator:
             self.dropped += 1
             return []
         if packet.epoch != state.epoch:
-            return [Packet(Kind.STALE, packet.job, state.epoch, packet.group, AGGREGATOR, packet.source)]
+            return [Packet(PacketKind.STALE, packet.job, state.epoch, packet.group, AGGREGATOR, packet.source)]
         key = packet.job, packet.group
         held = self._held.get(key)
         match packet.kind:
-            case Kind.REDUCE:
+            case PacketKind.REDUCE:
                 return list(self._reduce(packet, key, held, state, now_s))
-            case Kind.GATHER:
+            case PacketKind.GATHER:
                 return [packet] if held is None else list(self._take(packet, key, held, now_s))
-            case Kind.CONTRIBUTION:
+            case PacketKind.CONTRIBUTION:
                 # Only a group that has had slots gets contributions. It gave them back when all workers knew its sums.
                 return [_acknowledgement(packet)] if held is None else list(self._take(packet, key, held, now_s))
-            case Kind.RESERVE:
+            case PacketKind.RESERVE:
                 granted = held is None and self._grab(key, state, now_s) is not None
                 return [self._announce(key, state.epoch)] if granted else []
-            case Kind.RESULT_ACK:
+            case PacketKind.RESULT_ACK:
                 if held is not None:
                     self._acknowledged(packet, key, held, state, now_s)
                 return []
-            case Kind.RING_ACK:
+            case PacketKind.RING_ACK:
                 return [packet]
             case _:
                 self.dropped += 1
@@ -246,14 +246,14 @@ class Aggregator:
         for block in missing:
             yield self._sum(key, epoch, held, block, rank)
         if not missing:
-            yield Packet(Kind.START, key[0], epoch, key[1], AGGREGATOR, rank)
+            yield Packet(PacketKind.START, key[0], epoch, key[1], AGGREGATOR, rank)
 
     def _announce(self, key: GroupKey, epoch: int) -> Packet:
-        return Packet(Kind.START, key[0], epoch, key[1], AGGREGATOR, WORKERS)
+        return Packet(PacketKind.START, key[0], epoch, key[1], AGGREGATOR, WORKERS)
 
     def _sum(self, key: GroupKey, epoch: int, held: _Held, block: int, to: int) -> Packet:
         return Packet(
-            Kind.RESULT, key[0], epoch, key[1], AGGREGATOR, to, block, bitmap=held.contributors[block],
+            PacketKind.RESULT, key[0], epoch, key[1], AGGREGATOR, to, block, bitmap=held.contributors[block],
             # Not a copy: before the slot gets another group every worker has told that it knows this sum, and so
             # ignores a packet that is sent, or sent again, after that.
             values=self._slots[held.base + block],
@@ -264,7 +264,7 @@ class Aggregator:
 def _acknowledgement(packet: Packet) -> Packet:
     return replace(
         packet,
-        kind=Kind.AGGREGATOR_ACK,
+        kind=PacketKind.AGGREGATOR_ACK,
         source=AGGREGATOR,
         destination=packet.source,
         values=None,

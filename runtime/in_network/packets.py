@@ -23,7 +23,7 @@ WORKERS: Final = -2
 """As a destination: all workers."""
 
 
-class Kind(enum.Enum):
+class PacketKind(enum.Enum):
     """Kinds of packets."""
 
     REDUCE = "reduce"
@@ -50,8 +50,8 @@ class Kind(enum.Enum):
     """The aggregator has given up this epoch of the job."""
 
 
-RING_KINDS: Final = frozenset({Kind.REDUCE, Kind.GATHER})
-CARRIERS: Final = frozenset({Kind.REDUCE, Kind.GATHER, Kind.CONTRIBUTION})
+RING_KINDS: Final = frozenset({PacketKind.REDUCE, PacketKind.GATHER})
+CARRIERS: Final = frozenset({PacketKind.REDUCE, PacketKind.GATHER, PacketKind.CONTRIBUTION})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class Packet:
         is_repeated: whether it was sent before. has_overflowed: a sum in it has left the range of int32.
     """
 
-    kind: Kind
+    kind: PacketKind
     job: int
     epoch: int
     group: int
@@ -78,7 +78,7 @@ class Packet:
     step: int = 0
     bitmap: int = 0
     values: Block | None = None
-    acked: Kind | None = None
+    acked: PacketKind | None = None
     is_repeated: bool = False
     has_overflowed: bool = False
 
@@ -96,7 +96,7 @@ class Sum(NamedTuple):
     has_overflowed: bool = False
 
 
-CarrierId = tuple[Kind, int, int, int, int]
+CarrierId = tuple[PacketKind, int, int, int, int]
 
 
 def add_checked(sum_: Block, values: Block) -> bool:

@@ -26,9 +26,9 @@ from gradbus.runtime.in_network.packets import (
     CARRIERS,
     RING_KINDS,
     CarrierId,
-    Kind,
     Outstanding,
     Packet,
+    PacketKind,
     RetransmissionTimes,
     Sum,
     add_checked,
@@ -171,7 +171,7 @@ class RingWorker:
     def _is_possible(self, packet: Packet) -> bool:
         config = self._config
         values = None if packet.values is None else packet.values.shape
-        needs_values = packet.kind in CARRIERS or packet.kind is Kind.RESULT
+        needs_values = packet.kind in CARRIERS or packet.kind is PacketKind.RESULT
         return (
             (packet.job, packet.epoch) == (config.job, config.epoch)
             and 0 <= packet.block < config.world
@@ -228,9 +228,9 @@ class RingWorker:
         else:
             group.placed |= 1 << config.rank
             own = Sum(group.own[config.rank])
-            yield self._send(Kind.REDUCE, number, config.rank, 1 << config.rank, own, now_s)
+            yield self._send(PacketKind.REDUCE, number, config.rank, 1 << config.rank, own, now_s)
             if config.reserves and number % config.world == config.rank:
-                yield self._plain(Kind.RESERVE, number, AGGREGATOR)
+                yield self._plain(PacketKind.RESERVE, number, AGGREGATOR)
         early, group.early = group.early, []
         for packet in early:
             yield from self._pass_on(packet, group, now_s)
@@ -242,11 +242,11 @@ class RingWorker:
         for block in range(config.world):
             if block in group.sums:
                 if config.rank == (block - 1) % config.world:  # where the block's way around the ring has ended
-                    yield self._send(Kind.CONTRIBUTION, number, block, self._all, group.sums[block], now_s)
+                    yield self._send(PacketKind.CONTRIBUTION, number, block, self._all, group.sums[block], now_s)
             elif not group.placed >> block & 1:
                 group.placed |= 1 << block
                 own = Sum(group.own[block])
-                yield self._send(Kind.CONTRIBUTION, number, block, 1 << config.rank, own, now_s)
+                yield self._send(PacketKind.CONTRIBUTION, number, block, 1 << config.rank, own, now_s)
         if group.sums:
             yield self._result_ack(number, group)
 
@@ -254,7 +254,7 @@ class RingWorker:
 
     def _dispatch(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
         match packet.kind:
-            case Kind.REDUCE:
+            case PacketKind.REDUCE:
                 yield self._ring_ack(packet)
                 if not group.seen >> packet.block & 1 and packet.block not in group.sums:
                     group.seen |= 1 << packet.block
@@ -262,17 +262,17 @@ class RingWorker:
                         yield from self._pass_on(packet, group, now_s)
                     else:
                         group.early.append(packet)
-            case Kind.GATHER:
+            case PacketKind.GATHER:
                 yield self._ring_ack(packet)
                 if packet.block not in group.sums and group.is_started:
                     yield from self._gathered(packet, group, now_s)
-            case Kind.START:
+            case PacketKind.START:
                 yield from self._at_aggregator(packet.group, group, now_s)
-            case Kind.RESULT:
+            case PacketKind.RESULT:
                 yield from self._result(packet, group, now_s)
-            case Kind.RING_ACK:
+            case PacketKind.RING_ACK:
                 self._outstanding.pop(packet.carrier, None)
-            case Kind.AGGREGATOR_ACK:
+            case PacketKind.AGGREGATOR_ACK:
                 self._outstanding.pop(packet.carrier, None)
                 if not group.is_at_aggregator:
                     yield from self._at_aggregator(packet.group, group, now_s)
@@ -294,13 +294,13 @@ class RingWorker:
         if bitmap == self._all:
             group.add_known(block, sum_)
         if group.is_at_aggregator:
-            yield self._send(Kind.CONTRIBUTION, number, block, bitmap, sum_, now_s)
+            yield self._send(PacketKind.CONTRIBUTION, number, block, bitmap, sum_, now_s)
             if bitmap == self._all:
                 yield self._result_ack(number, group)
         elif bitmap == self._all:
-            yield self._send(Kind.GATHER, number, block, bitmap, sum_, now_s)
+            yield self._send(PacketKind.GATHER, number, block, bitmap, sum_, now_s)
         else:
-            yield self._send(Kind.REDUCE, number, block, bitmap, sum_, now_s, step=packet.step + 1)
+            yield self._send(PacketKind.REDUCE, number, block, bitmap, sum_, now_s, step=packet.step + 1)
 
     def _gathered(self, packet: Packet, group: _Group, now_s: float) -> Iterator[Packet]:
         assert packet.values is not None
@@ -309,7 +309,7 @@ class RingWorker:
         if group.is_at_aggregator:
             yield self._result_ack(number, group)
         elif packet.step < self._config.world - 2:
-            yield self._send(Kind.GATHER, number, block, self._all, sum_, now_s, step=packet.step + 1)
+            yield self._send(PacketKind.GATHER, number, block, self._all, sum_, now_s, step=packet.step + 1)
 
     def _at_aggregator(self, number: int, group: _Group, now_s: float) -> Iterator[Packet]:
         if group.is_at_aggregator:
@@ -337,19 +337,19 @@ class RingWorker:
         """All sums of the group have been known here for long, and so everywhere."""
         if packet.kind in RING_KINDS:
             yield self._ring_ack(packet)
-        elif packet.kind in (Kind.START, Kind.RESULT):
-            yield self._plain(Kind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all)
-        elif packet.kind in (Kind.RING_ACK, Kind.AGGREGATOR_ACK):
+        elif packet.kind in (PacketKind.START, PacketKind.RESULT):
+            yield self._plain(PacketKind.RESULT_ACK, packet.group, AGGREGATOR, bitmap=self._all)
+        elif packet.kind in (PacketKind.RING_ACK, PacketKind.AGGREGATOR_ACK):
             self._outstanding.pop(packet.carrier, None)
 
     # What goes
 
     def _send(
-        self, kind: Kind, group: int, block: int, bitmap: int, sum_: Sum, now_s: float, *, step: int = 0
+        self, kind: PacketKind, group: int, block: int, bitmap: int, sum_: Sum, now_s: float, *, step: int = 0
     ) -> Packet:
         """A carrier, which is sent until it is acknowledged."""
         config = self._config
-        to = AGGREGATOR if kind is Kind.CONTRIBUTION else (config.rank + 1) % config.world
+        to = AGGREGATOR if kind is PacketKind.CONTRIBUTION else (config.rank + 1) % config.world
         packet = Packet(
             kind, config.job, config.epoch, group, config.rank, to, block, step, bitmap, sum_.values,
             has_overflowed=sum_.has_overflowed,
@@ -358,16 +358,16 @@ class RingWorker:
         self._outstanding[packet.carrier] = Outstanding(packet, now_s + wait_s, wait_s)
         return packet
 
-    def _plain(self, kind: Kind, group: int, to: int, *, bitmap: int = 0) -> Packet:
+    def _plain(self, kind: PacketKind, group: int, to: int, *, bitmap: int = 0) -> Packet:
         config = self._config
         return Packet(kind, config.job, config.epoch, group, config.rank, to, bitmap=bitmap)
 
     def _ring_ack(self, packet: Packet) -> Packet:
         config = self._config
         return Packet(
-            Kind.RING_ACK, config.job, config.epoch, packet.group, config.rank, packet.source, packet.block,
+            PacketKind.RING_ACK, config.job, config.epoch, packet.group, config.rank, packet.source, packet.block,
             packet.step, packet.bitmap, acked=packet.kind,
         )  # fmt: skip
 
     def _result_ack(self, number: int, group: _Group) -> Packet:
-        return self._plain(Kind.RESULT_ACK, number, AGGREGATOR, bitmap=group.known)
+        return self._plain(PacketKind.RESULT_ACK, number, AGGREGATOR, bitmap=group.known)
