@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol, TypedDict, Unpack
 
 import torch
@@ -21,6 +22,10 @@ from .task import EvalResult, TrainingStopped, TrainResult
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits (B, classes), labels (B,)) -> mean loss over the batch, a scalar."""
+
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+"""Parameters -> their optimizer."""
 
 
 class TrainFn(Protocol):
@@ -39,7 +44,8 @@ class TrainFn(Protocol):
         """Train ``model`` in place on ``dataset``, the samples of this client and round.
 
         ``seed`` already differs between clients and rounds. Ask ``should_stop()`` between batches and raise
-        :class:`TrainingStopped` when it is true.
+        :class:`TrainingStopped` when it is true. Where the controller names an optimizer, ``make_optimizer`` comes as
+        one more keyword: a function from parameters to that optimizer.
         """
 
 
@@ -179,8 +185,11 @@ class ClassificationTask(ShardedTraining):
         seed: int,
         subset_size: int,
         should_stop: Callable[[], bool],
+        make_optimizer: MakeOptimizer | None = None,
     ) -> TrainResult:
         """Train in place, see :meth:`gradbus.models.Task.train`; ``subset_size`` is at most the size of the share.
+
+        ``make_optimizer`` takes the parameters, in place of SGD; a ``train_fn`` must take it as a keyword then.
 
         Raises:
             ValueError: an argument is out of range.
@@ -195,20 +204,27 @@ class ClassificationTask(ShardedTraining):
         if self._train_fn is not None:
             own_seed = derive_seed("train_fn", seed, client_id, round_id)
             samples = self.data.train.subset(share)
-            return self._train_fn(model, samples, epochs=epochs, lr=lr, seed=own_seed, should_stop=should_stop)
+            own: Callable[..., TrainResult] = self._train_fn
+            if make_optimizer is not None:
+                own = partial(own, make_optimizer=make_optimizer)
+            return own(model, samples, epochs=epochs, lr=lr, seed=own_seed, should_stop=should_stop)
         reseed_dropout(model, generator)
-        return self._sgd(model, share, epochs, lr, generator, should_stop)
+        if make_optimizer is None:
+            make_optimizer = partial(
+                torch.optim.SGD, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay
+            )  # fmt: skip
+        optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+        return self._run_epochs(model, share, epochs, optimizer, generator, should_stop)
 
-    def _sgd(
+    def _run_epochs(
         self,
         model: nn.Module,
         share: Tensor,
         epochs: int,
-        lr: float,
+        optimizer: torch.optim.Optimizer,
         generator: torch.Generator,
         should_stop: Callable[[], bool],
     ) -> TrainResult:
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
         loss_sum = torch.zeros((), device=self.device)  # stays on the device: reading it would wait for every step
         steps = 0
         model.train()

@@ -195,6 +195,61 @@ class Choices(Generic[T]):
         return {"anyOf": [*names, *objects]}
 
 
+class LibraryChoices(Choices[T]):
+    """Classes of a library by name, beside those of a module of ours that says which these are.
+
+    The module has ``LIBRARY``, its name; ``BASE``, the class that all inherit; ``classes()``, those of the library by
+    name; ``options_of(kind, common)``, the model of the options of any class; and ``UNFIT``, names of others with the
+    reason why they are not among them.
+    """
+
+    def __init__(self, module: str, *, common: str, **choices: Any) -> None:
+        """``common``: the model in ``module`` of the options that all have. Else as for :class:`Choices`."""
+        super().__init__(module, **choices)
+        self._common = common
+
+    @cached_property
+    def _source(self) -> Any:
+        return importlib.import_module(self._package)
+
+    @cached_property
+    def table(self) -> Mapping[str, type[T]]:
+        """Those of the library, and those of the module with a ``choice``."""
+        own = {kind.choice: kind for kind in vars(self._source).values() if "choice" in getattr(kind, "__dict__", {})}
+        return dict(sorted({**self._source.classes(), **own}.items()))
+
+    def help(self) -> dict[str, str]:
+        """Where a class of the library is described; the first sentence of the docstring of one of ours."""
+        ours = super().help()
+        return {
+            name: ours[name] if kind.__module__ == self._package else f"`{self._source.LIBRARY}.{kind.__name__}`"
+            for name, kind in self.table.items()
+        }
+
+    def find(self, name: str) -> type[T]:
+        if (reason := self._source.UNFIT.get(name)) is not None:
+            raise ConfigError(f"{self.key}: {name!r} cannot be chosen: {reason}")
+        kind = super().find(name)
+        base = self._source.BASE
+        if ":" in name and not issubclass(kind, base):
+            raise ConfigError(f"{self.key}: {name!r} is no {self._source.LIBRARY}.{base.__name__}, expected one")
+        return kind
+
+    def options_of(self, name: str) -> type[BaseModel]:
+        kind = self.find(name)
+        own: type[BaseModel] | None = getattr(kind, "Options", None)
+        return self._source.options_of(kind, getattr(self._source, self._common)) if own is None else own
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """As for any choice; of the options of the library only those that are described here."""
+        whole = super().__get_pydantic_json_schema__(schema, handler)
+        for one in whole["anyOf"]:
+            if "const" in one.get("properties", {}).get("name", {}):
+                described = {key: field for key, field in one["properties"].items() if "description" in field}
+                one |= {"properties": described, "additionalProperties": len(described) < len(one["properties"])}
+        return whole
+
+
 STRATEGIES: Choices[Any] = Choices(
     "gradbus.actors.aggregation", key="federated.strategy", what="aggregation strategy", default="fedavg"
 )
@@ -211,6 +266,23 @@ ALGORITHMS: Choices[Any] = Choices(
 EXCHANGES: Choices[Any] = Choices(
     "gradbus.actors.data_parallel.exchanges", key="parallel.exchange", what="exchange of gradients", default="dense"
 )
+
+CLIENT_OPTIMIZERS: Choices[Any] = LibraryChoices(
+    "gradbus.runtime.optimization.optimizers", common="ClientOptimizerOptions", key="federated.training.optimizer",
+    what="optimizer", default="task", own=False,
+)  # fmt: skip
+CLIENT_SCHEDULES: Choices[Any] = LibraryChoices(
+    "gradbus.runtime.optimization.schedules", common="RoundScheduleOptions", key="federated.training.schedule",
+    what="schedule", default="fixed",
+)  # fmt: skip
+OPTIMIZERS: Choices[Any] = LibraryChoices(
+    "gradbus.runtime.optimization.optimizers", common="OptimizerOptions", key="parallel.optimizer",
+    what="optimizer", default="sgd",
+)  # fmt: skip
+SCHEDULES: Choices[Any] = LibraryChoices(
+    "gradbus.runtime.optimization.schedules", common="ScheduleOptions", key="parallel.schedule",
+    what="schedule", default="fixed",
+)  # fmt: skip
 
 
 def import_object(spec: str, *, key: str) -> Any:

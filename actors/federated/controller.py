@@ -50,12 +50,13 @@ from gradbus.actors.federated.task import EvalOutcome, FederatedTask
 from gradbus.actors.federated.updates_in import UpdateAdmission, UpdateReceiver
 from gradbus.runtime.bus.bus import Bus
 from gradbus.runtime.checkpoint import copy_state
-from gradbus.runtime.choices import CLIENT_RULES, CODECS, STRATEGIES
+from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES
 from gradbus.runtime.compute import ComputeThread
 from gradbus.runtime.config.federated import FederatedConfig
 from gradbus.runtime.errors import GradbusError, RoundTimeout, TrainingFailed, WriteTimeout
 from gradbus.runtime.logs import get_logger
 from gradbus.runtime.misuse import awaited
+from gradbus.runtime.optimization.schedules import RoundRates
 from gradbus.runtime.tasks import single_error
 from gradbus.runtime.testing.instrumentation import Probe
 from gradbus.runtime.wire.control import TrainingFailure
@@ -66,13 +67,15 @@ log = get_logger("controller")
 
 
 def check_choices(config: FederatedConfig) -> None:
-    """Look for the strategy and the training rule that are configured, before anything starts.
+    """Look for what is configured by name, before anything starts.
 
     Raises:
         ConfigError: there is none of that name, or its options are wrong.
     """
     STRATEGIES.options(config.strategy)
     CLIENT_RULES.options(config.training.rule)
+    CLIENT_OPTIMIZERS.options(config.training.optimizer)
+    CLIENT_SCHEDULES.options(config.training.schedule)
 
 
 class Controller:
@@ -115,10 +118,14 @@ class Controller:
         self._model: FlatModel
         self._strategy: Strategy
         self._state: RunState
+        self._rates: RoundRates
 
     def _open(self) -> None:
         """Build the model and restore the state, off the loop."""
         config = self._config
+        self._rates = RoundRates(
+            CLIENT_SCHEDULES, config.training.schedule, config.training.first_lr, config.rounds
+        )  # fmt: skip
         self._model = FlatModel(self._task.build_model(), config.exchange)
         self._strategy = within_limits(
             self._given_strategy or STRATEGIES.make(config.strategy, self._model.dim), config
@@ -411,8 +418,8 @@ class Controller:
         self._changed()
         if self._probe.history.on:
             await self._compute.run(self._note_command, round_)
-        training = config.training
-        command = TrainCmd(round_id, training.subset_size, training.epochs, training.lr, config.seed)
+        training, lr = config.training, await self._compute.run(self._rates.at, round_id)
+        command = TrainCmd(round_id, training.subset_size, training.epochs, lr, config.seed)
         self._receiver.timing.commanded()
         with tolerate_write_timeout("command", round_id):
             await self._bus.publish(self._identity, command)

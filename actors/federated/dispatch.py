@@ -209,14 +209,14 @@ class Dispatcher:
     async def welcome(self, client: ClientRecord) -> None:
         """Send a client its Welcome."""
         config = self._context.config
-        rule, codec = config.training.rule, CODECS.options(config.codec)
+        training, codec = config.training, CODECS.options(config.codec)
         welcome = Welcome(
             to=client.client_id, incarnation=client.incarnation, run_id=self._context.run_id,
             next_round=client.from_round, codec=config.codec.name, density=codec.get("density", 1.0),
             chunk_elems=codec.get("chunk_elems", 1), codec_version=codec["version"],
             num_clients=config.clients.num or 0, heartbeat_s=config.clients.heartbeat_s,
             memory=self._context.bus.memory.here, frozen=self._publisher.frozen_hash,
-            rule=rule.name, options=rule.options,
+            rule=training.rule.name, options=training.sent_options(),
         )  # fmt: skip
         await self._context.publish(welcome)
         await self._publisher.announce_to(client.client_id)

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradbus import codecs
 from gradbus.actors.aggregation.clipping import l2_distance, l2_norm
 from gradbus.actors.aggregation.exact_sum import LARGEST, fits
+from gradbus.actors.federated.client_optimizer import optimizer_argument, split_options
 from gradbus.actors.federated.flat_model import FlatModel
 from gradbus.actors.federated.rounds import NON_FINITE_LOSS, NON_FINITE_MODEL
 from gradbus.actors.federated.rules.base import make_rule
@@ -184,11 +185,13 @@ class LocalTraining:
         self._residuals.start_run(welcome.run_id, self._model.dim)
         started_s = time.perf_counter()
         self._model.write(base)
-        rule = make_rule(welcome.rule, welcome.options, allowed=self._allowed_rule)
+        options, chosen = split_options(welcome.options)
+        rule = make_rule(welcome.rule, options, allowed=self._allowed_rule)
+        own = optimizer_argument(self._task, chosen, command.lr)
         with rule.attached(self._model.module):
             outcome = self._task.train(
                 self._model.module, client_id=identity.sender, round_id=command.round_id, epochs=command.epochs,
-                lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop,
+                lr=command.lr, seed=command.seed, subset_size=command.subset_size, should_stop=should_stop, **own,
             )  # fmt: skip
         trained_s = time.perf_counter()
         self.train_s += trained_s - started_s

@@ -49,7 +49,11 @@ class FederatedTask(Protocol):
         self, model: nn.Module, *, client_id: int, round_id: int, epochs: int, lr: float, seed: int, subset_size: int,
         should_stop: Callable[[], bool],
     ) -> TrainOutcome:  # fmt: skip
-        """Train in place. ``should_stop()`` says that the result is no longer wanted: return or raise soon."""
+        """Train in place. ``should_stop()`` says that the result is no longer wanted: return or raise soon.
+
+        One more keyword comes where ``federated.training.optimizer`` names an optimizer: ``make_optimizer``, a function
+        from parameters to an optimizer with the learning rate of this round.
+        """
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:
         """Quality on the test set, or None."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradbus import models
 from gradbus.actors.data_parallel.task import DataParallelTask, ShardCounts
+from gradbus.actors.federated.client_optimizer import takes
 from gradbus.actors.federated.task import EvalOutcome, FederatedTask, TrainOutcome
 from gradbus.experiments.cli.exit_codes import NoData
 from gradbus.experiments.files import TaskSettings
@@ -76,6 +77,10 @@ class ConfiguredTask(_Configured):
             self._task.prepare(client_id, max(num_clients, self._settings.num_clients))
 
     def train(self, model: nn.Module, **command: Any) -> TrainOutcome:
+        if "make_optimizer" in command and not takes(self._task.train, "make_optimizer"):
+            raise ConfigError(
+                "federated.training.optimizer names an optimizer, but train of the task takes no make_optimizer"
+            )
         return self._task.train(model, **command)
 
     def evaluate(self, model: nn.Module) -> EvalOutcome | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from gradbus.runtime.choices import CLIENT_RULES, CODECS, STRATEGIES, Choice
+from gradbus.runtime.choices import CLIENT_OPTIMIZERS, CLIENT_RULES, CLIENT_SCHEDULES, CODECS, STRATEGIES, Choice
 from gradbus.runtime.config.settings import (
     CheckpointSettings,
     Fraction,
@@ -22,17 +23,21 @@ ClientOptions = Annotated[
     dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=256)]],
     Field(max_length=32),
 ]
-"""Options of a client rule, which travel to the clients."""
+"""Options of a client rule and of an optimizer, which travel to the clients."""
 
 
-def _can_travel(rule: Choice) -> Choice:
+def _can_travel(options: Mapping[str, Any], what: str) -> None:
     try:
-        TypeAdapter(ClientOptions).validate_python(rule.options)
+        TypeAdapter(ClientOptions).validate_python(options)
     except ValidationError:
         raise ValueError(
-            "options of a rule travel to the clients: expected at most 32, each true, false, a number, or a text of at "
-            "most 256 characters"
+            f"options of {what} travel to the clients: expected at most 32, each true, false, a number, or a text of "
+            f"at most 256 characters"
         ) from None
+
+
+def _rule_can_travel(rule: Choice) -> Choice:
+    _can_travel(rule.options, "a rule")
     return rule
 
 
@@ -87,12 +92,42 @@ class TrainingSettings(Settings):
     epochs: Annotated[int, Field(ge=1, le=0x7FFF_FFFF)] = 1
     """Number of passes of a client over its samples in a round."""
     lr: Positive = 0.01
-    """Learning rate of the clients."""
+    """Learning rate of the clients, where `optimizer` names none."""
+    optimizer: Annotated[Choice, CLIENT_OPTIMIZERS] = CLIENT_OPTIMIZERS.default
+    """Optimizer of the clients, made anew for each round: a class of torch.optim, such as adamw, with its options; or
+    task, the one that the task makes, SGD with `task.momentum` and `task.weight_decay` if the task is ours."""
+    schedule: Annotated[Choice, CLIENT_SCHEDULES] = CLIENT_SCHEDULES.default
+    """How the learning rate changes from round to round: a class of torch.optim.lr_scheduler, such as cosine, with its
+    options, where a step is a round. Within a round it stays. Or your own, as package.module:Name."""
     subset_size: Annotated[int, Field(ge=0, le=0x7FFF_FFFF)] = 0
     """Number of samples that a client trains on in a round. 0: all of its own."""
-    rule: Annotated[Choice, CLIENT_RULES, AfterValidator(_can_travel)] = CLIENT_RULES.default
+    rule: Annotated[Choice, CLIENT_RULES, AfterValidator(_rule_can_travel)] = CLIENT_RULES.default
     """What changes the steps of a client, such as plain; docs/tuning.md lists all. Or your own, as package.module:Name:
     each client has to name it as `client.rule`, too, as a client imports nothing that the network names."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainingSettings:
+        own = self.optimizer.options.get("lr")
+        if own is not None and "lr" in self.model_fields_set and own != self.lr:
+            raise ValueError(f"lr is {self.lr:g}, and optimizer.lr {own:g}: give one of them")
+        _can_travel(self.sent_options(), "the rule and the optimizer")
+        return self
+
+    @property
+    def first_lr(self) -> float:
+        """The learning rate that the schedule begins with."""
+        return float(self.optimizer.options.get("lr", self.lr))
+
+    def sent_options(self) -> dict[str, Any]:
+        """What clients are sent: options of the rule, and name and options of the optimizer as ``optimizer.KEY``, lists
+        as JSON text."""
+        named = self.optimizer.name != "task"
+        chosen = self.optimizer.model_dump(mode="json", exclude={"lr"}) if named else {}
+        optimizer = {
+            f"optimizer.{key}": json.dumps(value) if isinstance(value, list | dict) or value is None else value
+            for key, value in chosen.items()
+        }
+        return {**self.rule.options, **optimizer}
 
 
 class LimitSettings(Settings):

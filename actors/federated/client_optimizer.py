@@ -1,0 +1,81 @@
+"""The optimizer that the controller names for its clients, as a task gets it: a function of the parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradbus.runtime.choices import CLIENT_OPTIMIZERS, Choice
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.json_text import parse_json
+from gradbus.runtime.optimization.optimizers import make_optimizer
+
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+_PREFIX = "optimizer."
+
+
+def split_options(sent: Mapping[str, Any]) -> tuple[dict[str, Any], Choice | None]:
+    """The options of the training rule, and the optimizer; None: the task makes its own.
+
+    Args:
+        sent: as :meth:`gradbus.runtime.config.federated.TrainingSettings.sent_options` makes them.
+
+    Raises:
+        ConfigError: they name no optimizer that is built in, or options that it does not have.
+    """
+    rule = {key: value for key, value in sent.items() if not key.startswith(_PREFIX)}
+    given = {key.removeprefix(_PREFIX): value for key, value in sent.items() if key.startswith(_PREFIX)}
+    if not given:
+        return rule, None
+    table = CLIENT_OPTIMIZERS
+    try:
+        fields = table.options_of(str(given.get("name"))).model_fields
+        for key, value in given.items():
+            if key in fields and isinstance(value, str) and fields[key].annotation is not str:
+                given[key] = parse_json(value)
+        return rule, Choice.model_validate(table.check(given))
+    except ValueError as error:
+        raise ConfigError(f"the controller chose an optimizer that this client cannot make: {error}") from None
+
+
+def optimizer_argument(task: Any, choice: Choice | None, lr: float) -> dict[str, MakeOptimizer]:
+    """What ``task.train`` is called with beside the command: ``make_optimizer``, where the controller names one.
+
+    Raises:
+        ConfigError: the task's ``train`` does not take it.
+    """
+    if choice is None:
+        return {}
+    if not takes(task.train, "make_optimizer"):
+        raise ConfigError(
+            f"federated.training.optimizer is {choice.name!r}, but train of {type(task).__name__} makes its own: let "
+            f"it take make_optimizer, a function from parameters to an optimizer, or set the optimizer to 'task'"
+        )
+    return {"make_optimizer": partial(_make, choice, lr)}
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a keyword argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return True
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _make(choice: Choice, lr: float, parameters: Iterable[Tensor]) -> Optimizer:
+    parameters = list(parameters)
+    optimizer = make_optimizer(CLIENT_OPTIMIZERS, choice, parameters, lr=lr)
+    limit = CLIENT_OPTIMIZERS.options(choice)["clip_norm"]
+    if limit is not None:
+
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(parameters, limit)
+
+        optimizer.register_step_pre_hook(clip)
+    return optimizer

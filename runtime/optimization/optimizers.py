@@ -1,0 +1,134 @@
+"""Optimizers: all classes of torch.optim that make a step from gradients, by their names in lower case; or the user's.
+
+    parallel.optimizer = {"name": "adamw", "lr": 0.001, "weight_decay": 0.01}
+
+Options are those of the constructor, with its defaults, types and names; ``sgd`` has defaults of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, cast
+
+import torch
+from pydantic import BaseModel, Field, create_model, model_validator
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradbus.runtime.choices import Choice, Choices, Options
+from gradbus.runtime.errors import ConfigError
+from gradbus.runtime.optimization.signatures import NeedsCode, options_model
+
+# Not for training by configuration: autograd through the step, and graphs of CUDA.
+_SKIPPED = frozenset({"differentiable", "capturable"})
+_Positive = Annotated[float, Field(gt=0)]
+
+LIBRARY, BASE = "torch.optim", Optimizer
+UNFIT = {
+    "lbfgs": "its step computes the loss several times, and the ranks exchange gradients once a step",
+    "sparseadam": "it takes sparse gradients alone, and the ranks exchange dense ones",
+}
+
+
+class OptimizerOptions(Options):
+    """Options that every optimizer has."""
+
+    lr: _Positive = 0.05
+    """Learning rate. The default of all but sgd is that of their class."""
+    clip_norm: _Positive | None = None
+    """Largest norm of the gradient of a step. With dgc each rank clips its own at clip_norm / sqrt(world). null: no
+    clipping."""
+
+
+class ClientOptimizerOptions(Options):
+    """Options that every optimizer of federated clients has."""
+
+    lr: _Positive | None = None
+    """Learning rate, in place of `federated.training.lr`."""
+    clip_norm: _Positive | None = None
+    """Largest norm of the gradient of a step. null: no clipping."""
+
+
+class SgdOptions(OptimizerOptions):
+    """Options of ``sgd``."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum."""
+    dampening: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a gradient that does not enter the momentum."""
+    nesterov: bool = False
+    """Whether the momentum is Nesterov's."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SgdOptions:
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov=true needs momentum > 0 and dampening 0")
+        return self
+
+
+class ClippingOptions(Options):
+    """Options beside the optimizer of the task."""
+
+    clip_norm: _Positive | None = None
+    """Largest norm of the gradient of a step. With dgc each rank clips its own at clip_norm / sqrt(world). null: no
+    clipping."""
+
+
+class TaskOptimizer:
+    """The optimizer that the task makes."""
+
+    choice: ClassVar[str] = "task"
+
+
+def classes() -> dict[str, type[Any]]:
+    """Those of torch.optim by name."""
+    found = {
+        kind.__name__.lower(): kind
+        for kind in vars(torch.optim).values()
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    return {name: kind for name, kind in found.items() if name not in UNFIT}
+
+
+@functools.cache
+def options_of(kind: type[Any], common: type[BaseModel]) -> type[BaseModel]:
+    """The model of the options of a class. Raises ConfigError: it needs something that is no option."""
+    if kind is TaskOptimizer:
+        return ClippingOptions if common is OptimizerOptions else Options  # clients do all by themselves
+    if kind is torch.optim.SGD:
+        theirs: Any = {name: (field.annotation, field) for name, field in common.model_fields.items()}
+        model: type[BaseModel] = create_model("SGD", __base__=SgdOptions, **theirs)
+        return model
+    try:
+        return options_model(kind, common, skipped=_SKIPPED, optional=())
+    except NeedsCode as error:
+        raise ConfigError(f"{error}: let the task make it, as make_optimizer(model)") from None
+
+
+def make_optimizer(
+    choices: Choices[Any], choice: Choice, parameters: Iterable[Tensor], *, lr: float | None = None
+) -> Optimizer:
+    """The optimizer that a setting names; ``clip_norm`` is left to its driver.
+
+    Args:
+        parameters: those that are trained, in the order of the model.
+        lr: learning rate in place of that of the options.
+
+    Raises:
+        ConfigError: there is no such class, or it does not take these options or parameters.
+    """
+    kind, options = choices.find(choice.name), choices.options(choice)
+    options.pop("clip_norm", None)
+    if lr is not None and "lr" in options:
+        options["lr"] = lr
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"{choices.key}: {choice.name!r} computes the loss in its step, which is not supported")
+    try:
+        return cast("Optimizer", kind(list(parameters), **options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{choices.key}: {kind.__name__} refuses: {error}") from None
