@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .PHONY: help setup demo run-controller run-client run-ddp report doctor test test-portable check lint format typecheck wheel smoke \
-	fuzz setup-fuzz bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
+	fuzz setup-fuzz setup-integrations bench bench-quick bench-scale bench-federated bench-ddp bench-collectives bench-codecs bench-sealing bench-profile bench-pauses \
 	bench-attacks conformance figures faults soak lock clean distclean
 
 # uv installs in seconds what takes pip minutes. It is taken from PATH, else fetched into .venv; NO_UV=1 (or UV=) keeps to pip.
@@ -213,6 +213,21 @@ setup-fuzz: $(STAMP)  ## what make fuzz needs besides
 	@if [ -n "$(UV_NOW)" ]; then $(UV_ENV) $(UV_NOW) pip install -q --python $(PY) -c constraints.txt atheris; \
 	else $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt atheris; fi
 
+# A .venv of its own: what they bring along would change what the tests of everything else see. DeepSpeed's build asks the torch that is
+# installed for its version, and needs setuptools and wheel beside it.
+INTEGRATIONS := .venv-integrations
+setup-integrations: $(INTEGRATIONS)/.set-up  ## Accelerate, Lightning and DeepSpeed, for their examples and tests
+$(INTEGRATIONS)/.set-up: pyproject.toml constraints.txt | $(STAMP)
+	@if [ -n "$(UV_NOW)" ]; then \
+		$(UV_ENV) $(UV_NOW) venv -q --allow-existing --python $(PY) $(INTEGRATIONS) && \
+		install="$(UV_ENV) $(UV_NOW) pip install -q --python $(INTEGRATIONS)/bin/python -c constraints.txt"; \
+	else \
+		$(PY) -m venv $(INTEGRATIONS) && \
+		install="$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt"; \
+	fi && eval "$$install -e . setuptools wheel" && eval "$$install --no-build-isolation -e '.[integrations]'" || { \
+		echo "make setup-integrations: the packages could not be installed. Check that the package registry can be reached" >&2; exit 1; }
+	@touch $@
+
 conformance: $(STAMP)  ## PyTorch's own tests of torch.distributed: dds passes what gloo passes
 	@$(TOOL) conformance $(ARGS)
 
@@ -224,7 +239,7 @@ figures: $(STAMP)  ## the figures of docs/figures.md, from runs of their own (QU
 lock:  ## write constraints.txt and requirements.lock anew from pyproject.toml
 	@test -n "$(UV_NOW)" || { echo "make lock: needs uv. Install it (pip install uv), then: make lock" >&2; exit 1; }
 	@mkdir -p build && cp constraints.txt build/constraints.txt
-	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --extra fuzz --no-header --no-annotate \
+	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --extra fuzz --extra integrations --no-header --no-annotate \
 		$(LOCK_ARGS) pyproject.toml -o build/constraints.txt
 	@{ echo "# Made by make lock: the versions that a set-up takes and the tests have seen."; cat build/constraints.txt; } >constraints.txt
 	$(UV_ENV) $(UV_NOW) pip compile -q --universal --python-version 3.11 --extra dev --no-header --no-annotate --no-emit-index-url \
@@ -236,4 +251,4 @@ clean:  ## remove what building and testing left behind
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(INTEGRATIONS)

@@ -1,0 +1,46 @@
+"""Accelerate, Lightning and DeepSpeed over the bus: their examples, with two ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BACKENDS = ("dds", "gloo")
+SCRIPT = "tests/support/example_on_backends.py"
+ENDS_S = 110.0
+
+
+def reports(root: Path, name: str, domain: int) -> dict[tuple[str, int], dict[str, Any]]:
+    """What the ranks of an example printed, by backend and rank. Skips the test where the library is not set up."""
+    python = root / ".venv-integrations" / "bin" / "python"
+    if not (python.parents[1] / ".set-up").exists():
+        pytest.skip("Accelerate, Lightning and DeepSpeed are not set up: make setup-integrations")
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, name]
+    environment = {**os.environ, "GRADBUS_BUS__DOMAIN": str(domain), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(
+        [*command, *BACKENDS], cwd=root, env=environment, timeout=ENDS_S, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    # Both ranks write to one pipe, and the ends of their lines may come after what the other one writes.
+    printed = [json.loads(text) for text in re.findall(r"\{\"rank\".*?\}(?=\s|\{\"rank\"|$)", ended.stdout)]
+    return {(report.pop("backend"), report.pop("rank")): report for report in printed}
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "deepspeed"])
+def test_an_example_trains_to_the_same_bits_as_on_gloo(root: Path, name: str, domain: int) -> None:
+    found = reports(root, name, domain)
+    assert sorted(found) == [(backend, rank) for backend in BACKENDS for rank in range(2)]
+    for rank in range(2):
+        assert found["dds", rank] == found["gloo", rank]
+    assert found["dds", 0]["weights"] == found["dds", 1]["weights"]
+    if name == "deepspeed":  # what is spread over the ranks changes neither data nor order of the sums
+        assert sorted(found["dds", 0]["weights"]) == ["1", "2", "3"]
+        assert found["dds", 0]["weights"]["1"] == found["dds", 0]["weights"]["2"]
