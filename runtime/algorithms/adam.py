@@ -107,6 +107,10 @@ class QAdam(CompressedAdam):
         super().__init__(place, options)
         self._bytegrad = ByteGrad(place, ByteGrad.Options(chunk_elems=options.chunk_elems))
 
+    def regroup(self, place: Place) -> None:
+        super().regroup(place)
+        self._bytegrad.place = place
+
     def mean_momentum(self, m: Tensor, bucket: TensorBucket, step: Step) -> Program[Tensor]:
         yield from self._bytegrad.exchange(
             TensorBucket(bucket.index, m, {}), Step(step.number, active=self.place.world)

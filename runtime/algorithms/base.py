@@ -103,6 +103,11 @@ class Memory:
         """The step does not count."""
         self._staged.clear()
 
+    def drop(self, kinds: frozenset[str]) -> None:
+        """Forget the tensors of these kinds, and what is staged."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in kinds}
+        self._staged.clear()
+
     def tensors(self, kinds: frozenset[str]) -> dict[str, Tensor]:
         """The tensors of these kinds as ``kind/name``, not copied."""
         return {f"{kind}/{name}": kept for (kind, name), kept in self._kept.items() if kind in kinds}
@@ -121,8 +126,8 @@ class Memory:
             if not are_finite([tensor.detach()]):
                 raise ValueError(f"state {full_name!r} has NaN or infinity in it")
             loaded[kind, name] = tensor.detach().clone()
-        self._kept = {key: kept for key, kept in self._kept.items() if key[0] not in kinds} | loaded
-        self._staged.clear()
+        self.drop(kinds)
+        self._kept |= loaded
 
 
 class Algorithm(ABC):
@@ -144,6 +149,11 @@ class Algorithm(ABC):
             the exchange of a step goes on while the next one is computed. Of gradients: the optimizer steps with those
             of the step before. Of weights: what the exchange has changed is added to the weights of then.
         own, shared: the kinds of tensors in ``memory`` that belong to this rank alone, and that are equal on all ranks.
+        relative: those of them that are right only together with what other ranks remember, such as what others know of
+            this rank. All ranks forget them when a rank joins or leaves, see :meth:`regroup`.
+
+    What a rank asks for, and the shapes, follow from the step, the place and ``shared`` alone: a rank that has joined
+    has the same of these, and nothing of ``own``.
     """
 
     choice: ClassVar[str]
@@ -156,6 +166,7 @@ class Algorithm(ABC):
     delay_steps: ClassVar[int] = 0
     own: ClassVar[frozenset[str]] = frozenset()
     shared: ClassVar[frozenset[str]] = frozenset()
+    relative: ClassVar[frozenset[str]] = frozenset()
     Options: ClassVar[type[BaseModel]] = Options
 
     def __init__(self, place: Place, options: Any) -> None:
@@ -225,12 +236,21 @@ class Algorithm(ABC):
         """The step is skipped by all ranks."""
         self.memory.roll_back()
 
+    def regroup(self, place: Place) -> None:
+        """Go on among other ranks: one has joined, has left, or was replaced. On all ranks, between the same two steps.
+
+        A rank that joins makes the algorithm, loads the shared state of a rank that stays, and no own state, and calls
+        this as the others do. Residuals of ranks that stay go on; those of ranks that have left are lost.
+        """
+        self.place = place
+        self.memory.drop(self.relative)
+
     def own_state(self) -> dict[str, Tensor]:
-        """This rank's memory by name, not copied. A rank that joins starts without it."""
+        """This rank's memory by name, not copied: valid until the next step. A rank that joins has none."""
         return self.memory.tensors(self.own)
 
     def shared_state(self) -> dict[str, Tensor]:
-        """What is equal on all ranks, by name, not copied. A rank that joins starts with it."""
+        """What is equal on all ranks, by name, not copied: valid until the next step. A rank that joins gets it."""
         return self.memory.tensors(self.shared)
 
     def load_state(self, own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:

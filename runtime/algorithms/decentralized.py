@@ -35,7 +35,7 @@ class Decentralized(Algorithm):
     scope = "weights"
     overlaps = True
     equal_replicas = False
-    own = frozenset({"replica", "left", "right", "residual", "around"})
+    own = relative = frozenset({"replica", "left", "right", "residual", "around"})
 
     class Options(base.Options):
         """Options of ``decentralized``."""
@@ -54,9 +54,12 @@ class Decentralized(Algorithm):
 
     options: Any
 
+    def is_due(self, step: Step) -> bool:
+        return self.place.world > 1 and step.number % int(self.options.interval_steps) == 0
+
     @torch.no_grad()
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
-        if step.number % self.options.interval_steps or self.place.world == 1:
+        if not self.is_due(step):
             return
         match self.options.peers:
             case "all":

@@ -9,7 +9,8 @@ feedback!", NeurIPS 2023 (arXiv:2305.15155), algorithm 1 (EF21-SGDM).
 
 There is no accumulator of errors: ``topk`` has one, and is another method. The step is taken with the dense G, although
 only k entries travel. Two vectors are kept: g_i, this rank's, and G, equal on all ranks. The first step sends the whole
-gradient, as the authors' code for deep networks does, so that G is its mean.
+gradient, as the authors' code for deep networks does, so that G is its mean. So does the first step after a rank has
+joined or left: what the others know of a rank would not fit to what it knows, and G would be off for ever.
 
 Differs from the papers: with fewer active ranks than the world, gradients count world / active times.
 """
@@ -34,6 +35,7 @@ class EF21(Algorithm):
     choice = "ef21"
     own = frozenset({"known", "momentum"})
     shared = frozenset({"mean"})
+    relative = frozenset({"known", "mean"})
 
     class Options(base.Options):
         """Options of ``ef21``."""
@@ -54,22 +56,25 @@ class EF21(Algorithm):
 
     @torch.no_grad()
     def _differences(self, name: str, tensor: Tensor, step: Step) -> Program[None]:
-        gradient = tensor.reshape(-1) * (self.place.world / step.active)
+        average = tensor.reshape(-1) * (self.place.world / step.active)
+        before = self.memory.find("momentum", name)
+        if before is not None and before.shape == average.shape:
+            average = before * (1 - self.options.eta) + average * self.options.eta
         known, mean = self.memory.find("known", name), self.memory.find("mean", name)
-        if known is None or mean is None:
-            mean = yield AllReduce(f"first/{name}", gradient, "mean")
-            self.memory.stage("known", name, gradient)
-            self.memory.stage("momentum", name, gradient)
+        if mean is None:  # shared, so that all ranks ask for the same
+            mean = yield AllReduce(f"first/{name}", average, "mean")
+            known = average
+        elif known is None:
+            raise RuntimeError(f"ef21: a mean of {name!r} without what this rank has sent of it: join by regroup()")
         else:
-            before = self.memory.find_or_zeros("momentum", name, known)
-            average = before * (1 - self.options.eta) + gradient * self.options.eta
             difference = average - known
             message, rest = take_largest(difference.clone(), [difference.numel()], self.options.density)
             messages = yield AllGather(f"sparse/{name}", message)
-            self.memory.stage("known", name, known + (difference - rest))  # what the others decode, bit by bit
-            self.memory.stage("momentum", name, average)
+            known = known + (difference - rest)  # what the others decode, bit by bit
             change = torch.zeros_like(mean)
             sum_sparse(messages, change)
             mean = mean + change.mul_(1 / self.place.world)
+        self.memory.stage("known", name, known)
+        self.memory.stage("momentum", name, average)
         self.memory.stage("mean", name, mean)
         tensor.copy_(mean.view(tensor.shape))

@@ -61,6 +61,10 @@ class Hybrid(Algorithm):
         self._topk = TopK(place, TopK.Options(density=options.density))
         self._powersgd.memory = self._topk.memory = self.memory
 
+    def regroup(self, place: Place) -> None:
+        super().regroup(place)
+        self._powersgd.place = self._topk.place = place
+
     def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
         chosen: dict[Method, dict[str, Tensor]] = {"powersgd": {}, "topk": {}, "dense": {}}
         for name, tensor in bucket.tensors.items():

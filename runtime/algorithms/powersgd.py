@@ -78,16 +78,21 @@ class PowerSGD(Algorithm):
         others = {name: tensor for name, tensor in bucket.tensors.items() if name not in matrices}
         yield from side_by_side(self.factors(matrices, step), mean_of("dense", others, step.active))
 
-    def rank_at(self, step: Step) -> int:
-        """The rank of a step, equal on all ranks."""
+    @property
+    def largest_rank(self) -> int:
+        """The largest one that a step may have: it decides which tensors are compressed."""
         return int(self.options.rank)
 
+    def rank_at(self, step: Step) -> int:
+        """The rank of a step, equal on all ranks. Called once for each bucket."""
+        return self.largest_rank
+
     def rank_of(self, shape: torch.Size) -> int | None:
-        """The rank of the approximation of a tensor of this shape; None: it is sent dense."""
+        """The largest rank of the approximation of a tensor of this shape; None: it is sent dense."""
         if len(shape) < 2:
             return None
         rows, columns = self.matrix_of(shape)
-        rank = min(self.options.rank, rows, columns)
+        rank = min(self.largest_rank, rows, columns)
         return rank if (rows + columns) * rank * self.options.min_rate < rows * columns else None
 
     def matrix_of(self, shape: torch.Size) -> tuple[int, int]:
@@ -103,13 +108,13 @@ class PowerSGD(Algorithm):
         """Replace matrices, those for which :meth:`rank_of` has a rank, by their approximations."""
         if not tensors:
             return
-        largest = self.rank_at(step)
+        most = self.rank_at(step)
         ms: dict[str, Tensor] = {}
         qs: dict[str, Tensor] = {}  # these and P lie transposed: each column in one piece
         for name, tensor in tensors.items():
             gradient = tensor.reshape(self.matrix_of(tensor.shape))
             ms[name] = self._with_error(name, gradient, self.place.world / step.active)
-            qs[name] = orthonormal(self._q(name, min(largest, *gradient.shape), gradient.shape[1]))
+            qs[name] = orthonormal(self._q(name, min(most, *gradient.shape), gradient.shape[1]))
         ps = {name: qs[name] @ m.T for name, m in ms.items()}
         copy_into(ps, (yield AllReduce("p", flattened(ps), "sum")))  # no mean: it is made orthonormal
         ps = {name: orthonormal(p) for name, p in ps.items()}

@@ -96,18 +96,21 @@ def gram_schmidt(matrix: Array) -> Array:
     return np.stack(done, 1)
 
 
-def powersgd(gradients: Gradients, rank: int, first_q: Callable[[str], Array | None]) -> Means:
-    """``first_q``: the first Q of a matrix; None: it goes dense."""
+def powersgd(
+    gradients: Gradients, rank: int, first_q: Callable[[str], Array | None],
+    matrix: Callable[[tuple[int, ...]], tuple[int, int]] = lambda shape: (shape[0], math.prod(shape[1:])),
+) -> Means:  # fmt: skip
+    """``first_q``: the first Q of a matrix; None: it goes dense. ``matrix``: rows and columns of a shape."""
 
     def one(name: str, steps: list[list[Array]]) -> list[Array]:
         q = first_q(name)
         if q is None:
             return [mean(step) for step in steps]
         shape = steps[0][0].shape
-        errors = [np.zeros((shape[0], math.prod(shape[1:]))) for _ in steps[0]]
+        errors = [np.zeros(matrix(shape)) for _ in steps[0]]
         results = []
         for step in steps:
-            ms = [gradient.reshape(shape[0], -1) + error for gradient, error in zip(step, errors, strict=True)]
+            ms = [gradient.reshape(matrix(shape)) + error for gradient, error in zip(step, errors, strict=True)]
             q = gram_schmidt(q)
             p = gram_schmidt(sum(m @ q for m in ms))
             q = sum(m.T @ p for m in ms) / len(ms)
@@ -117,6 +120,39 @@ def powersgd(gradients: Gradients, rank: int, first_q: Callable[[str], Array | N
         return results
 
     return each_tensor(gradients, one)
+
+
+def ranks_by_loss(losses: Sequence[float], start: int, lowest: int, highest: int, window: int) -> list[int]:
+    """The rank of the step after each loss: a window of losses at a time, up by 1 or down by 1."""
+    ranks = []
+    for count in range(1, len(losses) + 1):
+        if count % window == 0:
+            part = np.array(losses[count - window : count])
+            line = np.polyval(np.polyfit(np.arange(window), part, 1), np.arange(window))
+            spread = np.std(part - line) / abs(part.mean())
+            start = min(max(start + int(spread > 0.1) - int(spread < 0.01), lowest), highest)
+        ranks.append(start)
+    return ranks
+
+
+def averaged_late(
+    gradients: Sequence[Sequence[Array]], start: Array, lr: float, every: int, delay: int
+) -> tuple[list[list[Array]], list[Array]]:
+    """Weights ``[step][rank]`` of ranks that train by themselves, and add what an average changes so many steps after
+    it was taken; and those after the last average."""
+    x = [start.astype(np.float64) for _ in gradients[0]]
+    taken: dict[int, list[Array]] = {}
+    found = []
+    for step, own in enumerate(gradients):
+        x = [one - lr * gradient for one, gradient in zip(x, own, strict=True)]
+        change = taken.pop(step - delay, None)
+        x = x if change is None else [one + by for one, by in zip(x, change, strict=True)]
+        if step % every == every - 1:
+            taken[step] = [np.mean(x, axis=0) - one for one in x]
+        found.append(x)
+    for step in sorted(taken):
+        x = [one + by for one, by in zip(x, taken[step], strict=True)]
+    return found, x
 
 
 def signsgd(gradients: Gradients) -> Means:

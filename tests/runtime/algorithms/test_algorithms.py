@@ -130,6 +130,35 @@ def test_powersgd_is_two_power_iterations_with_error_feedback(world: int) -> Non
     check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q), tolerance=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "square"),
+    [((128, 9216), (1024, 1152)), ((64, 32, 3, 3), (128, 144)), ((10, 128), (32, 40)), ((7, 5), (5, 7))],
+)
+def test_a_square_is_the_matrix_with_the_fewest_rows_and_columns(shape: Any, square: Any) -> None:
+    algorithm = make_algorithm("powersgd", Place(0, 1), {"reshape": "square"})
+    assert isinstance(algorithm, PowerSGD)
+    assert algorithm.matrix_of(torch.Size(shape)) == square
+    numel = math.prod(shape)
+    assert sum(square) == min(rows + numel // rows for rows in range(1, numel + 1) if numel % rows == 0)
+
+
+def test_powersgd_of_squares_is_that_of_the_reshaped_matrices() -> None:
+    run = gradients(3)
+    ranks = Ranks("powersgd", 3, rank=2, reshape="square", min_rate=1)
+    algorithm = ranks.algorithms[0]
+    assert isinstance(algorithm, PowerSGD)
+
+    def matrix(shape: Any) -> tuple[int, int]:
+        return algorithm.matrix_of(torch.Size(shape))
+
+    def first_q(name: str) -> Any:
+        is_dense = algorithm.rank_of(torch.Size(SHAPES[name])) is None
+        return None if is_dense else algorithm._first_q(name, 2, matrix(SHAPES[name])[1]).T.numpy()
+
+    assert [name for name in SHAPES if first_q(name) is not None] == ["conv", "matrix", "row"]
+    check(ranks.run(run), oracles.powersgd(as_arrays(run), 2, first_q, matrix), tolerance=1e-5)
+
+
 def test_powersgd_recovers_from_steps_without_a_gradient() -> None:
     shapes = {"w": (40, 30)}
     ranks = Ranks("powersgd", 2, rank=2, min_rate=1)
@@ -336,6 +365,10 @@ def test_bytes_are_those_of_the_papers() -> None:
         of_the_mlp = bytes_of("dense", world, MLP)
         assert bytes_of("powersgd", world, MLP, rank=4, min_rate=1) * 50 <= of_the_mlp
         assert bytes_of("powersgd", world, MLP, rank=1) * 170 <= of_the_mlp
+        of_the_cnn = bytes_of("dense", world, CNN)
+        assert bytes_of("powersgd", world, CNN, rank=4, reshape="square") * 100 <= of_the_cnn
+        assert bytes_of("powersgd", world, CNN, rank=1, reshape="square") * 400 <= of_the_cnn
+        assert bytes_of("powersgd", world, CNN, rank=4) * 28 <= of_the_cnn
     assert bytes_of("hybrid", 2, CNN) <= 0.13 * bytes_of("dense", 2, CNN)
     assert bytes_of("signsgd", 2, CNN) <= bytes_of("dense", 2, CNN) / 31
     assert bytes_of("dense", 2, CNN, wire="fp16") * 2 == bytes_of("dense", 2, CNN)

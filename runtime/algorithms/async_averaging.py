@@ -1,0 +1,52 @@
+"""Asynchronous model averaging: ranks train by themselves, and their weights drift towards the mean of all.
+
+Gan et al., "BAGUA: scaling up distributed learning with system relaxations", VLDB 2022 (arXiv:2107.01499), section 3.4,
+"asynchronous"; in its code ``AsyncModelAverageAlgorithm``.
+
+    snapshot = x;  ...training goes on...;  x += mean(snapshot over all ranks) - snapshot
+
+An average does not change the mean of all ranks' weights, which is the model of a run. Staleness: it is applied
+``delay_steps`` steps after it was taken (1, or what the run sets), so it lacks that many of each rank's own steps,
+which stay in the weights; a change of one rank reaches the others after at most ``every_steps`` + ``delay_steps``
+steps. Averages are applied in order, each by all ranks after the same step, the last one before the run ends.
+
+Differs from the authors' code: an average is taken every so many steps, and applied after a given step, where theirs
+goes by a timer, and takes effect whenever it is there. So a run can be repeated bit by bit, and all ranks end with the
+same average without a vote. There is no warm-up with dense gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from gradbus.runtime.algorithms import base
+from gradbus.runtime.algorithms.base import Algorithm, Step, TensorBucket
+from gradbus.runtime.algorithms.requests import AllReduce, Program
+
+
+class AsyncAveraging(Algorithm):
+    """The mean of all weights every few steps, while training goes on."""
+
+    choice = "async-averaging"
+    scope = "weights"
+    equal_replicas = False
+    delay_steps = 1
+
+    class Options(base.Options):
+        """Options of ``async-averaging``."""
+
+        every_steps: int = Field(default=4, ge=1)
+        """Number of steps between two averages."""
+
+    options: Any
+
+    def is_due(self, step: Step) -> bool:
+        return self.place.world > 1 and (step.number + 1) % int(self.options.every_steps) == 0
+
+    @torch.no_grad()
+    def exchange(self, bucket: TensorBucket, step: Step) -> Program[None]:
+        if self.is_due(step):
+            yield AllReduce("weights", bucket.flat, "mean", out=bucket.flat)
