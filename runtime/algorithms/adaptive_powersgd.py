@@ -69,7 +69,7 @@ class AdaptivePowerSGD(PowerSGD):
         """Decided from the state before the step, so that it is the same for all of its buckets."""
         options = self.options
         kept_rank, kept_losses = self.memory.find("rank", "now"), self.memory.find("losses", "window")
-        rank = options.rank if kept_rank is None else int(kept_rank)
+        rank: int = options.rank if kept_rank is None else int(kept_rank)
         losses = [] if kept_losses is None else kept_losses.tolist()
         if not math.isnan(step.loss):
             losses.append(step.loss)

@@ -55,8 +55,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all_without_a_trace
     for found in play("algorithm_scenes", "spoilt_steps", 2, "dds"):
         for name, of_one in found.items():
             assert of_one["skipped"] == 2, name
-            if name == "dgc":
-                continue  # the ranks that were finite keep what they have accumulated
+            if name in ("dgc", "async-averaging"):
+                continue  # the ranks that were finite keep what they have accumulated; or step alone
             assert largest_difference(of_one["weights"], of_one["as"]) <= 1e-6, name
 
 
