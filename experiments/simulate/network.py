@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradbus.experiments.simulate.lockstep import Deadlock, Mismatch, reduced
 from gradbus.experiments.simulate.sizes import has_values
-from gradbus.experiments.simulate.topology import Link, Node, Topology
+from gradbus.experiments.simulate.topology import Link, NetworkTopology, Node
 from gradbus.runtime.algorithms.requests import (
     AllGather,
     AllReduce,
@@ -64,7 +64,7 @@ class Network:
     """
 
     def __init__(
-        self, topology: Topology, *, seed: int = 0, frame_bytes: int = 64 * 1024, resend_s: float = 0.01
+        self, topology: NetworkTopology, *, seed: int = 0, frame_bytes: int = 64 * 1024, resend_s: float = 0.01
     ) -> None:
         """
         Args:
@@ -349,7 +349,7 @@ def _all_reduce(request: AllReduce, rank: int, world: int) -> Program[Tensor]:
     x, op, divisor = request.tensor.detach(), request.op, request.divisor
     others = _others(rank, world)
     flat = x.reshape(-1)
-    if choose("auto", world, x.nbytes) == "direct":
+    if choose(request.route, world, x.nbytes) == "direct":
         came = yield Swap("all", dict.fromkeys(others, flat), {peer: torch.empty_like(flat) for peer in others})
         total = _reduced(_in_order(rank, flat, came), op, divisor)
     else:

@@ -53,7 +53,7 @@ class Uplink(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Topology:
+class NetworkTopology:
     """A tree of nodes. What two nodes exchange goes up to the nearest node above both, and down.
 
     Attributes:
@@ -113,7 +113,7 @@ class Topology:
 def cluster(
     world: int, *, network: LinkSpec, ranks_per_host: int = 1, local: LinkSpec | None = None,
     hosts_per_rack: int | None = None, uplink: LinkSpec | None = None,
-) -> Topology:  # fmt: skip
+) -> NetworkTopology:  # fmt: skip
     """Hosts with equal numbers of ranks, which follow one another, at the switch of their rack; racks at a core switch.
 
     Args:
@@ -142,4 +142,4 @@ def cluster(
     if racks > 1:
         for number in range(racks):
             uplinks[f"switch {number}"] = Uplink("core", uplink or network, uplink or network)
-    return Topology(uplinks, tuple(f"host {rank // ranks_per_host}" for rank in range(world)))
+    return NetworkTopology(uplinks, tuple(f"host {rank // ranks_per_host}" for rank in range(world)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradbus.experiments.simulate.lockstep import Deadlock, Lockstep, Mismatch
 from gradbus.experiments.simulate.network import Network
 from gradbus.experiments.simulate.sizes import size_only
-from gradbus.experiments.simulate.topology import LinkSpec, Topology, cluster
+from gradbus.experiments.simulate.topology import LinkSpec, NetworkTopology, cluster
 from gradbus.runtime.algorithms.base import Place
 from gradbus.runtime.algorithms.requests import AllGather, AllReduce, Program, Swap
 from gradbus.runtime.algorithms.routes import ROUTES
@@ -29,7 +29,7 @@ def all_reduce(place: Place, x: Tensor) -> Program[Tensor]:
     return total
 
 
-def seconds_of(route: Callable[[Place, Tensor], Program[Tensor]], topology: Topology, x: Tensor) -> float:
+def seconds_of(route: Callable[[Place, Tensor], Program[Tensor]], topology: NetworkTopology, x: Tensor) -> float:
     network = Network(topology)
     places = [Place(rank, topology.world, topology.hosts) for rank in range(topology.world)]
     network.run([route(place, x) for place in places])
@@ -38,7 +38,11 @@ def seconds_of(route: Callable[[Place, Tensor], Program[Tensor]], topology: Topo
 
 FORMULAS: dict[str, tuple[Callable[[Place, Tensor], Program[Tensor]], Callable[[int], float], int]] = {
     "ring": (ROUTES["ring"], lambda n: 2 * (n - 1) * (ALPHA_S + SIZE / n / RATE), 64),
-    "halving": (ROUTES["halving"], lambda n: 2 * math.log2(n) * ALPHA_S + 2 * (n - 1) / n * SIZE / RATE, 1024),
+    "halving-doubling": (
+        ROUTES["halving-doubling"],
+        lambda n: 2 * math.log2(n) * ALPHA_S + 2 * (n - 1) / n * SIZE / RATE,
+        1024,
+    ),
     "star": (ROUTES["star"], lambda n: 2 * (ALPHA_S + (n - 1) * SIZE / RATE), 1024),
     "shards": (all_reduce, lambda n: 2 * (ALPHA_S + (n - 1) / n * SIZE / RATE), 64),
 }
