@@ -12,8 +12,8 @@ On a link with loss a message is cut into frames; those that are lost are sent a
 Where programs are given tensors without values (:func:`.sizes.size_only`) only their sizes count: nothing is added up,
 and 1,024 ranks need no memory for theirs. A program that looks at values cannot be run so.
 
-What is not a rank program, as an actor on a switch, runs on the same links: it sends with :meth:`Network.send`, from
-and to any node of the topology, and waits with the timers and processes of :attr:`Network.env`.
+What is not a rank program, as an actor on a switch, runs on the same links: it sends with :meth:`NetworkModel.send`,
+from and to any node of the topology, and waits with the timers and processes of :attr:`NetworkModel.env`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradbus.experiments.simulate.lockstep import Deadlock, Mismatch, reduced
 from gradbus.experiments.simulate.sizes import has_values
-from gradbus.experiments.simulate.topology import Link, NetworkTopology, Node
+from gradbus.experiments.simulate.topology import LinkUse, NetworkTopology, Node
 from gradbus.runtime.algorithms.requests import (
     AllGather,
     AllReduce,
@@ -55,7 +55,7 @@ R = TypeVar("R")
 _Key = tuple[int, int, str, int]  # sender, receiver, name, how often it was used between these before
 
 
-class Network:
+class NetworkModel:
     """The ranks of a topology, with a clock of their own.
 
     Attributes:
@@ -129,7 +129,13 @@ class Network:
         return self._pass_on(route, 0, size_bytes, 0.0, late_s, deliver)
 
     def _pass_on(
-        self, route: list[Link], hop: int, size_bytes: int, tail_s: float, late_s: float, deliver: Callable[[], object]
+        self,
+        route: list[LinkUse],
+        hop: int,
+        size_bytes: int,
+        tail_s: float,
+        late_s: float,
+        deliver: Callable[[], object],
     ) -> float:
         """The first byte of a message is at a link now, the last one not before ``tail_s``. Returns when it leaves."""
         link = route[hop]
@@ -156,7 +162,7 @@ class Network:
         assert timeout.callbacks is not None
         timeout.callbacks.append(lambda _: cast(None, action()))
 
-    def _with_losses(self, route: list[Link], size_bytes: int) -> tuple[int, float]:
+    def _with_losses(self, route: list[LinkUse], size_bytes: int) -> tuple[int, float]:
         """The bytes of a message with those that are sent again, and the seconds that these come later."""
         if not self.topology.loses:
             return size_bytes, 0.0
@@ -225,7 +231,7 @@ class _Run:
     """A program on one rank."""
 
     def __init__(
-        self, network: Network, rank: int, program: Program[Any], name: str, end: Callable[[Any], object]
+        self, network: NetworkModel, rank: int, program: Program[Any], name: str, end: Callable[[Any], object]
     ) -> None:
         self.network = network
         self.rank = rank

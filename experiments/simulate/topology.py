@@ -28,7 +28,7 @@ class LinkSpec:
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class LinkUse:
     """One direction of a link, and what it has carried. Messages pass it one after the other.
 
     Attributes:
@@ -64,9 +64,9 @@ class NetworkTopology:
 
     uplinks: Mapping[Node, Uplink]
     hosts: tuple[str, ...]
-    links: dict[str, Link] = field(init=False)
+    links: dict[str, LinkUse] = field(init=False)
     loses: bool = field(init=False)
-    _routes: dict[tuple[Node, Node], list[Link]] = field(init=False, default_factory=dict)
+    _routes: dict[tuple[Node, Node], list[LinkUse]] = field(init=False, default_factory=dict)
     _above: dict[Node, tuple[Node, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class NetworkTopology:
         self.links = {}
         for node, uplink in self.uplinks.items():
             for way, spec in (("up", uplink.up), ("down", uplink.down)):
-                self.links[f"{node} {way}"] = Link(f"{node} {way}", spec)
+                self.links[f"{node} {way}"] = LinkUse(f"{node} {way}", spec)
         self.loses = any(link.spec.loss for link in self.links.values())
 
     @property
@@ -82,7 +82,7 @@ class NetworkTopology:
         """Number of ranks."""
         return len(self.hosts)
 
-    def route(self, source: Node, target: Node) -> list[Link]:
+    def route(self, source: Node, target: Node) -> list[LinkUse]:
         """The links from one node to another, in the order of the way; none to the node itself."""
         found = self._routes.get((source, target))
         if found is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradbus.experiments.simulate.lockstep import Deadlock, Lockstep, Mismatch
-from gradbus.experiments.simulate.network import Network
+from gradbus.experiments.simulate.network import NetworkModel
 from gradbus.experiments.simulate.sizes import size_only
 from gradbus.experiments.simulate.topology import LinkSpec, NetworkTopology, cluster
 from gradbus.runtime.algorithms.base import Place
@@ -30,7 +30,7 @@ def all_reduce(place: Place, x: Tensor) -> Program[Tensor]:
 
 
 def seconds_of(route: Callable[[Place, Tensor], Program[Tensor]], topology: NetworkTopology, x: Tensor) -> float:
-    network = Network(topology)
+    network = NetworkModel(topology)
     places = [Place(rank, topology.world, topology.hosts) for rank in range(topology.world)]
     network.run([route(place, x) for place in places])
     return float(network.env.now)
@@ -86,7 +86,7 @@ def test_results_are_those_of_the_lockstep_driver_bit_by_bit(world: int) -> None
     makers = [program_case.every_request, *([program_case.every_algorithm] if world == 3 else [])]
     for make in makers:
         topology = cluster(world, network=WIRE)
-        found = Network(topology).run([make(rank, world) for rank in range(world)])
+        found = NetworkModel(topology).run([make(rank, world) for rank in range(world)])
         expected = Lockstep(world).run([make(rank, world) for rank in range(world)])
         for here, there in zip(found, expected, strict=True):
             assert here.keys() == there.keys()
@@ -106,7 +106,7 @@ def test_sizes_alone_take_the_time_that_values_take() -> None:
 def test_loss_takes_time_that_depends_on_the_seed_alone_and_changes_no_result() -> None:
     def run(loss: float, seed: int) -> tuple[float, list[Tensor]]:
         wire = LinkSpec(rate_bytes_s=RATE, latency_s=ALPHA_S / 2, loss=loss)
-        network = Network(cluster(4, network=wire), seed=seed, frame_bytes=1000, resend_s=0.002)
+        network = NetworkModel(cluster(4, network=wire), seed=seed, frame_bytes=1000, resend_s=0.002)
         found = network.run([ROUTES["ring"](Place(r, 4), torch.arange(40_000.0) + r) for r in range(4)])
         return network.env.now, found
 
@@ -120,7 +120,7 @@ def test_loss_takes_time_that_depends_on_the_seed_alone_and_changes_no_result() 
 def test_an_actor_on_a_switch_uses_the_same_links() -> None:
     """Adds up blocks of all ranks and sends the sums to all: (k + 1) / k K / B + 2 alpha, as in a pipeline."""
     world, blocks = 8, 64
-    network = Network(cluster(world, network=WIRE))
+    network = NetworkModel(cluster(world, network=WIRE))
     there = [0] * blocks
     ended_s = [0.0] * world
 
@@ -153,12 +153,12 @@ def test_ranks_that_wait_for_each_other_and_what_does_not_fit_are_told() -> None
 
     pair = cluster(2, network=WIRE)
     with pytest.raises(Deadlock, match=r"rank 0 waits for Swap 'turn' from \[1\]; rank 1 waits for Swap 'turn'"):
-        Network(pair).run([waits(0), waits(1)])
+        NetworkModel(pair).run([waits(0), waits(1)])
     with pytest.raises(Deadlock, match="rank 0 waits for AllGather 'all'"):
-        Network(pair).run([gathers(0), gathers(1)])
+        NetworkModel(pair).run([gathers(0), gathers(1)])
     with pytest.raises(Mismatch, match=r"rank 1 expects \(3,\) of torch.float32 by 'rows' from rank 0, got \(2,\)"):
-        Network(pair).run([sends(0, True), sends(1, True)])
+        NetworkModel(pair).run([sends(0, True), sends(1, True)])
     with pytest.raises(Mismatch, match="rank 1 never received"):
-        Network(pair).run([sends(0, False), sends(1, False)])
+        NetworkModel(pair).run([sends(0, False), sends(1, False)])
     with pytest.raises(ValueError, match="do not fill hosts of 4"):
         cluster(6, network=WIRE, ranks_per_host=4, local=WIRE)
